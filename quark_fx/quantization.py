@@ -41,6 +41,7 @@ from quark_fx.graph.pass_manager import (
     run_passes,
 )
 from quark_fx.graph.provenance import kept_tensors
+from quark_fx.graph.sample import sample_of
 from quark_fx.graph.signature import batch_shape
 from quark_fx.model.correspondence import shell_of
 from quark_fx.model.output_directory import clear, kept_blocks, work_directory
@@ -138,10 +139,12 @@ def quantize(
             session = Session.of_one_run(
                 model, config, first, batches, dynamic_shapes, device, cache, shelf=shelf, ranks=ranks, memory=memory
             )
-        inputs = session.example() if verify else None
-        if verify and inputs is None:
+        example = session.example()
+        if verify and example is None:
             raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
         captured, model = session.captured, session.model
+        sample = None if example is None else sample_of(captured.module, example)
+        inputs, example = example if verify else None, None  # a batch may be large
         with session.run(config, shelf) as context:
             context.progress = progress
             gm, rows, records = _transformed(session, context, shelf, inputs, checkpoint, memory, disk)
@@ -160,6 +163,7 @@ def quantize(
             histograms=context.histograms,
             kept=kept,
             parameter_names=known,
+            sample=sample,
         )
         if output_dir is not None:
             del gm.meta["shelf"]

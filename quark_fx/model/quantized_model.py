@@ -15,6 +15,7 @@ from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import own_tensors
 from quark_fx.graph.pass_manager import PassRecord, copy_graph
+from quark_fx.graph.sample import Sample
 from quark_fx.graph.signature import Signature, split_batch
 from quark_fx.graph.straight_through import records_gradients, run_with_gradients
 from quark_fx.plan.report import Histogram, Report, Row
@@ -34,6 +35,8 @@ class QuantizedModel(nn.Module):
         source: the module it was made of, for `eager`, without the weights that the graph has; `None` if it was loaded.
         kept: parameters and buffers of the model that the graph has only in constants computed from them, by name.
         parameter_names: those of all parameters of the model, `None` if they are not known.
+        sample: Flat inputs that a written file is run with once: the first samples of the first batch. `None` if the
+            model was loaded, since stored models hold no data.
     """
 
     source: nn.Module | None
@@ -50,10 +53,11 @@ class QuantizedModel(nn.Module):
         histograms: Sequence[Histogram] = (),
         kept: Mapping[str, Tensor] = MappingProxyType({}),
         parameter_names: frozenset[str] | None = None,
+        sample: Sample | None = None,
     ) -> None:
         super().__init__()
         object.__setattr__(self, "source", source)  # not a submodule: its parameters are no state of this one
-        self.kept, self.parameter_names = kept, parameter_names
+        self.kept, self.parameter_names, self.sample = kept, parameter_names, sample
         self.graph_module = graph_module
         self.signature = signature
         self.config = config
@@ -184,6 +188,7 @@ class QuantizedModel(nn.Module):
             histograms=self._report.histograms,
             kept=self.kept,
             parameter_names=self.parameter_names,
+            sample=self.sample,
         )
 
     def __copy__(self) -> QuantizedModel:

@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 
 @dataclass
 class _Trim:
@@ -100,15 +105,44 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
+def available() -> int | None:
+    """Return the bytes that this process may still take, `None` where the system does not say.
+
+    Source:
+        https://docs.kernel.org/filesystems/proc.html (`MemAvailable`); https://docs.kernel.org/admin-guide/cgroup-v2.html
+    """
+    free = _kilobytes("/proc/meminfo", "MemAvailable:")
+    rooms = [] if free is None else [free]
+    for file in _CONTAINER_LIMITS:
+        try:
+            rooms.append(int(Path(file).read_text("ascii")) - occupied())
+        except (OSError, ValueError):  # no such group, or no limit ("max")
+            continue
+    if resource is not None:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        mapped = _kilobytes("/proc/self/status", "VmSize:")
+        if limit != resource.RLIM_INFINITY and mapped is not None:
+            rooms.append(limit - mapped)
+    return max(0, min(rooms)) if rooms else None
+
+
+def _kilobytes(file: str, name: str) -> int | None:
+    """Return the bytes of a line of a file of the system's that counts in kB, `None` where there is none."""
+    try:
+        lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith(name)), None)
+    return None if found is None else int(found.split()[1]) << 10
+
+
 def occupied() -> int:
     """Return the bytes of memory that are this process's own (files it maps are not), 0 where the system hides them."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return 0
-    found = next((line for line in lines if line.startswith("RssAnon:")), "RssAnon: 0")
-    return int(found.split()[1]) << 10
+    return _kilobytes("/proc/self/status", "RssAnon:") or 0
 
+
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files with the memory limit of a container, in both versions of cgroups."""
 
 _SLAB = 64 << 20
 """Bytes of a slab: more than what the C library ever puts into a hole (`DEFAULT_MMAP_THRESHOLD_MAX` of glibc)."""
@@ -140,4 +174,4 @@ _PAUSE = 100
 
 _trim = _Trim(_function("malloc_trim"))
 
-__all__ = ["Slabs", "give_back", "is_shortage", "occupied", "short_memory"]
+__all__ = ["Slabs", "available", "give_back", "is_shortage", "occupied", "short_memory"]

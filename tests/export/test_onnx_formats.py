@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.export.runtime.report import runtime_report
 from quark_fx.export.to_onnx.edit import Kept
 from quark_fx.export.to_onnx.formats import FORMATS
 from quark_fx.export.to_onnx.matmul_nbits import block_size
@@ -690,8 +691,11 @@ def test_a_group_norm_between_the_vendors_nodes_runs(opset: int, tmp_path: Path)
 
 def test_the_report_of_the_vendors_nodes_is_the_vendors(tmp_path: Path) -> None:
     path = qfx.export.onnx(quantize(cnn(), XINT8, images()), tmp_path / "m.onnx", format="vitis")
+    report = path.report()
+    assert not report.nodes
+    assert "not run in ONNX Runtime: it has no kernels for com.amd.quark; the vendor's tools" in str(report)
     with pytest.raises(qfx.ExportError, match=r"no kernels for com\.amd\.quark"):
-        path.report()
+        runtime_report(path)
 
 
 # Opsets and domains --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.session import code_type, open_session, session_options
+from quark_fx.export.runtime.trial import NotRun
 from quark_fx.export.to_onnx.edit import Kept
 from quark_fx.export.to_onnx.vitis import PREFIXES
 from quark_fx.export.to_onnx.whole_files import data_files
@@ -58,6 +59,7 @@ class RuntimeReport:
         conversions: how many quantizers, dequantizers and casts run between kernels.
         opset: of the standard domain.
         bytes: of the file and its external data.
+        not_run: Runtimes that did not run the file on one sample when it was written, and why.
     """
 
     nodes: tuple[RuntimeNode, ...]
@@ -65,6 +67,7 @@ class RuntimeReport:
     conversions: int
     opset: int
     bytes: int
+    not_run: tuple[NotRun, ...] = ()
 
     @property
     def quantized(self) -> tuple[RuntimeNode, ...]:
@@ -98,29 +101,34 @@ class RuntimeReport:
                 f"{f'declined by {k.rule}' if k.rule else 'left in pairs'}: {k.name} ({k.operator}): {k.reason}"
                 for k in self.kept
             ),
+            *map(str, self.not_run),
         ]
         return "\n".join(lines)
 
 
-def runtime_report(path: Path, *, kept: Iterable[Kept] = (), optimize: bool = True) -> RuntimeReport:
+def runtime_report(
+    path: Path, *, kept: Iterable[Kept] = (), optimize: bool = True, not_run: tuple[NotRun, ...] = ()
+) -> RuntimeReport:
     """Return the kernels ONNX Runtime runs `path` with.
 
     Args:
         path: an ONNX file.
         kept: what to list as left in pairs or declined.
         optimize: let ONNX Runtime fuse kernels, as it does unless told otherwise.
+        not_run: Runtimes that did not run the file. If ONNX Runtime did not load it, there are no kernels to report.
 
     Raises:
         ExportError: if ONNX Runtime is not installed or does not load the file.
     """
-    if importlib.util.find_spec("onnxruntime") is None:
+    unloaded = any(one.runtime == "ONNX Runtime" and not one.loads for one in not_run)
+    if not unloaded and importlib.util.find_spec("onnxruntime") is None:
         raise ExportError("the report needs onnxruntime: pip install 'quark_fx[onnx]'")
     original = ir.load(path)
-    if vendor := PREFIXES.keys() & original.opset_imports.keys():
+    if not unloaded and (vendor := PREFIXES.keys() & original.opset_imports.keys()):
         raise ExportError(f"ONNX Runtime has no kernels for {', '.join(vendor)}; the vendor's tools say what they run")
-    nodes, conversions = _optimized(path, original, optimize)
+    nodes, conversions = ((), 0) if unloaded else _optimized(path, original, optimize)
     size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
-    return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size)
+    return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size, not_run)
 
 
 def saturating_kernels(path: Path, *, optimize: bool) -> list[str]:

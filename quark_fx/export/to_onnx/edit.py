@@ -97,6 +97,11 @@ def erase_unread(model: ir.Model) -> None:
     drop_unused_initializers(model)
 
 
+def stored_bytes(model: ir.Model) -> int:
+    """Return the size of the tensors that a model stores."""
+    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+
+
 def drop_unused_initializers(model: ir.Model) -> None:
     """Remove the initializers that nothing reads."""
     for name, value in list(model.graph.initializers.items()):

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.target import OnnxFiles
 from quark_fx.errors import ExportError
 from quark_fx.export.program import to_exported_program
-from quark_fx.export.runtime.session import may_optimize, open_session, runtime_options
+from quark_fx.export.runtime.session import may_optimize
 from quark_fx.export.to_onnx.respelling import respelled
 from quark_fx.export.to_onnx.table import translation_table
 from quark_fx.export.to_onnx.translation import translate
@@ -49,6 +49,7 @@ from quark_fx.system.writable import require_possible, require_writable
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from quark_fx.export.runtime.trial import NotRun
     from quark_fx.export.to_onnx.edit import Kept
     from quark_fx.export.to_onnx.formats import FormatOptions, OnnxFormat
     from quark_fx.export.to_onnx.onnx_file import OnnxFile
@@ -76,8 +77,9 @@ def onnx(
 ) -> OnnxFile:
     """Write `qmodel` as an ONNX model with integer weights.
 
-    The file is checked before it gets its name: it passes `onnx.checker`, and ONNX Runtime, where installed, loads and
-    optimizes it. A file of that name is replaced whole or not at all.
+    The file is checked before it gets its name: it passes `onnx.checker`, and ONNX Runtime and the target's runtime,
+    where installed, load it and run it on one sample of the calibration data. A file of that name is replaced whole or
+    not at all.
 
     Args:
         qmodel: from `quantize`.
@@ -101,12 +103,13 @@ def onnx(
 
     Returns:
         The path written, of a link what it points to; its `report()` says which nodes ONNX Runtime runs in integers,
-        its `kept` what the format left in pairs, and what `rules` declined.
+        and which runtimes did not run the file, and why; its `kept` what the format left in pairs, and what `rules`
+        declined.
 
     Raises:
         ExportError: if the format cannot hold how the model is quantized or does not know an option, the target does
             not read the format or the opset, a type needs a newer opset, an operator has no lowering (all are listed,
-            with the user's source lines), the path cannot be written, or the file fails its check.
+            with the user's source lines), the path cannot be written, or the file fails its check or its run.
     """
     try:
         import onnx_ir  # noqa: F401
@@ -143,7 +146,7 @@ def onnx(
     if target.onnx.check is not None:
         target.onnx.check(model)
     file.optimize = may_optimize(gm)
-    _write(model, file, external_data, gm)
+    file.not_run = _write(model, file, external_data, qmodel)
     return file
 
 
@@ -188,23 +191,26 @@ def _lowered(
     return model, kept
 
 
-def _write(model: ir.Model, path: Path, external_data: bool | None, gm: GraphModule) -> None:
-    """Write and check the file under its name in a folder beside, and move it from there."""
+def _write(model: ir.Model, path: Path, external_data: bool | None, qmodel: QuantizedModel) -> tuple[NotRun, ...]:
+    """Write, check, and run the file in a folder beside, and move it to its name; return what did not run it."""
     import onnx_ir as ir
 
+    from quark_fx.export.runtime.trial import run_once
+    from quark_fx.export.to_onnx.edit import stored_bytes
     from quark_fx.export.to_onnx.whole_files import put_in_place
 
-    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-    external = size > _EXTERNAL if external_data is None else external_data
+    external = stored_bytes(model) > _EXTERNAL if external_data is None else external_data
     data = f"{path.name}.data" if external else None
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
             written = Path(folder, path.name)
             ir.save(model, written, external_data=data)
-            _check_file(written, gm)
+            _check_file(written)
+            not_run = run_once(written, model, qmodel)
             put_in_place(written, path)
     except OSError as error:
         raise ExportError(f"{path} could not be written: {error}") from error
+    return not_run
 
 
 def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequence[str], opset: int) -> ir.Model:
@@ -424,29 +430,10 @@ def _require_writable(path: Path) -> None:
     require_writable(path)
 
 
-def _check_file(path: Path, gm: GraphModule) -> None:
+def _check_file(path: Path) -> None:
     import onnx as onnx_package
 
     try:
         onnx_package.checker.check_model(str(path))
     except onnx_package.checker.ValidationError as error:
         raise ExportError(f"{path.name} fails onnx.checker: {error}") from error
-    try:
-        import onnxruntime
-    except ImportError:
-        return
-    options = runtime_options(gm)
-    options.log_severity_level = 4
-    try:
-        open_session(path, options)
-    except Exception as error:
-        raise ExportError(
-            f"{path.name} does not load in ONNX Runtime {onnxruntime.__version__}: {error}{_dtype_hint(gm)}"
-        ) from error
-
-
-def _dtype_hint(gm: GraphModule) -> str:
-    values = (node.meta.get("val") for node in gm.graph.nodes)
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    rare = dtypes & {torch.bfloat16, torch.float64}
-    return f"\nThe model computes in {', '.join(map(str, rare))}; quantize model.float() instead" if rare else ""

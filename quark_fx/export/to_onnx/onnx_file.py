@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from quark_fx.export.runtime.report import RuntimeReport, runtime_report
 
 if TYPE_CHECKING:
+    from quark_fx.export.runtime.trial import NotRun
     from quark_fx.export.to_onnx.edit import Kept
 
     _Path = Path
@@ -21,15 +22,16 @@ class OnnxFile(_Path):
     Attributes:
         kept: what the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
         optimize: whether ONNX Runtime may fuse kernels: its CPU kernels do not implement all it fuses.
+        not_run: Runtimes that did not run the file on one sample when it was written, and why.
     """
 
     kept: tuple[Kept, ...] = ()
     optimize: bool = True
+    not_run: tuple[NotRun, ...] = ()
 
     def report(self) -> RuntimeReport:
-        """Return the kernels ONNX Runtime's CPU provider runs this file with.
+        """Return the kernels ONNX Runtime's CPU provider runs this file with, and which runtimes did not run it.
 
-        Raises:
-            ExportError: if ONNX Runtime is not installed, or has no kernels for the format.
+        There are no kernels in the report if ONNX Runtime cannot load the file.
         """
-        return runtime_report(self, kept=self.kept, optimize=self.optimize)
+        return runtime_report(self, kept=self.kept, optimize=self.optimize, not_run=self.not_run)

@@ -4,6 +4,7 @@ from quark_fx.export.to_onnx.rules.average_pools import settle_average_pool
 from quark_fx.export.to_onnx.rules.cast_likes import fold_cast_like
 from quark_fx.export.to_onnx.rules.code_types import type_codes
 from quark_fx.export.to_onnx.rules.convolved_codes import store_convolution_inputs_unsigned
+from quark_fx.export.to_onnx.rules.cubic_resizes import keep_transpose_from_resize
 from quark_fx.export.to_onnx.rules.default_attributes import drop_default_attributes
 from quark_fx.export.to_onnx.rules.dynamic_codes import fuse_dynamic_quantization
 from quark_fx.export.to_onnx.rules.dynamic_gemms import split_dynamic_gemm
@@ -36,6 +37,7 @@ TRANSLATED: tuple[OnnxRule, ...] = (
     multiply_integers,
     spell_out_row_scales,
     settle_average_pool,
+    keep_transpose_from_resize,
     repeat_moved_pair,
     drop_default_attributes,
 )

@@ -1,0 +1,192 @@
+"""Run an exported file once, before it gets its name, in ONNX Runtime and in the runtime of its target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.errors import ExportError
+from quark_fx.export.runtime.openvino_session import OpenVinoSession
+from quark_fx.export.runtime.session import open_session, runtime_options
+from quark_fx.graph.nodes import describe, device_of
+from quark_fx.graph.sample import made_up_sample
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.system.memory import available
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc"})
+"""Domains that ONNX Runtime has kernels for."""
+
+_COPIES = 2
+"""How many copies of the weights a runtime holds while it loads a file: what it reads, and what its kernels read."""
+
+_TOO_NEW = ("Current official support for domain", "Unsupported model IR version")
+"""Messages of an ONNX Runtime that is older than the opset of a file."""
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A runtime that did not run a file when it was written.
+
+    Attributes:
+        runtime: Name of the runtime, or of the target.
+        reason: Why, and what to do about it.
+        loads: Whether the runtime loads the file.
+    """
+
+    runtime: str
+    reason: str
+    loads: bool = False
+
+    def __str__(self) -> str:
+        return f"not run in {self.runtime}: {self.reason}"
+
+
+def run_once(path: Path, model: ir.Model, qmodel: QuantizedModel) -> tuple[NotRun, ...]:
+    """Run a file on one sample in each runtime that has to read it; return those that did not run it.
+
+    Raises:
+        ExportError: If a runtime does not load the file, or fails when it runs it; the message names the node and the
+            user's line.
+    """
+    runtime = qmodel.config.target.onnx.runtime
+    found = [_in_onnx_runtime(path, model, qmodel)]
+    if runtime == "openvino":
+        found.append(_in_openvino(path, model, qmodel))
+    elif not runtime:
+        found.append(NotRun(str(qmodel.config.target), "only its own runtime runs it; run the file there"))
+    return tuple(reason for reason in found if reason is not None)
+
+
+def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun | None:
+    from quark_fx.export.to_onnx.vitis import PREFIXES
+
+    name = "ONNX Runtime"
+    try:
+        import onnxruntime
+    except ImportError:
+        return NotRun(name, "it is not installed; pip install 'quark_fx[onnx]'")
+    gm = qmodel.graph_module
+    functions = {function.domain for function in model.functions.values()}
+    vendor = PREFIXES.keys() & model.opset_imports.keys()
+    if custom := model.opset_imports.keys() - _KNOWN_DOMAINS - functions - vendor:
+        operators = ", ".join(sorted(custom))
+        return NotRun(name, f"it has no kernels for the operators of {operators}; run the file where they are defined")
+    if reason := _too_large(model):
+        return NotRun(name, reason)
+    options = runtime_options(gm)
+    options.log_severity_level = 4
+    try:
+        session = open_session(path, options)
+    except Exception as error:
+        if any(text in str(error) for text in _TOO_NEW):
+            opset = model.opset_imports[""]
+            return NotRun(name, f"version {onnxruntime.__version__} does not read opset {opset}; install a newer one")
+        raise ExportError(
+            f"{path.name} does not load in {name} {onnxruntime.__version__}: {error}{_where(error, model, gm)}"
+            + _dtype_hint(gm)
+        ) from error
+    if vendor:
+        return NotRun(name, f"it has no kernels for {', '.join(vendor)}; the vendor's tools say what they run")
+    reason = _run(session, f"{path.name} fails in {name} {onnxruntime.__version__}", model, qmodel)
+    return NotRun(name, reason, loads=True) if reason else None
+
+
+def _in_openvino(path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun | None:
+    name = "OpenVINO"
+    try:
+        import openvino
+    except ImportError:
+        return NotRun(name, "it is not installed; pip install 'quark_fx[openvino]'")
+    if reason := _too_large(model):
+        return NotRun(name, reason)
+    version = openvino.__version__.partition("-")[0]
+    try:
+        session = OpenVinoSession(path)
+    except Exception as error:
+        where = _where(error, model, qmodel.graph_module)
+        raise ExportError(f"{path.name} does not load in {name} {version}: {error}{where}") from error
+    reason = _run(session, f"{path.name} fails in {name} {version}", model, qmodel)
+    return NotRun(name, reason, loads=True) if reason else None
+
+
+def _too_large(model: ir.Model) -> str:
+    """Return why a runtime may not have the memory to load a file, empty if it has."""
+    from quark_fx.export.to_onnx.edit import stored_bytes
+
+    size, free = stored_bytes(model), available()
+    if free is None or _COPIES * size <= free:
+        return ""
+    return f"its weights take {_COPIES} times {size >> 20} MiB to load, and {free >> 20} MiB of memory are free"
+
+
+def _run(session: Any, failure: str, model: ir.Model, qmodel: QuantizedModel) -> str:
+    """Run a file on the sample of its model; return why it was not run, empty if it was."""
+    gm = qmodel.graph_module
+    sample = made_up_sample(gm) if qmodel.sample is None else qmodel.sample
+    if qmodel.sample is None and not _runs_in_torch(gm, sample):
+        return "the model was loaded, and made-up inputs do not fit it; run qfx.verify with a batch"
+    tensors = [leaf for leaf in sample if isinstance(leaf, Tensor)]
+    if any(leaf.dtype == torch.bfloat16 for leaf in tensors):
+        return "numpy has no bfloat16 for its inputs"
+    names = [value.name for value in session.get_inputs()]
+    feeds: Mapping[str, Any] = {name: leaf.numpy() for name, leaf in zip(names, tensors, strict=True)}
+    try:
+        session.run(None, feeds)
+    except Exception as error:
+        raise ExportError(
+            f"{failure} on one sample: {error}{_where(error, model, gm)}\nReplace the operator, or exclude a layer "
+            "beside it from quantization"
+        ) from error
+    return ""
+
+
+def _runs_in_torch(gm: GraphModule, sample: tuple[Any, ...]) -> bool:
+    """Tell whether made-up inputs are ones that the model takes: zeros may be no divisor, or no length."""
+    device = device_of(gm)
+    try:
+        with torch.no_grad():
+            gm(*(leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in sample))
+    except Exception:  # whatever an operator raises
+        return False
+    return True
+
+
+def _where(error: Exception, model: ir.Model, gm: GraphModule) -> str:
+    """Return the user's lines of the nodes that an error of a runtime names, empty if it names none."""
+    own = {node.name: node for node in gm.graph.nodes if node.op == "call_function"}
+    words, kinds = set(re.findall(r"\w+", str(error))), set(re.findall(r"in the (\w+) operator", str(error)))
+    nodes = list(model.graph.all_nodes())
+    named = [node for node in nodes if words & {node.name, *(value.name for value in node.outputs)}]
+    named = named or [node for node in nodes if node.op_type in kinds]
+    found = dict.fromkeys(node for one in named if (node := _made_for(one, own)) is not None)
+    return "".join(f"\n  {describe(node)}" for node in found)
+
+
+def _made_for(node: ir.Node, own: Mapping[str, Node]) -> Node | None:
+    """Return the node of the graph that a node of the file was made for: the first whose name a value behind it has."""
+    pending, seen = [node], set[int]()
+    for one in pending:
+        for value in one.outputs:
+            if value.name in own:
+                return own[value.name]
+            readers = [reader for reader, _ in value.uses() if id(reader) not in seen]
+            seen.update(map(id, readers))
+            pending += readers
+    return None
+
+
+def _dtype_hint(gm: GraphModule) -> str:
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    rare = dtypes & {torch.bfloat16, torch.float64}
+    return f"\nThe model computes in {', '.join(map(str, rare))}; quantize model.float() instead" if rare else ""
