@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from tiny import Mlp, cnn, images, quantize, rand, seeded, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import quark_fx as qfx
@@ -73,6 +74,73 @@ def test_padding_on_the_left_predicts_nothing() -> None:
     batch = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
     task = LanguageModeling([batch], reference=lambda **_: logits)
     assert qfx.evaluate(lambda **_: logits, task) == {"perplexity": pytest.approx(1), "KL": pytest.approx(0)}
+
+
+def test_labels_of_minus_100_do_not_count() -> None:
+    model = language_model()
+    (batch,) = windows(2)
+    labels = batch["input_ids"].clone()
+    labels[:, :7], labels[1, 9:] = -100, 3
+    labeled = {**batch, "labels": labels}
+    with torch.no_grad():
+        own = model(**labeled).loss
+    found = qfx.evaluate(model, LanguageModeling([labeled], reference=model))
+    assert found == {"perplexity": pytest.approx(math.exp(own), rel=1e-5), "KL": 0}
+    assert qfx.evaluate(model, LanguageModeling([batch]))["perplexity"] != pytest.approx(math.exp(own), rel=1e-3)
+    qmodel = quantize(model, "w4a16_rtn", [batch])
+    task = LanguageModeling([labeled])
+    assert qfx.evaluate(qmodel, task) == qfx.evaluate(lambda input_ids: qmodel(input_ids=input_ids), task)
+    ids, logits = torch.tensor([[3, -100, 1]]), torch.tensor([[[0, 1.0], [0, 2.0], [3.0, 0]]])
+    tokens_ = Classification([(logits, ids.clamp(max=1))], reference=lambda x: x)
+    assert qfx.evaluate(lambda x: x, tokens_) == {"accuracy": 0.5, "agreement": 1, "KL": 0}
+
+
+def test_rows_of_padding_alone_have_no_vector() -> None:
+    batch = {"x": rand(2, 3, 4), "attention_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])}
+    found = qfx.evaluate(lambda x, attention_mask: x, Embedding([batch], reference=lambda x, attention_mask: x))
+    assert found == {"cosine": pytest.approx(1)}
+    batch["attention_mask"][0] = 0
+    assert "the task has no samples" in words_for(
+        lambda x, attention_mask: x, Embedding([batch], reference=lambda **_: _["x"])
+    )
+
+
+def test_labels_that_are_no_class_numbers_are_refused_with_what_to_pass() -> None:
+    logits, numbers = torch.eye(3)[[0, 2]], torch.tensor([0, 2])
+    same = [Classification([(logits, labels)]) for labels in (numbers, [0, 2], numbers.numpy(), numbers.float())]
+    assert [qfx.evaluate(lambda x: x, task)["accuracy"] for task in same] == [1] * 4  # type: ignore[list-item]
+    for labels, words in (
+        (["cat", "ant"], "map names to the numbers that the model was trained with"),
+        (logits.long(), r"labels of shape (2, 3) are one-hot, one for each logit; pass labels.argmax(-1)"),
+        (logits.bool(), "are one-hot"),
+        (logits / 2, "pass labels.argmax(-1) for probabilities"),
+    ):
+        assert words in words_for(lambda x: x, Classification([(logits, labels)]))  # type: ignore[list-item]
+    binary = torch.tensor([0, 1])
+    for one in (torch.tensor([[-1.0], [1.0]]), torch.tensor([-1.0, 1.0])):
+        assert "returns one logit per sample" in words_for(lambda x: x, Classification([(one, binary)]))
+
+        def wrapped(logits: Tensor) -> Tensor:
+            y = logits.flatten()
+            return torch.stack((torch.zeros_like(y), y), -1)
+
+        assert qfx.evaluate(wrapped, Classification([(one, binary)])) == {"accuracy": 1}
+    wide = Classification([(logits, numbers)], reference=lambda x: F.pad(x, (0, 1)))
+    assert "the model predicts 3 classes, and the reference 4" in words_for(lambda x: x, wide)
+    text = {"input_ids": torch.tensor([[1, 2]])}
+    other = LanguageModeling([text], reference=lambda input_ids: torch.zeros(1, 2, 7))
+    assert "the model predicts 5 classes, and the reference 7" in words_for(
+        lambda input_ids: torch.zeros(1, 2, 5), other
+    )
+    short = LanguageModeling([text | {"labels": torch.tensor([[2]])}])
+    assert "the labels are Tensor (1, 1) and the tokens (1, 2)" in words_for(language_model(), short)
+    wrong = LanguageModeling([text | {"labels": torch.tensor([[1, -1]])}])
+    assert "the text has token -1, and the model predicts 50" in words_for(language_model(), wrong)
+    strange = LanguageModeling([{"input_ids": torch.tensor([[1, 60]])}])
+    qmodel = quantize(language_model(), "w4a16_rtn", windows())
+    with pytest.raises(qfx.QuarkError, match="does not run on a batch: index out of range") as caught:
+        qfx.evaluate(qmodel, strange)
+    assert "The largest token id of the batch is 60" in str(caught.value.__notes__)
 
 
 def test_what_cannot_be_judged_is_refused() -> None:
@@ -346,6 +414,55 @@ def test_lines_of_json_are_texts_or_conversations(lines: list[str], expected: ob
         assert qfx.data.read_text(file) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", "\ufeffa\nb", "a\nb"),
+        ("a.md", "[a](b) c", "[a](b) c"),
+        ("a.txt", "{a}\nb", "{a}\nb"),
+        ("a.jsonl", '\ufeff{"text": "a"}', ["a"]),
+        ("a.json", '[{"text": "a"}, "b"]', ["a", "b"]),
+        ("a.json", '{"text": "a"}\n{"text": "b"}', ["a", "b"]),
+        ("a.txt", '{"text": "a"}\n{"text": "b"}', ["a", "b"]),
+        ("a.json", '[{"messages": [{"role": "user", "content": "a"}]}]', [[{"role": "user", "content": "a"}]]),
+        (
+            "config.json",
+            '{"hidden_size": 8}',
+            qfx.CalibrationError(r"sample 1 of .* has neither `text` nor `messages`"),
+        ),
+        ("config", '{\n "hidden_size": 8\n}', qfx.CalibrationError(r"sample 1 of .* has neither `text`")),
+        ("a.json", "[1", qfx.CalibrationError(r"line 1 of .* is not valid JSON")),
+        ("a.csv", '\ufefftext,label\n"a, b",1\nc,2\n', ["a, b", "c"]),
+        ("a.tsv", "label\ttext\n1\ta\n", ["a"]),
+        ("a.csv", "x,y\n1,2\n", qfx.CalibrationError(r"table without a column `text` \(it has x, y\)")),
+        ("a.csv", 'text\n"a', qfx.CalibrationError(r"line \d of .* is not valid CSV")),
+        ("a.bin", "a\0b", qfx.CalibrationError("zero bytes")),
+        ("a.txt", None, qfx.CalibrationError("cannot be read as text: a.txt is no regular file")),
+    ],
+)
+def test_a_file_is_text_only_if_it_is_no_data(name: str, content: str | None, expected: Any, tmp_path: Path) -> None:
+    file = tmp_path / name
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content.encode())
+    if isinstance(expected, qfx.CalibrationError):
+        with pytest.raises(qfx.CalibrationError, match=str(expected)):
+            qfx.data.read_text(file)
+    else:
+        assert qfx.data.read_text(file) == expected
+
+
+def test_one_text_is_split_into_its_lines_and_one_conversation_is_refused() -> None:
+    padding = chat_tokenizer()
+    padding.pad_token = "?"
+    whole, parts = (qfx.data.text_lines(lines, padding) for lines in ("a b\n\nc\n", ["a b", "", "c"]))
+    assert whole[0]["input_ids"].tolist() == parts[0]["input_ids"].tolist() == [[3, 4], [5, 0]]
+    for wrong in ([{"role": "user", "content": "a"}], "a b"):
+        with pytest.raises(qfx.CalibrationError, match=r"item 0 is a (message|string); put the messages into"):
+            qfx.data.chat_windows(wrong, padding, length=1)  # type: ignore[arg-type]
+
+
 def test_a_model_writes_its_own_calibration_data() -> None:
     model = language_model()
     before = torch.get_rng_state()
@@ -424,13 +541,55 @@ def test_labels_are_the_numbers_of_folders_or_their_order(tmp_path: Path) -> Non
         qfx.data.labeled_images(tmp_path / "b")
 
 
-def test_a_class_without_images_keeps_its_number(tmp_path: Path) -> None:
-    for name in ("ant", "bee", "cat"):
-        (tmp_path / name).mkdir()
-    for name in ("ant", "cat"):
-        Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8)).save(tmp_path / name / "x.png")
-    ((_, labels),) = qfx.data.labeled_images(tmp_path)
-    assert labels.tolist() == [0, 2]
+def test_hidden_and_empty_folders_are_no_classes(tmp_path: Path) -> None:
+    pixels = Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8))
+    for name in ("ant", "bee", ".ipynb_checkpoints", "cat/.thumbnails", "notes", "elsewhere/dog"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("ant/x", "ant/._x", "cat/x", "cat/.thumbnails/x", ".ipynb_checkpoints/x", "elsewhere/dog/x"):
+        pixels.save(tmp_path / f"{name}.png")
+    (tmp_path / "notes" / "a.txt").touch()
+    (tmp_path / "elsewhere").rename(tmp_path.with_name("elsewhere"))
+    (tmp_path / "dog").symlink_to(tmp_path.with_name("elsewhere") / "dog")
+    with pytest.warns(UserWarning, match=r"bee, notes in .* hold no images and count as no classes"):
+        pairs = qfx.data.labeled_images(tmp_path)
+    assert pairs.class_to_idx == {"ant": 0, "cat": 1, "dog": 2}
+    ((batch, labels),) = pairs
+    assert (len(batch), labels.tolist()) == (3, [0, 1, 2])
+    assert len(qfx.data.image_folder(tmp_path)[0]) == 3
+    numbers = tmp_path / "numbers"
+    for name in ("7", "11", ".cache"):
+        (numbers / name).mkdir(parents=True)
+        pixels.save(numbers / name / "x.png")
+    assert qfx.data.labeled_images(numbers).class_to_idx == {"7": 7, "11": 11}
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_upright(orientation: int, tmp_path: Path) -> None:
+    values = np.arange(24, dtype=np.uint8).reshape(2, 4, 3) * 10
+    image, exif = Image.fromarray(values), Image.Exif()
+    exif[0x0112] = orientation
+    image.save(tmp_path / "a.png", exif=exif)
+    (batch,) = qfx.data.image_folder(tmp_path, mean=(0, 0, 0), std=(1, 1, 1))
+    upright = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "a.png")))
+    assert upright.shape == ((2, 4, 3) if orientation < 5 else (4, 2, 3))
+    torch.testing.assert_close(batch[0], torch.from_numpy(upright.copy()).permute(2, 0, 1) / 255)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
+def test_transparent_pixels_are_refused_and_opaque_ones_read(mode: str, tmp_path: Path) -> None:
+    image, plain = Image.new("RGBA", (2, 2), (60, 60, 60, 255)), {"mean": (0, 0, 0), "std": (1, 1, 1)}
+    for alpha in (255, 128):
+        image.putpixel((0, 1), (60, 60, 60, alpha))
+        if mode == "RGB":  # one color that stands for transparency
+            image.convert("RGB").save(tmp_path / "a.png", **({"transparency": (60, 60, 60)} if alpha < 255 else {}))
+        else:
+            image.convert(mode).save(tmp_path / "a.png", **({"transparency": bytes([alpha])} if mode == "P" else {}))
+        if alpha == 255:
+            assert qfx.data.image_folder(tmp_path, **plain)[0].unique().tolist() == pytest.approx([60 / 255])
+    with pytest.raises(qfx.CalibrationError, match=r"a\.png has transparent pixels.*or pass prepare="):
+        qfx.data.image_folder(tmp_path)
+    flat = qfx.data.image_folder(tmp_path, prepare=lambda found: [image.convert("RGB").size for image in found])
+    assert flat == [[(2, 2)]]
 
 
 def test_images_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from quark_fx.command_line.options import Reading
 from quark_fx.command_line.subjects import Subject, has_tokenizer
 from quark_fx.data import chat_windows, image_folder, labeled_images, read_arrays, read_text, text_lines, text_windows
 from quark_fx.data.arrays import ARRAY_SUFFIXES
-from quark_fx.data.images import MEAN, STD
+from quark_fx.data.images import MEAN, STD, image_files
 from quark_fx.data.sources import is_installed_name
 from quark_fx.errors import CalibrationError
 from quark_fx.system.isolation import warn
@@ -74,7 +74,7 @@ def has_labels(reading: Reading) -> bool:
     """Tell whether the data says which class each sample is of."""
     path = _existing(reading)
     if path.is_dir():
-        return any(entry.is_dir() for entry in path.iterdir())
+        return any(file.parent != path for file in image_files(path))
     if path.suffix not in ARRAY_SUFFIXES:
         return False
     return _apart(read_arrays(path, count=1)[0])[1] is not None
@@ -163,7 +163,7 @@ def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
         return chat_windows(text, tokenizer, **options)
     if not lines:
         return text_windows(text, tokenizer, **options)
-    batches = text_lines(text.splitlines() if isinstance(text, str) else text, tokenizer, **options)
+    batches = text_lines(text, tokenizer, **options)
     if subject.inputs is None:
         return batches
     return [{name: value for name, value in batch.items() if name in subject.inputs} for batch in batches]

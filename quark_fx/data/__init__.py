@@ -2,11 +2,12 @@
 
 from quark_fx.data.arrays import read_arrays
 from quark_fx.data.generated import generated_windows
-from quark_fx.data.images import image_folder, labeled_images
+from quark_fx.data.images import LabeledImages, image_folder, labeled_images
 from quark_fx.data.sources import read_text
 from quark_fx.data.text import chat_windows, text_lines, text_windows
 
 __all__ = [
+    "LabeledImages",
     "chat_windows",
     "generated_windows",
     "image_folder",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from quark_fx.data.batches import in_batches, spread
 from quark_fx.errors import CalibrationError
+from quark_fx.system.isolation import warn
 from quark_fx.system.options import PositiveInt, checked_call
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
@@ -22,6 +24,18 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 Prepare = Callable[[list[Any]], Any]
 """Makes a batch of images of Pillow."""
+
+
+class LabeledImages(list[tuple[Any, Tensor]]):
+    """Batches of images with their labels, as `labeled_images` returns them.
+
+    Attributes:
+        class_to_idx: Label of each class by the name of its folder, as in torchvision's `ImageFolder`.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Any, Tensor]], class_to_idx: Mapping[str, int]) -> None:
+        super().__init__(pairs)
+        self.class_to_idx = dict(class_to_idx)
 
 
 @checked_call
@@ -37,53 +51,70 @@ def image_folder(
 ) -> list[Any]:
     """Return the images below a folder in batches, each color less its `mean`, divided by its `std`.
 
+    Images are turned upright if their EXIF data say how. Hidden files and folders (`.ipynb_checkpoints`, `._a.png`) are
+    skipped.
+
     Args:
-        directory: it and the folders in it are searched.
-        size: pixels of a side: the shorter side is scaled to it and the middle of the longer one cut out; default:
-            images stay as large as they are, which has to be the same for all.
-        mean: of each color from 0 to 1; one number for images in gray.
-        std: likewise.
-        count: images, spread evenly over all; default: all.
-        batch_size: images of a batch.
-        prepare: makes a batch of a list of Pillow's images instead, as an image processor of transformers does.
+        directory: Folder to search, with its subfolders.
+        size: Pixels of a side: the shorter side is scaled to it and the middle of the longer one cut out. By default,
+            images keep their size, which has to be the same for all.
+        mean: Mean of each color, from 0 to 1; one number for grayscale images.
+        std: Standard deviation of each color, the same way.
+        count: Number of images, spread evenly over all; default: all.
+        batch_size: Images per batch.
+        prepare: Function that makes a batch of a list of Pillow images instead, as an image processor of transformers
+            does.
 
     Returns:
         Batches `(batch_size, colors, height, width)` in float32, or what `prepare` makes.
 
     Raises:
-        CalibrationError: if there is no image, one cannot be read, their sizes differ, or Pillow is missing.
+        CalibrationError: If there is no image, one cannot be read or has transparent pixels, their sizes differ, or
+            Pillow is missing.
     """
     prepare = prepare or _Prepare(size, tuple(mean), tuple(std))
-    return [prepare(_opened(part)) for part in in_batches(spread(_files(Path(directory)), count), batch_size)]
+    return [prepare(_opened(part)) for part in in_batches(spread(image_files(Path(directory)), count), batch_size)]
 
 
+@checked_call
 def labeled_images(
     directory: str | Path, *, count: PositiveInt | None = None, batch_size: PositiveInt = 8, **options: Any
-) -> list[tuple[Any, Tensor]]:
-    """Return the images of a folder that has one folder for each class, in batches with the numbers of their classes.
+) -> LabeledImages:
+    """Return the images of a folder that has one folder for each class, in batches with their labels.
+
+    A class is a folder with at least one image: hidden and empty folders do not count. If the names of all classes are
+    whole numbers, these are the labels; otherwise labels count the classes from 0 in the order of their names, as in
+    torchvision's `ImageFolder`. `class_to_idx` of the result maps names to labels.
 
     Args:
-        directory: its folders are the classes: by their names, if those are whole numbers, else in the order of names.
-        count: images, spread evenly over all; default: all.
-        batch_size: images of a batch.
-        options: as for `image_folder`.
+        directory: Folder that holds the folders of the classes.
+        count: Number of images, spread evenly over all; default: all.
+        batch_size: Images per batch.
+        options: Arguments of `image_folder`.
 
     Returns:
         Pairs of a batch and its labels, `(batch_size,)` in int64.
 
     Raises:
-        CalibrationError: as `image_folder` does, and if an image lies in no folder.
+        CalibrationError: As `image_folder` does, and if an image is not in the folder of a class.
     """
     directory = Path(directory)
-    files = spread(_files(directory), count)
+    files = image_files(directory)
     if loose := [file for file in files if file.parent == directory]:
         raise CalibrationError(f"{loose[0]} lies in no folder of a class; put the images of each class into a folder")
-    names = sorted(entry.name for entry in directory.iterdir() if entry.is_dir())  # those without images count, too
+    classes = [file.relative_to(directory).parts[0] for file in files]
+    names = sorted(set(classes))
     numbered = all(name.isdecimal() for name in names)
     label = {name: int(name) if numbered else index for index, name in enumerate(names)}
-    labels = torch.tensor([label[file.relative_to(directory).parts[0]] for file in files], dtype=torch.int64)
+    visible = {entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    if (empty := sorted(visible - label.keys())) and not numbered:
+        warn(
+            f"{', '.join(empty[:3])} in {directory} hold no images and count as no classes; the labels of later "
+            "classes may differ from those the model was trained with: compare class_to_idx of the result"
+        )
+    labels = torch.tensor([label[name] for name in spread(classes, count)], dtype=torch.int64)
     batches = image_folder(directory, count=count, batch_size=batch_size, **options)
-    return list(zip(batches, labels.split(batch_size), strict=True))
+    return LabeledImages(zip(batches, labels.split(batch_size), strict=True), label)
 
 
 class _Prepare:
@@ -117,6 +148,8 @@ class _Prepare:
                 f"{image.filename} has more than 8 bits per value ({image.mode}), which would be cut off; store the "
                 "images as a .npy file of inputs as the model takes them"
             )
+        if image.has_transparency_data:
+            image = _opaque(image)
         picture = image.convert(self.mode)
         if self.size is not None:
             scale = self.size / min(picture.size)
@@ -128,18 +161,34 @@ class _Prepare:
         return (colors - self.mean) / self.std
 
 
-def _files(directory: Path) -> list[Path]:
+def image_files(directory: Path) -> list[Path]:
+    """Return the images in a folder and its subfolders, in order; hidden ones do not count."""
     if not directory.is_dir():
         raise CalibrationError(f"{directory} is no folder of images")
-    found = sorted(file for file in directory.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+    found = []
+    for folder, subfolders, names in os.walk(directory, followlinks=True):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        visible = (Path(folder, name) for name in names if not name.startswith("."))
+        found += [file for file in visible if file.suffix.lower() in IMAGE_SUFFIXES]
     if not found:
         raise CalibrationError(f"{directory} holds no image; their names end with {', '.join(IMAGE_SUFFIXES)}")
-    return found
+    return sorted(found)
+
+
+def _opaque(image: Any) -> Any:
+    """Return an image without its alpha channel; refuse one that has transparent pixels."""
+    whole = image.convert("RGBA")
+    if whole.getchannel("A").getextrema()[0] < 255:
+        raise CalibrationError(
+            f"{image.filename} has transparent pixels, and nothing says what is behind them; put it on the background "
+            "that the model was trained with, and save it without transparency, or pass prepare="
+        )
+    return whole.convert("RGB")
 
 
 def _opened(files: Sequence[Path]) -> list[Any]:
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise CalibrationError("reading images needs Pillow: pip install 'quark_fx[vision]'") from error
     images = []
@@ -147,10 +196,11 @@ def _opened(files: Sequence[Path]) -> list[Any]:
         try:
             with Image.open(file) as image:
                 image.load()
+                ImageOps.exif_transpose(image, in_place=True)
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise CalibrationError(f"the image {file} cannot be read: {error}; remove it, or store it anew") from error
         images.append(image)
     return images
 
 
-__all__ = ["IMAGE_SUFFIXES", "MEAN", "STD", "image_folder", "labeled_images"]
+__all__ = ["IMAGE_SUFFIXES", "MEAN", "STD", "LabeledImages", "image_files", "image_folder", "labeled_images"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
+import io
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,12 +13,15 @@ from typing import Any
 
 from quark_fx.errors import CalibrationError
 from quark_fx.system.options import checked_call
-from quark_fx.system.untrusted import parse_json
+from quark_fx.system.untrusted import parse_json, require_regular
 
 Conversation = list[dict[str, Any]]
 """Messages of a chat, `{"role": "user", "content": "..."}` each."""
 
 _INSTALLED = re.compile(r"([A-Za-z_][\w.]*):([\w./-]+)")
+
+_JSON = (".json", ".jsonl", ".ndjson")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 """What ShareGPT calls those who speak."""
@@ -39,8 +44,9 @@ def read_text(source: str | Path) -> str | list[str] | list[Conversation]:
 
     Args:
         source: a file; or `package.module:name`, a file in the folder of a package or else a variable of a module: a
-            text, texts, or a mapping to texts. Each line of a `.jsonl` file is an object with a `text`, or with
-            `messages` (`role`, `content`) or `conversations` (`from`, `value`).
+            text, texts, or a mapping to texts. JSON (a list, or one value per line) holds strings, objects with a
+            `text`, or objects with `messages` (`role`, `content`) or `conversations` (`from`, `value`). `.csv` and
+            `.tsv` files have a column `text`. A byte order mark is dropped.
 
     Raises:
         CalibrationError: if it is not there, or holds something else.
@@ -52,10 +58,14 @@ def read_text(source: str | Path) -> str | list[str] | list[Conversation]:
         source = found
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        require_regular(path)
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path} cannot be read as text: {error}") from error
-    return text if path.suffix != ".jsonl" else _samples(path, text)
+    if "\0" in text:
+        raise CalibrationError(f"{path} holds zero bytes, so it is no text; give a text file in UTF-8")
+    records = _records(path, text)
+    return text if records is None else _samples(path, records)
 
 
 def _installed(name: str) -> Path | str | list[str]:
@@ -87,22 +97,59 @@ def _installed(name: str) -> Path | str | list[str]:
     )
 
 
-def _samples(path: Path, text: str) -> list[str] | list[Conversation]:
-    texts, conversations = list[str](), list[Conversation]()
+def _records(path: Path, text: str) -> list[tuple[str, Any]] | None:
+    """Return the values in a file of JSON or of a table, with their places; `None` for plain text."""
+    suffix = path.suffix.lower()
+    if suffix in _DELIMITERS:
+        return _rows(path, text, _DELIMITERS[suffix])
+    if suffix not in _JSON and text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        whole = parse_json(text)
+        return [(f"sample {n}", value) for n, value in enumerate(whole if isinstance(whole, list) else [whole], 1)]
+    except ValueError:
+        if suffix not in _JSON and not isinstance(_first_line(text), dict):
+            return None  # plain text that begins with a bracket
+    found: list[tuple[str, Any]] = []
     for number, line in enumerate(text.split("\n"), 1):  # a string of JSON may hold other separators
-        if not line.strip():
-            continue
         try:
-            sample = parse_json(line)
+            found += [(f"line {number}", parse_json(line))] if line.strip() else []
         except ValueError as error:
             raise CalibrationError(f"line {number} of {path} is not valid JSON: {error}") from error
+    return found
+
+
+def _first_line(text: str) -> Any:
+    try:
+        return parse_json(text.lstrip().partition("\n")[0])
+    except ValueError:
+        return None
+
+
+def _rows(path: Path, text: str, delimiter: str) -> list[tuple[str, Any]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        columns = reader.fieldnames or ()
+        if "text" not in columns:
+            raise CalibrationError(
+                f"{path} is a table without a column `text` (it has {', '.join(columns) or 'none'}); name the column "
+                "of the texts `text`, or pass the texts themselves to qfx.data.text_windows or text_lines"
+            )
+        return [(f"row {number}", {"text": row["text"]}) for number, row in enumerate(reader, 1)]
+    except csv.Error as error:
+        raise CalibrationError(f"line {reader.line_num} of {path} is not valid CSV: {error}") from error
+
+
+def _samples(path: Path, records: list[tuple[str, Any]]) -> list[str] | list[Conversation]:
+    texts, conversations = list[str](), list[Conversation]()
+    for place, sample in records:
         found = sample if isinstance(sample, dict) else {"text": sample}
         if isinstance(found.get("text"), str):
             texts.append(found["text"])
             continue
         messages = found.get("messages") or found.get("conversations")
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise CalibrationError(f"line {number} of {path} has neither `text` nor `messages`, a list of objects")
+            raise CalibrationError(f"{place} of {path} has neither `text` nor `messages`, a list of objects")
         conversations.append([_message(one) for one in messages])
     if texts and conversations:
         raise CalibrationError(f"{path} has texts and conversations; put them into two files")

@@ -79,6 +79,11 @@ def chat_windows(
         )
     tokens: list[int] = []
     for index, conversation in enumerate(conversations):
+        if isinstance(conversation, Mapping | str):
+            raise CalibrationError(
+                f"chat_windows takes a list of conversations, each a list of messages, and item {index} is a "
+                f"{'message' if isinstance(conversation, Mapping) else 'string'}; put the messages into one more list"
+            )
         try:
             made = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=True)
         except Exception as error:  # whatever a template raises
@@ -99,7 +104,7 @@ def _windows(tokens: list[int], length: int, count: int | None, batch_size: int)
 
 @checked_call
 def text_lines(
-    lines: Iterable[str],
+    lines: str | Iterable[str],
     tokenizer: Any,
     *,
     length: PositiveInt = 512,
@@ -109,7 +114,7 @@ def text_lines(
     """Return a sample for each line, padded to the longest of its batch: what encoders of text are calibrated on.
 
     Args:
-        lines: texts; empty ones are left out.
+        lines: Texts, or one text that is split into its lines; empty ones are left out.
         tokenizer: of transformers.
         length: tokens that a line is cut to.
         count: lines, spread evenly over all; default: all.
@@ -121,7 +126,7 @@ def text_lines(
     Raises:
         CalibrationError: if there is no line, or the tokenizer cannot pad.
     """
-    texts = spread([line for line in lines if line.strip()], count)
+    texts = spread([line for line in _split(lines) if line.strip()], count)
     if not texts:
         raise CalibrationError("the text has no line with words; give one sample a line")
     options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
@@ -129,6 +134,10 @@ def text_lines(
         return [dict(tokenizer(list(part), **options)) for part in in_batches(texts, batch_size)]
     except ValueError as error:
         raise CalibrationError(f"the tokenizer cannot make a batch of several lines: {error}") from error
+
+
+def _split(lines: str | Iterable[str]) -> Iterable[str]:
+    return lines.splitlines() if isinstance(lines, str) else lines
 
 
 def _tokens(text: str, tokenizer: Any) -> Iterable[int]:

@@ -30,7 +30,6 @@ from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.session import file_may_optimize, open_session, session_options
 from quark_fx.graph.signature import split_batch
-from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.serialization import load
 
 Run = Callable[[Any], Any]
@@ -49,7 +48,7 @@ def run_of(model: Any) -> Run:
     """
     if isinstance(model, str | os.PathLike):
         model = open_model(model)
-    if isinstance(model, QuantizedModel | OnnxModel):
+    if isinstance(model, OnnxModel):
         return model.run_batch
     if isinstance(model, nn.Module) and model.training:
         raise QuarkError(f"the {type(model).__name__} is in training mode, where results are random; call eval() first")

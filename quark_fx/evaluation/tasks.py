@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from torch.utils import _pytree as pytree
 from quark_fx.engine.context import require_no_nan
 from quark_fx.errors import QuarkError
 from quark_fx.evaluation.runs import Run, main_tensor, run_of
+
+IGNORED = -100
+"""Label of tokens that do not count, in torch and in transformers."""
 
 _LARGEST_LOSS = 700.0
 """Nats, above which a perplexity is no float."""
@@ -54,7 +58,8 @@ class LanguageModeling:
 
     Args:
         batches: `{"input_ids": (rows, tokens), ...}`, read again by each evaluation; where an `attention_mask` is 0,
-            tokens are skipped: none of them is predicted, and nothing is predicted from one.
+            tokens are skipped: none of them is predicted, and nothing is predicted from one. `labels` of the same shape
+            are predicted instead of `input_ids`; those of -100 do not count. Models that take no labels get none.
         reference: the float model, in any form that `evaluate` takes.
     """
 
@@ -66,21 +71,18 @@ class LanguageModeling:
         loss, divergence, tokens = 0.0, 0.0, 0
         for batch in self.batches:
             _require_tokens(batch)
-            found, expected = run(batch), None if reference is None else reference(batch)
-            mask = batch.get("attention_mask")
-            for row, ids in enumerate(batch["input_ids"]):  # one by one, as the logits of a vocabulary are large
+            found, expected = _run(run, batch), None if reference is None else _run(reference, batch)
+            mask, labels = batch.get("attention_mask"), batch.get("labels", batch["input_ids"])
+            for row, ids in enumerate(labels):  # one by one, as the logits of a vocabulary are large
                 ones = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
                 kept = ones[1:] & ones[:-1]  # with padding on the left, its last position would predict the first token
+                kept &= ids[1:] != IGNORED
                 log_probs, tokens_of = _predictions(found, row, kept), ids[1:][kept]
-                if len(tokens_of) and int(tokens_of.max()) >= log_probs.shape[-1]:
-                    raise QuarkError(
-                        f"the text has token {int(tokens_of.max())}, and the model predicts {log_probs.shape[-1]}; "
-                        "tokenize with the model's own tokenizer"
-                    )
+                _require_vocabulary(tokens_of, log_probs.shape[-1])
                 loss += float(F.nll_loss(log_probs, tokens_of, reduction="sum"))
                 tokens += len(tokens_of)
                 if expected is not None:
-                    divergence += float(divergence_of(log_probs, _predictions(expected, row, kept)))
+                    divergence += _divergence(log_probs, _predictions(expected, row, kept))
         _require(tokens, "tokens")
         mean = loss / tokens
         figures = {"perplexity": math.exp(mean) if mean < _LARGEST_LOSS else math.inf}
@@ -95,7 +97,8 @@ class Classification:
     and `KL`, the mean divergence of the classes' probabilities from the reference's, in nats.
 
     Args:
-        batches: pairs of inputs, as calibration data has them, and labels, `(samples,)`; read by each evaluation.
+        batches: pairs of inputs, as calibration data has them, and labels, `(samples,)`; read by each evaluation. With
+            a label for each token, `(samples, tokens)`, those of -100 do not count.
         reference: the float model, in any form that `evaluate` takes.
     """
 
@@ -108,18 +111,19 @@ class Classification:
         for batch in self.batches:
             inputs, labels = _labeled(batch)
             found = _log_probs(main_tensor(run(inputs), "logits"))
-            if found.shape[:-1] != labels.shape:
-                raise QuarkError(
-                    f"the model returns {tuple(found.shape)} for labels {tuple(labels.shape)}; a classifier returns "
-                    "one row of logits for each label"
-                )
+            labels = labels.to(found.device)
+            _require_logits(found, labels)
+            kept = labels != IGNORED if labels.dim() > 1 else torch.ones_like(labels, dtype=torch.bool)
+            found, labels = found[kept], labels[kept]
             _require_classes(labels, found.shape[-1])
             right += int((found.argmax(-1) == labels).sum())
             samples += labels.numel()
             if reference is not None:
                 expected = _log_probs(main_tensor(reference(inputs), "logits"))
+                _require_logits(expected, kept)
+                expected = expected[kept]
+                divergence += _divergence(found, expected)
                 same += int((found.argmax(-1) == expected.argmax(-1)).sum())
-                divergence += float(divergence_of(found, expected))
         _require(samples, "samples")
         figures = {"accuracy": right / samples}
         return figures if reference is None else figures | {"agreement": same / samples, "KL": divergence / samples}
@@ -130,7 +134,7 @@ class Embedding:
     """How near the vectors that a model makes of its inputs are to the reference's.
 
     Figures: `cosine`, their mean cosine similarity. What a model makes of each token is averaged, without those whose
-    `attention_mask` is 0; any other result is one vector for each sample.
+    `attention_mask` is 0; any other result is one vector for each sample. Rows of padding alone do not count.
 
     Args:
         batches: as calibration data, read by each evaluation.
@@ -183,6 +187,31 @@ def divergence_of(found: Tensor, expected: Tensor) -> Tensor:
     return torch.where(expected == -math.inf, 0.0, terms).sum()
 
 
+def _divergence(found: Tensor, expected: Tensor) -> float:
+    """Return the divergence of predictions; refuse those of a reference that counts other classes."""
+    if found.shape[-1] != expected.shape[-1]:
+        raise QuarkError(
+            f"the model predicts {found.shape[-1]} classes, and the reference {expected.shape[-1]}; compare models of "
+            "the same classes, or of the same vocabulary"
+        )
+    return float(divergence_of(found, expected))
+
+
+def _run(run: Run, batch: Mapping[str, Tensor]) -> Any:
+    """Return what a model makes of tokens; it gets the labels only if it does not run without them."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    try:
+        return run(inputs)
+    except QuarkError as error:
+        if len(inputs) == len(batch):
+            error.add_note(
+                f"The largest token id of the batch is {int(batch['input_ids'].max())}; the model may have fewer: "
+                "tokenize with its own tokenizer."
+            )
+            raise
+    return run(batch)
+
+
 def _numbers(output: Tensor) -> Tensor:
     """Return what a model makes, in float32; refuse NaN."""
     if bool(output.isnan().any()):
@@ -192,12 +221,43 @@ def _numbers(output: Tensor) -> Tensor:
 
 def _labeled(batch: Any) -> tuple[Any, Tensor]:
     """Return the inputs and the labels of a batch."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise QuarkError(
             "Classification takes pairs of inputs and labels, as [(images, labels), ...]; got one "
             f"{type(batch).__name__}"
         )
-    return _with_numbers(batch)[0], batch[1]
+    try:
+        labels = torch.as_tensor(batch[1])
+    except (TypeError, ValueError, RuntimeError):
+        raise QuarkError(
+            f"labels are numbers of classes, and these are {reprlib.repr(batch[1])}; map names to the numbers that the "
+            "model was trained with (label2id of its config, or class_to_idx of labeled_images)"
+        ) from None
+    if not torch.equal(labels, labels.trunc() if labels.is_floating_point() else labels):
+        raise QuarkError(
+            f"labels are numbers of classes, and these are not whole ({labels.dtype}, {tuple(labels.shape)}); pass "
+            "labels.argmax(-1) for probabilities"
+        )
+    return _with_numbers(batch)[0], labels.long()
+
+
+def _require_logits(logits: Tensor, labels: Tensor) -> None:
+    """Raise unless there is a row of several logits for each label."""
+    if logits.shape[-1:] == (1,) or (logits.dim() == 1 and logits.shape == labels.shape):
+        raise QuarkError(
+            f"the model returns one logit per sample, {tuple(logits.shape)}, which a largest logit cannot be chosen "
+            "from; for a binary classifier, wrap it to return two: torch.stack((torch.zeros_like(y), y), -1) of "
+            "y = logits.flatten()"
+        )
+    if logits.shape == labels.shape:
+        raise QuarkError(
+            f"labels of shape {tuple(labels.shape)} are one-hot, one for each logit; pass labels.argmax(-1)"
+        )
+    if logits.shape[:-1] != labels.shape:
+        raise QuarkError(
+            f"the model returns {tuple(logits.shape)} for labels {tuple(labels.shape)}; a classifier returns "
+            "one row of logits for each label"
+        )
 
 
 def _with_numbers(batch: Any) -> Any:
@@ -223,14 +283,34 @@ def _vectors(output: Any, batch: Any) -> Tensor:
         return _numbers(value).flatten(1)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     weight = value.new_ones(value.shape[:2]) if mask is None else mask.to(value)
+    filled = weight.sum(1) > 0
+    value, weight = value[filled], weight[filled]
     value = _numbers(torch.where(weight[..., None] == 0, 0.0, value))  # NaN where the mask is 0 does not count
     return (value * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
+
+
+def _require_vocabulary(tokens: Tensor, size: int) -> None:
+    if not len(tokens):
+        return
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= size:
+        raise QuarkError(
+            f"the text has token {most if most >= size else least}, and the model predicts {size}; tokenize with the "
+            f"model's own tokenizer, and use {IGNORED} for labels that do not count"
+        )
 
 
 def _require_tokens(batch: Any) -> None:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2:
         raise QuarkError("language modeling takes batches {'input_ids': (rows, tokens)} of whole numbers")
+    labels = batch.get("labels", ids)
+    shape = tuple(labels.shape) if isinstance(labels, Tensor) else ()
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != ids.shape:
+        raise QuarkError(
+            f"the labels are {type(labels).__name__} {shape} and the tokens {tuple(ids.shape)}; language modeling takes "
+            f"one label for each token, as transformers does, {IGNORED} for those that do not count"
+        )
 
 
 def _require(count: int, what: str) -> None:
