@@ -533,10 +533,12 @@ def test_labels_are_the_numbers_of_folders_or_their_order(tmp_path: Path) -> Non
             (tmp_path / root / name).mkdir(parents=True)
             Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8)).save(tmp_path / root / name / "x.png")
     for root, labels in (("a", [10, 2, 9]), ("b", [0, 1, 2])):
-        pairs = qfx.data.labeled_images(tmp_path / root, batch_size=2)
+        pairs = qfx.data.labeled_images(tmp_path / root, batch_size=2, mean=(0,), std=(1,))
         assert torch.cat([label for _, label in pairs]).tolist() == labels
         assert [len(batch) for batch, _ in pairs] == [2, 1]
     Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8)).save(tmp_path / "b" / "x.png")
+    with pytest.raises(qfx.ConfigError, match="image_folder has no argument means"):
+        qfx.data.labeled_images(tmp_path / "a", means=(0,))
     with pytest.raises(qfx.CalibrationError, match=r"x\.png lies in no folder of a class"):
         qfx.data.labeled_images(tmp_path / "b")
 

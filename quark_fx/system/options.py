@@ -207,6 +207,8 @@ def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
     def checking(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
         names = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"]
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return function  # which hands them to another function, whose names are checked there
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
