@@ -7,14 +7,11 @@ names its tensors by their SHA-256, has been replaced. Several processes may sav
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import re
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,13 +21,14 @@ from torch import Tensor
 from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.errors import QuarkError
 from quark_fx.system.untrusted import brief, parse_json, read_bytes, require_regular
-from quark_fx.system.writable import sync_directory
+from quark_fx.system.writable import abandoned, locked, new_file, sync_directory
 
 FORMAT_VERSION = 4
 GRAPH_LIMIT = 1 << 27
 """Bytes of the largest graph that is read or written."""
 _TENSORS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors")
-_UNFINISHED = re.compile(r"\.saving-[0-9a-f]{16}")
+_SAVING = ".saving-"
+_UNFINISHED = re.compile(re.escape(_SAVING) + r"[0-9a-f]{16}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _OLD_TENSORS = "model.safetensors"
 """The tensor file of format versions 1 and 2."""
@@ -82,7 +80,8 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str,
         QuarkError: if the graph is too large, or a tensor has a type that the file format does not know.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with _new_file(directory) as (tensors_file, tensors_path), _new_file(directory) as (graph_file, graph_path):
+    place = directory / GRAPH_FILE
+    with new_file(place, _SAVING) as (tensors_file, tensors_path), new_file(place, _SAVING) as (graph_file, graph_path):
         digest = _write_tensors(tensors_file, tensors)
         text = document_text({**model, "tensor_file": digest})
         if len(text) > GRAPH_LIMIT:
@@ -91,7 +90,7 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str,
         for file in (tensors_file, graph_file):
             file.flush()
             os.fsync(file.fileno())
-        with _locked(directory):
+        with locked(directory):
             for file in (tensors_file, graph_file):
                 file.close()  # which gives up its lock; Windows renames closed files only
             stale = _stale_names(directory) - {_tensor_name(digest)}
@@ -192,70 +191,17 @@ def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def _new_file(directory: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """Yield a new file of a name that nobody else has; it is removed at the end, unless it was renamed.
-
-    Its lock tells other processes that its writer is alive.
-    """
-    path = directory / f".saving-{secrets.token_hex(8)}"
-    with _locked(directory):
-        file = path.open("xb")
-        _lock(file.fileno(), wait=False)
-    try:
-        with file:
-            yield file, path
-    finally:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
 def _stale_names(directory: Path) -> set[str]:
     """Return the tensor files of earlier models, and what killed processes have left; the directory is locked."""
     names = {path.name for path in directory.iterdir()}
     stale = {name for name in names if _TENSORS.fullmatch(name)}
-    stale |= {name for name in names if _UNFINISHED.fullmatch(name) and _is_abandoned(directory / name)}
+    stale |= abandoned(directory, _SAVING)
     if _OLD_TENSORS in names and GRAPH_FILE in names:
         with suppress(OSError, ValueError):
             document = parse_json(read_bytes(directory / GRAPH_FILE, GRAPH_LIMIT))
             if isinstance(document, dict) and document.get("version") in (1, 2):
                 stale.add(_OLD_TENSORS)
     return stale
-
-
-def _is_abandoned(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return _lock(file.fileno(), wait=False)
-    except OSError:
-        return False
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Keep other processes and threads out; where the system has no such locks, they keep apart by themselves."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:  # Windows opens no directories
-        yield
-        return
-    try:
-        _lock(descriptor, wait=True)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock a file until it is closed; return whether it could be."""
-    if importlib.util.find_spec("fcntl") is None:
-        return False
-    fcntl = importlib.import_module("fcntl")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # another has it, or the file system knows no locks
-        return False
-    return True
 
 
 __all__ = [

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import importlib.util
 import os
-from contextlib import suppress
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from quark_fx.errors import ExportError
 
@@ -59,4 +67,200 @@ def sync_directory(directory: Path) -> None:
             os.close(descriptor)
 
 
-__all__ = ["replace_synced", "require_file_place", "require_possible", "require_writable", "sync_directory"]
+@contextmanager
+def new_file(path: Path, prefix: str) -> Iterator[tuple[BinaryIO, Path]]:
+    """Yield a new file with a unique name in the folder of `path`; it is removed at the end unless it was renamed.
+
+    The file is locked while its writer is alive. Files that killed writers left in the folder are removed.
+    """
+    folder = path.parent
+    place = folder / f"{prefix}{secrets.token_hex(8)}"
+    with locked(folder):
+        for name in abandoned(folder, prefix):
+            with suppress(OSError):
+                (folder / name).unlink()
+        file = place.open("xb")
+        lock(file.fileno(), wait=False)
+    try:
+        with file:
+            yield file, place
+    finally:
+        with suppress(OSError):
+            place.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield an empty folder with a unique name; it is removed at the end with its contents.
+
+    The folder is locked while its writer is alive. Folders that killed writers left in `parent` are removed.
+    """
+    with locked(parent):
+        for name in abandoned(parent, prefix):
+            shutil.rmtree(parent / name, ignore_errors=True)
+        folder = parent / f"{prefix}{secrets.token_hex(8)}"
+        folder.mkdir()
+        descriptor = _open(folder)
+        if descriptor is not None:
+            lock(descriptor, wait=False)
+    try:
+        yield folder
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def abandoned(folder: Path, prefix: str) -> set[str]:
+    """Return the names in a locked folder that `new_file` or `new_folder` gave to writers that have ended."""
+    names = re.compile(re.escape(prefix) + r"([0-9a-f]{16}|[0-9a-z_]{8})")  # the latter by earlier versions
+    return {path.name for path in folder.iterdir() if names.fullmatch(path.name) and _is_unlocked(path)}
+
+
+def _is_unlocked(path: Path) -> bool:
+    descriptor = _open(path)
+    if descriptor is None:
+        return False
+    try:
+        return lock(descriptor, wait=False)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its writer
+    except OSError:  # Windows opens no directories
+        return None
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Exclude other processes and threads; writers stay correct on systems without such locks."""
+    descriptor = _open(directory)
+    if descriptor is None:
+        yield
+        return
+    try:
+        lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock(descriptor: int, *, wait: bool) -> bool:
+    """Lock a file until it is closed; return whether that succeeded."""
+    if importlib.util.find_spec("fcntl") is None:
+        return False
+    fcntl = importlib.import_module("fcntl")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # another has it, or the file system has no locks
+        return False
+    return True
+
+
+@contextmanager
+def new_directory(directory: Path, *, replaces: Callable[[str], bool], last: str) -> Iterator[Path]:
+    """Yield an empty folder that becomes `directory` in one step at the end, unless the block raises.
+
+    Other processes see the old contents or the new ones. When several write at once, the last one wins. A directory
+    that cannot be renamed (a mount, the working directory, a parent that is not writable) gets its new files one by
+    one; meanwhile it lacks the file `last`, without which readers refuse it.
+
+    Args:
+        directory: Created with its parents if it does not exist.
+        replaces: Whether a file name belongs to the old contents; other files stay.
+        last: Name of the file that readers need first.
+
+    Raises:
+        OSError: When there is no room, or something else is in the way; the directory is then unchanged.
+    """
+    directory = directory.resolve()
+    created = [folder for folder in directory.parents if not folder.exists()]
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    inside = directory.exists() and not os.access(directory.parent, os.W_OK)
+    parent, prefix = (directory, ".quark_fx-") if inside else (directory.parent, f".{directory.name[:100]}.quark_fx-")
+    try:
+        with new_folder(parent, prefix) as folder:
+            yield folder
+            _sync_tree(folder)
+            with locked(parent):
+                _put_in_place(folder, directory, replaces, last)
+    finally:
+        for unused in created:
+            with suppress(OSError):  # it has files
+                unused.rmdir()
+
+
+def _put_in_place(folder: Path, directory: Path, replaces: Callable[[str], bool], last: str) -> None:
+    if not directory.exists():
+        folder.replace(directory)
+        sync_directory(directory.parent)
+        return
+    kept = [path for path in directory.iterdir() if not replaces(path.name) and not (folder / path.name).exists()]
+    if folder.parent != directory and not Path.cwd().is_relative_to(directory):
+        for path in kept:
+            _link_tree(path, folder / path.name)
+        shutil.copymode(directory, folder)
+        if _exchange(folder, directory):
+            sync_directory(directory.parent)
+            return
+        for path in kept:
+            _remove(folder / path.name)
+    (directory / last).unlink(missing_ok=True)
+    sync_directory(directory)
+    for old in [path for path in directory.iterdir() if path not in kept and path != folder]:
+        _remove(old)
+    for new in sorted(folder.iterdir(), key=lambda path: path.name == last):
+        if new.name == last:
+            sync_directory(directory)
+        new.replace(directory / new.name)
+    sync_directory(directory)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two directories in one step, if the system can."""
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, exchange = -100, 2
+    return bool(function(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+
+
+def _link_tree(source: Path, place: Path) -> None:
+    """Give a file, or each file of a folder, a second name."""
+    if source.is_symlink():
+        place.symlink_to(source.readlink())
+    elif source.is_dir():
+        place.mkdir()
+        for path in source.iterdir():
+            _link_tree(path, place / path.name)
+        shutil.copystat(source, place)
+    elif source.is_file():
+        try:
+            place.hardlink_to(source)
+        except OSError:  # the file system has no links
+            shutil.copy2(source, place)
+    else:
+        raise OSError(f"{source} is a device or a pipe, which cannot be moved; choose another directory")
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _sync_tree(folder: Path) -> None:
+    """Write the files of a folder to the disk, so that a power failure finds them whole."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    sync_directory(folder)
+
+
+__all__ = [
+    *("abandoned", "lock", "locked", "new_directory", "new_file", "new_folder", "replace_synced"),
+    *("require_file_place", "require_possible", "require_writable", "sync_directory"),
+]

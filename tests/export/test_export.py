@@ -252,6 +252,14 @@ def test_external_data_is_written_beside_the_file_and_read_back(size: str, tmp_p
     assert path.stat().st_size >= (512 * 64 if size == "large" else 0)
 
 
+def test_leftovers_of_a_killed_export_go_with_the_next(tmp_path: Path) -> None:
+    for name in (".m.onnx-0123456789abcdef", ".m.onnx-ab1_cde2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "m.onnx.data").write_bytes(b"half")
+    qfx.export.onnx(quantize(mlp(), INT8_STATIC, tokens()), tmp_path / "m.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
 def test_the_file_is_about_a_quarter_of_the_float_one(tmp_path: Path) -> None:
     model = seeded(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64)))
     floats = sum(p.numel() * 4 for p in model.parameters())

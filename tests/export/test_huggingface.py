@@ -747,3 +747,51 @@ def test_caches_that_a_server_does_not_have_are_refused_by_name(
 def test_formats_without_a_place_for_caches_say_so(format: str, tmp_path: Path) -> None:
     with pytest.raises(qfx.ExportError, match=r"layers\.0\.self_attn: \w+ has no place for quantized keys and values"):
         qfx.export.huggingface(quantized(FP8_CACHE), tmp_path, format=format)
+
+
+def test_an_export_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qmodel, place = quantized(INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS)), tmp_path / "checkpoint"
+    qfx.export.huggingface(qmodel, place)
+    (place / "notes.txt").write_text("mine")
+    before = {file.name: file.read_bytes() for file in place.iterdir()}
+    save = transformers.PreTrainedModel.save_pretrained
+
+    def full(model: Any, directory: Path, **options: Any) -> None:
+        save(model, directory, **options)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.PreTrainedModel, "save_pretrained", full)
+        for directory in (place, tmp_path / "other"):
+            with pytest.raises(qfx.ExportError, match=r"cannot be written: .*No space left"):
+                qfx.export.huggingface(qmodel, directory, format="gptq")
+    assert {file.name: file.read_bytes() for file in place.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [place]
+    qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS)), place)
+    assert (place / "notes.txt").read_text() == "mine"
+    assert quantization(place)["config_groups"]["group_0"]["weights"]["num_bits"] == 8
+
+
+def test_a_generation_config_that_transformers_refuses_to_save_is_kept(tmp_path: Path) -> None:
+    model = llama()
+    model.generation_config = transformers.GenerationConfig(do_sample=False, max_new_tokens=7)
+    model.generation_config.temperature = 0.5
+    with pytest.raises(ValueError, match="temperature"):
+        model.generation_config.save_pretrained(tmp_path)
+    qmodel = quantized(INT4_WEIGHT_ONLY, model)
+    qfx.export.huggingface(qmodel, tmp_path)
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (found["temperature"], found["max_new_tokens"]) == (0.5, 7)
+    assert load(tmp_path).generation_config.max_new_tokens == 7
+    assert model.generation_config.temperature == 0.5
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "mlp.up_proj"])
+def test_tensors_that_modules_share_without_a_declaration_are_stored_under_each_name(part: str, tmp_path: Path) -> None:
+    model = llama()
+    first, second = (model.model.layers[i].get_submodule(part) for i in range(2))
+    second.weight = first.weight
+    qmodel = quantized(INT4_WEIGHT_ONLY.replace(exclude=(*FLOAT_ENDS, "*.up_proj")), model)
+    qfx.export.huggingface(qmodel, tmp_path)
+    torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=1e-5)
+    assert first.weight is second.weight

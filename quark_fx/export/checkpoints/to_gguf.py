@@ -29,7 +29,7 @@ from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import require_possible
+from quark_fx.system.writable import new_file, replace_synced, require_possible
 
 _AT_ONCE = 1 << 20
 """Values of a tensor that are packed and written together, about: tens of megabytes while they are."""
@@ -76,9 +76,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     except ImportError as error:
         raise ExportError("GGUF export needs the package gguf: pip install 'quark_fx[hf]'") from error
     path = Path(path)
-    unfinished = path.with_name(path.name + ".partial")
     require_possible(path)
-    require_possible(unfinished)
     require_tokenizer(tokenizer)
     checkpoint = take_apart(qmodel, model)
     require_weights_alone(checkpoint, "GGUF")
@@ -86,28 +84,34 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     tensors, errors = _tensors(checkpoint, reader, package)
     if errors:
         raise unholdable([f"{name}: {error}" for name, error in errors])
-    writer = package.GGUFWriter(unfinished, reader.architecture)
     try:
-        writer.add_quantization_version(package.GGML_QUANT_VERSION)
-        for key, value in reader.metadata():
-            _add(writer, package, key, value)
-        if tokenizer is not None:
-            _add_tokenizer(writer, package, tokenizer, checkpoint.shell.config.vocab_size)
-        for tensor in tensors:
-            writer.add_tensor_info(tensor.place.name, tensor.stored, np.dtype(np.uint8), tensor.nbytes, tensor.kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        if errors := _write(tensors, writer):
-            raise unholdable([f"{name}: {error}" for name, error in errors])
-        writer.close()
-        unfinished.replace(path)
+        with new_file(path, f".{path.name[:100]}.quark_fx-") as (_, unfinished):
+            writer = package.GGUFWriter(unfinished, reader.architecture)
+            try:
+                _write_file(writer, package, reader, tensors, tokenizer, checkpoint.shell.config.vocab_size)
+            finally:
+                writer.close()
+            replace_synced(unfinished, path)
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error}; choose another path") from error
-    finally:
-        writer.close()
-        unfinished.unlink(missing_ok=True)
     return path
+
+
+def _write_file(
+    writer: Any, package: Any, reader: Reader, tensors: list[Stored], tokenizer: Any, vocab_size: int
+) -> None:
+    writer.add_quantization_version(package.GGML_QUANT_VERSION)
+    for key, value in reader.metadata():
+        _add(writer, package, key, value)
+    if tokenizer is not None:
+        _add_tokenizer(writer, package, tokenizer, vocab_size)
+    for tensor in tensors:
+        writer.add_tensor_info(tensor.place.name, tensor.stored, np.dtype(np.uint8), tensor.nbytes, tensor.kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if errors := _write(tensors, writer):
+        raise unholdable([f"{name}: {error}" for name, error in errors])
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated, quiet, warn
 from quark_fx.system.names import unknown
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import require_possible
+from quark_fx.system.writable import new_directory, require_possible
 
 _DEFAULT = "compressed-tensors"
 
@@ -105,6 +105,23 @@ def huggingface(
     except CheckpointError as error:
         raise ExportError(str(error)) from error
     checkpoint = take_apart(qmodel, model)
+    try:
+        with new_directory(directory, replaces=_is_of_checkpoint, last="config.json") as folder:
+            _write(qmodel, checkpoint, folder, format, tokenizer)
+    except OSError as error:
+        raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
+    return directory
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return name in ("config.json", "generation_config.json") or bool(_WEIGHTS.fullmatch(name))
+
+
+_WEIGHTS = re.compile(r"model.*[.](safetensors|safetensors[.]index[.]json)")
+
+
+def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, format: str, tokenizer: Any) -> None:
+    """Write all files into an empty directory, and let transformers find the weights."""
     shell = checkpoint.shell
     try:
         stored, shell.config.quantization_config = _WRITERS[format](checkpoint, Shelf(directory))
@@ -122,20 +139,33 @@ def huggingface(
     if set(_forms(shell.config.quantization_config)) & _BLOCK_FORMS:
         shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
     vars(shell).pop("hf_quantizer", None)  # left by the reader of a float model (GGUF), and refuses to save
-    try:
-        tensors = {n: t.detach().contiguous() for n, t in tensors.items()}
-        shell.save_pretrained(directory, state_dict=tensors, save_original_format=False)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-    except OSError as error:
-        raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
+    generation = _without_invalid_generation(shell)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    shell.save_pretrained(directory, state_dict=tensors, save_original_format=False)
+    if generation is not None:
+        generation.to_json_file(directory / "generation_config.json", keys_to_pop=["compile_config"])
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
     if format == _DEFAULT and (whole or not checkpoint.stacks):
         _require_found(shell, directory)
-    return directory
+
+
+def _without_invalid_generation(shell: Any) -> Any:
+    """Remove and return a generation configuration that transformers reads but refuses to save, else return `None`."""
+    generation = getattr(shell, "generation_config", None)
+    if generation is None:
+        return None
+    try:
+        with quiet(), warnings.catch_warnings(action="ignore"):
+            generation.validate(strict=True)
+    except ValueError:
+        shell.generation_config = type(generation)()
+        return generation
+    return None
 
 
 def _require_found(shell: Any, directory: Path) -> None:
-    """Let transformers load a checkpoint without its data; take it away if a weight would be made up.
+    """Let transformers load a checkpoint without its data.
 
     Raises:
         ExportError: if transformers does not find a weight, or fails.
@@ -151,8 +181,6 @@ def _require_found(shell: Any, directory: Path) -> None:
             missing = sorted(found["missing_keys"])
             why = f"it does not find {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}" * bool(missing)
     if why:
-        for file in (*directory.glob("model*.safetensors*"), directory / "config.json"):
-            file.unlink()
         raise ExportError(
             f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; leave these layers "
             "in float (exclude=), of experts all, choose another format, or use qmodel.save(directory)"

@@ -160,6 +160,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     tied = _tied(shell)
     if any(layer.name in tied for layer in layers):
         shell.config.tie_word_embeddings = False
+    tensors = _apart_unless_declared(shell, tensors)
     apart = {name: list(taken_apart(shell, name, tensor)) for name, tensor in tensors.items()}
     stacks = {name: names for name, names in apart.items() if names}
     rows = {layer.stack: partial(stacked_rows, found.constants[layer.stack]) for layer in layers if layer.stack}
@@ -350,6 +351,17 @@ def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str]
 
 _LISTED = 16
 """Lines of an error that name a layer each."""
+
+
+def _apart_unless_declared(shell: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory unless readers tie them: each name then has the values."""
+    declared = dict(shell.all_tied_weights_keys) if shell.config.get_text_config().tie_word_embeddings else {}
+    tied, known, found = {*declared, *declared.values()}, set[int](), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.detach().clone() if place in known and name not in tied else tensor
+        known.add(place)
+    return found
 
 
 def _tied(model: nn.Module) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from quark_fx.export.generation.quantizer import GenerationQuantizer
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.isolation import isolated, quiet
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import require_possible
+from quark_fx.system.writable import new_folder, require_possible
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -126,8 +125,8 @@ def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | N
     config = json.dumps(genai_config(program.graph, GRAPH, model), indent=2)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory, prefix=f".{GRAPH}-") as beside:
-            written, text = Path(beside, GRAPH), Path(beside, CONFIG)
+        with new_folder(directory, f".{GRAPH}-") as folder:
+            written, text = folder / GRAPH, folder / CONFIG
             ir.save(program, written, external_data=f"{GRAPH}.data")
             text.write_text(config, encoding="utf-8")
             put_in_place(written, directory / GRAPH)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -44,7 +43,7 @@ from quark_fx.numbers.formats import (
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import require_possible, require_writable
+from quark_fx.system.writable import new_folder, require_possible, require_writable
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -202,8 +201,8 @@ def _write(model: ir.Model, path: Path, external_data: bool | None, qmodel: Quan
     external = stored_bytes(model) > _EXTERNAL if external_data is None else external_data
     data = f"{path.name}.data" if external else None
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-            written = Path(folder, path.name)
+        with new_folder(path.parent, f".{path.name}-") as folder:
+            written = folder / path.name
             ir.save(model, written, external_data=data)
             _check_file(written)
             not_run = run_once(written, model, qmodel)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quark_fx.errors import ExportError
 from quark_fx.system.untrusted import brief, read_json
+from quark_fx.system.writable import new_folder
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -140,14 +140,14 @@ def _save(model: ir.Model, path: Path, data: Path, own: list[ir.Value]) -> None:
     from quark_fx.export.to_onnx.whole_files import put_in_place, relocated
 
     tensors = [value.const_value for value in own if value.const_value is not None]
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".shared-") as staging:
-        (Path(staging) / data.name).touch()
+    with new_folder(path.parent, f".{path.name}-") as staging:
+        (staging / data.name).touch()
         written = ir.external_data.convert_tensors_to_external(tensors, staging, data.name)
         for value, tensor in zip(own, written, strict=True):
             assert isinstance(tensor, ir.ExternalTensor)
             value.const_value = relocated(tensor, data.name, tensor, path.parent)
-        ir.save(model, Path(staging) / path.name)
-        put_in_place(Path(staging) / path.name, path)
+        ir.save(model, staging / path.name)
+        put_in_place(staging / path.name, path)
 
 
 __all__ = ["share_weights"]
