@@ -116,3 +116,25 @@ def test_a_weight_in_another_order_is_exported_in_that_order(rearranged: str, tm
         for name in names:
             file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=name)
             assert qfx.verify(qmodel, file, BATCHES).max_steps < 1.001, (preset, name)  # ties may round either way
+
+
+PRODUCTS: dict[str, Callable[[Calls, Tensor], Tensor]] = {
+    "linear": lambda m, x: m.linear(x),
+    "two linears": lambda m, x: m.linear(m.linear(x).relu()),
+    "a product and a sum": lambda m, x: 1 + x @ m.weight,
+    "addmm": lambda m, x: torch.addmm(m.linear.bias, x.view(-1, 16), m.weight),
+}
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 4, 16)], ids=len)
+def test_signed_codes_of_every_rank_are_multiplied(shape: tuple[int, ...], tmp_path: Path) -> None:
+    int8 = qfx.TensorSpec(format="int8")
+    static = qfx.presets.INT8_STATIC.replace(input=int8, output=int8)
+    signed = {"pow2": "xint8", "float scales": static, "bias in float": static.replace(bias=None)}
+    batches = [rand(*shape, seed=i) for i in range(2)]
+    for product, function in PRODUCTS.items():
+        for name, config in signed.items():
+            qmodel = quantize(Calls(function, 16, 16).eval(), config, batches, dynamic_shapes={"x": None})
+            for format in ("qdq", "vitis") if name == "bias in float" else ("qdq", "qoperator", "vitis"):
+                file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=format)
+                assert qfx.verify(qmodel, file, batches).max_steps < 1.001, (product, name, format)

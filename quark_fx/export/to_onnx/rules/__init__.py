@@ -11,7 +11,7 @@ from quark_fx.export.to_onnx.rules.dynamic_gemms import split_dynamic_gemm
 from quark_fx.export.to_onnx.rules.float_weights import keep_floats
 from quark_fx.export.to_onnx.rules.initializer_casts import fold_initializer_cast
 from quark_fx.export.to_onnx.rules.integer_products import multiply_integers
-from quark_fx.export.to_onnx.rules.moved_pairs import repeat_moved_pair
+from quark_fx.export.to_onnx.rules.moved_pairs import keep_signed_product_from_sum, repeat_moved_pair
 from quark_fx.export.to_onnx.rules.padding_before_pools import keep_padding_from_pool
 from quark_fx.export.to_onnx.rules.patterns import apply_rule
 from quark_fx.export.to_onnx.rules.products_before_activations import keep_product_from_activation
@@ -37,7 +37,6 @@ TRANSLATED: tuple[OnnxRule, ...] = (
     multiply_integers,
     spell_out_row_scales,
     settle_average_pool,
-    keep_transpose_from_resize,
     repeat_moved_pair,
     drop_default_attributes,
 )
@@ -47,6 +46,8 @@ FORMATTED: tuple[OnnxRule, ...] = (
     keep_sum_from_norm,
     keep_product_from_activation,
     keep_padding_from_pool,
+    keep_transpose_from_resize,
+    keep_signed_product_from_sum,
     dequantize_once,
     give_every_convolution_a_bias,
     store_convolution_inputs_unsigned,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import add_array, array_of, constant_of, made_by, only_reader
+from quark_fx.export.to_onnx.edit import add_array, array_of, constant_of, made_by, only_reader, put_same_behind
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
 from quark_fx.targets.onnxruntime import MOVES
 
@@ -138,9 +138,13 @@ def _vector_of_one_row(model: ir.Model, node: ir.Node) -> bool:
     add = only_reader(node.outputs[0])
     if add is None or add.op_type != "Add":
         return False
+    summed = add.outputs[0].shape
     for index, value in enumerate(add.inputs):
         array = array_of(value)
         if array is not None and array.ndim == 1:
+            if summed is None or summed.rank() < 2:  # a row would make a matrix of a vector
+                add.replace_input_with(1 - index, put_same_behind(node.outputs[0]))
+                return True
             add.replace_input_with(index, add_array(model, f"{node.name}_bias_row", array.reshape(1, -1)))
             return True
     return False
