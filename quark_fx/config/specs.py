@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import Format
+from quark_fx.numbers.formats import Format, as_format
 from quark_fx.numbers.ops import Measurement
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
@@ -67,6 +67,8 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         cast = self.is_cast
+        if as_format(str(self.format)) != self.format:
+            raise ConfigError(f"format {self.format} is not registered: call quark_fx.formats.register_format on it")
         object.__setattr__(self, "symmetry", self.scheme.symmetry)
         object.__setattr__(self, "observer", self.new_observer)
         OBSERVERS.name_of(self.observer)  # which refuses one that takes the name of another
@@ -160,6 +162,10 @@ class TensorSpec:
             (
                 self.reduce_range and (self.dynamic or not self.format.is_integer or self.format.bits not in (8, 16)),
                 f"reduce_range is for weights in integers of 8 or 16 bits, not {self.format}; drop it",
+            ),
+            (
+                self.format.vector > 1 and (self.dynamic or (self.group_size or 0) % self.format.vector != 0),
+                f"{self.format} is for weights, in groups of a multiple of {self.format.vector} values; set group_size",
             ),
             (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
             (

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.selection import NOT_SELECTED, Selective
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import DEQUANTIZE, is_parameter, parameter, target_name, tensor_of
+from quark_fx.graph.nodes import DEQUANTIZE, is_parameter, parameter, target_name
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import INT32, parse_format
 from quark_fx.numbers.grid import Grid
@@ -129,14 +129,12 @@ class QuantizedWeight:
         """Name of the tensor of codes."""
         return _name(self.dequantize.args[0])
 
-    def storable(self, gm: GraphModule, codes: Tensor) -> Tensor:
-        """Return codes as they are stored: in their dtype, pairs that the target would saturate lowered to its limit.
+    def storable(self, values: Tensor) -> Tensor:
+        """Return the codes to store for values of the format, in the shape of the weight."""
+        return self.limited(self.scheme.format.codes_of(values))
 
-        Args:
-            gm: the graph the operator is in.
-            codes: whole numbers or floats of the format, in the shape of the weight.
-        """
-        codes = codes.to(tensor_of(gm, self.codes).dtype)
+    def limited(self, codes: Tensor) -> Tensor:
+        """Return codes in which pairs that the target would saturate are lowered to its limit."""
         return codes if self.operator.pairs is None else self.operator.pairs.limited(codes)
 
     def stored(self, gm: GraphModule) -> QuantizedTensor:
@@ -280,9 +278,15 @@ def own_weights(
             reason = _reason(operator)
         elif learned[name].codes in shared:
             reason = "several operators read its weight"
+        elif (fmt := operator.weight.format).vector > 1:
+            reason = f"{fmt} holds {fmt.vector} values in a code, so they are rounded to nearest together"
         if reason:
             context.note(Change(name=operator.name, what=f"skipped: {reason}", changed=False))
-    return lambda block: [weight for weight in quantized_weights(block, plan) if weight.codes not in shared]
+    return lambda block: [
+        weight
+        for weight in quantized_weights(block, plan)
+        if weight.codes not in shared and weight.scheme.format.vector == 1
+    ]
 
 
 def _reason(operator: Coded) -> str:

@@ -360,7 +360,7 @@ def _stored(weight: Tensor, spec: TensorSpec) -> int:
     """Return the bytes of a weight's codes, which take whole bytes in memory, and of its scales."""
     values = weight.numel()
     scales = values // spec.group_size if spec.group_size else 0
-    return values * spec.format.dtype.itemsize + FLOAT32 * scales
+    return values // spec.format.vector * spec.format.dtype.itemsize + FLOAT32 * scales
 
 
 def peak(moments: Iterable[Moment], cache: int | None = None) -> int:

@@ -10,9 +10,10 @@ import functools
 import math
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +26,14 @@ from quark_fx.system.registry import Registry
 AT_ONCE = 1 << 20
 """Number of values to process at a time: a few megabytes, which fit the caches of a processor."""
 
+_BELOW_ONE = 1 - 2.0**-20
+
 
 class Format(ABC):
     """Number format: integers, small floats, or a table of values.
 
-    All values here are in steps of the scale, `x / scale`; a format knows neither scales nor axes. Codes are what is
-    stored, in `dtype`.
+    All values here are in steps of the scale, `x / scale`; a format knows neither scales nor axes. Codes are what a
+    graph stores, in `dtype`: the values themselves in a narrow type, or their numbers in a table.
     """
 
     __slots__ = ()
@@ -81,6 +84,11 @@ class Format(ABC):
             x: Values; NaN stays.
             limits: Range for integers; default: `self.limits`.
         """
+
+    @property
+    def vector(self) -> int:
+        """Number of values that a code holds; more than one lie along the last dimension of a tensor."""
+        return 1
 
     @property
     def signed(self) -> bool:
@@ -135,6 +143,39 @@ class Format(ABC):
         """Return the values of codes, float32, as a new tensor."""
         return codes.to(torch.float32)
 
+    def values_of(self, codes: Tensor) -> Tensor:
+        """Return the values of codes in any dtype, perhaps `codes` itself."""
+        return codes
+
+    def codes_of(self, values: Tensor) -> Tensor:
+        """Return the codes of values that `round_` returned; inverse of `values_of`."""
+        return values.to(self.dtype)
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the codes of a tensor.
+
+        Raises:
+            ValueError: If its last dimension is not a multiple of `vector`.
+        """
+        if self.vector == 1:
+            return tuple(shape)
+        if not shape or shape[-1] % self.vector:
+            raise ValueError(f"{self} holds {self.vector} values in a code, which must divide the last of {[*shape]}")
+        return *shape[:-1], shape[-1] // self.vector
+
+    def shape_of(self, codes: Tensor) -> tuple[int, ...]:
+        """Return the shape of a tensor that has these codes; inverse of `codes_shape`."""
+        shape = tuple(codes.shape)
+        return shape if self.vector == 1 else (*shape[:-1], shape[-1] * self.vector)
+
+    def above(self, x: Tensor) -> Tensor:
+        """Return the next value above each value, as if there were one above the largest."""
+        return x + self.step(torch.where(x < 0, x * _BELOW_ONE, x))
+
+    def below(self, x: Tensor) -> Tensor:
+        """Return the next value below each value, as if there were one below the smallest."""
+        return -self.above(-x)
+
     def patterns(self, codes: Tensor) -> Tensor:
         """Return codes as integers from 0, int64, in the order of `pattern_values`; files pack these."""
         return codes.long() - self.qmin
@@ -171,6 +212,9 @@ class Format(ABC):
         ('uint8', 'int8', 'int16')
         """
         return self.onnx_container
+
+
+F = TypeVar("F", bound=Format)
 
 
 @checked
@@ -394,6 +438,166 @@ class FloatFormat(Format):
         return _SHORT_NAMES.get(name, name)
 
 
+@dataclass(frozen=True, slots=True)
+class Codebook(Format):
+    """Table of numbers, such as NF4, or of vectors, such as the IQ types of llama.cpp.
+
+    Ties go to the smaller number. `register_format` lets configurations, graphs, and files use its name.
+
+    Args:
+        name: Name in configurations and files.
+        values: Increasing numbers, or vectors of the same length, as tuples.
+        signs: Whether vectors hold magnitudes. Each code then has a sign per value; the last one follows from the
+            others, because the number of negative signs is even.
+
+    Raises:
+        ConfigError: If the table is not one of these.
+
+    >>> ternary = Codebook("ternary", (-1.0, 0.0, 1.0))
+    >>> ternary.bits, ternary.encode(torch.tensor([0.6, -7.0])).tolist()
+    (2, [2, 0])
+    """
+
+    name: str
+    values: tuple[float, ...] | tuple[tuple[float, ...], ...]
+    signs: bool = False
+
+    def __post_init__(self) -> None:
+        table = torch.tensor(self.values, dtype=torch.float32, device="cpu")
+        if table.dim() not in (1, 2) or len(table) < 2 or not bool(table.isfinite().all()):
+            raise ConfigError(f"codebook {self.name!r} needs two or more finite numbers, or vectors of one length")
+        if table.dim() == 1 and not bool((table.diff() > 0).all()):
+            raise ConfigError(f"the numbers of codebook {self.name!r} must increase")
+        if self.signs and (table.dim() == 1 or bool((table < 0).any())):
+            raise ConfigError(f"signs go with vectors of magnitudes; codebook {self.name!r} has other values")
+        if self.bits > 31:
+            raise ConfigError(f"codebook {self.name!r} needs {self.bits} bits; a code has at most 31")
+
+    @property
+    def vector(self) -> int:
+        first = self.values[0]
+        return len(first) if isinstance(first, tuple) else 1
+
+    @property
+    def _index_bits(self) -> int:
+        return (len(self.values) - 1).bit_length()
+
+    @property
+    def bits(self) -> int:
+        return self._index_bits + (self.vector - 1 if self.signs else 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.bits <= 8 else torch.int16 if self.bits < 16 else torch.int32
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        return float(_levels_of(self)[0]), float(_levels_of(self)[-1])
+
+    @property
+    def max_exponent(self) -> int:
+        return math.frexp(max(map(abs, self.limits)))[1] - 1
+
+    @property
+    def mantissa(self) -> int:
+        return 23  # nothing above the largest value rounds to the next power of two
+
+    @property
+    def last_step(self) -> float:
+        return float(_levels_of(self)[-2:].diff())
+
+    def levels(self) -> Tensor:
+        return _levels_of(self).double()
+
+    def step(self, x: Tensor) -> Tensor:
+        levels = _levels_of(self).to(x.device)
+        return levels.diff()[torch.bucketize(x, levels[1:-1].contiguous(), right=True)]
+
+    def above(self, x: Tensor) -> Tensor:
+        levels = _levels_of(self).to(x.device)
+        more = torch.cat((levels, 2 * levels[-1:] - levels[-2:-1]))
+        return more[torch.bucketize(x, levels, right=True)]
+
+    def below(self, x: Tensor) -> Tensor:
+        levels = _levels_of(self).to(x.device)
+        more = torch.cat((2 * levels[:1] - levels[1:2], levels))
+        return more[torch.bucketize(x, levels)]
+
+    def round_(self, x: Tensor, limits: tuple[float, float] | None = None) -> Tensor:
+        nearest = torch.where(x.isnan(), x, self.decode(self.encode(x)))
+        return x.copy_(nearest)
+
+    def encode(self, x: Tensor) -> Tensor:
+        if self.vector == 1:
+            levels = _levels_of(self).to(x)
+            return torch.bucketize(x, (levels[1:] + levels[:-1]) / 2).to(self.dtype)
+        shape = self.codes_shape(x.shape)
+        some = max(1, AT_ONCE // len(self.values))
+        return torch.cat([self._nearest(v) for v in x.reshape(-1, self.vector).float().split(some)]).reshape(shape)
+
+    def _nearest(self, x: Tensor) -> Tensor:
+        """Return the codes of vectors, shape `(n, vector)`."""
+        table = _table_of(self).to(x.device)
+        size = x.abs() if self.signs else x
+        gain = size @ table.T - table.square().sum(1) / 2  # the nearest vector has the largest
+        if not self.signs:
+            return gain.argmax(1).to(self.dtype)
+        odd = (x < 0).sum(1) % 2 == 1
+        lost, flipped = (size.unsqueeze(1) * table).min(2)  # twice this, if the sign of one value is wrong
+        index = torch.where(odd.unsqueeze(1), gain - 2 * lost, gain).argmax(1)
+        signs = (x < 0).long()
+        wrong = flipped.gather(1, index.unsqueeze(1))
+        signs.scatter_(1, wrong, torch.where(odd.unsqueeze(1), 1 - signs.gather(1, wrong), signs.gather(1, wrong)))
+        places = torch.arange(self.vector - 1, device=x.device) + self._index_bits
+        return (index | (signs[:, :-1] << places).sum(1)).to(self.dtype)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        table, codes = _table_of(self).to(codes.device), codes.long()
+        values = table[codes & ((1 << self._index_bits) - 1)]
+        if self.signs:
+            places = torch.arange(self.vector - 1, device=codes.device) + self._index_bits
+            signs = codes.unsqueeze(-1) >> places & 1
+            signs = torch.cat((signs, signs.sum(-1, keepdim=True) % 2), -1)
+            values = values * (1 - 2 * signs)
+        return values if self.vector == 1 else values.flatten(-2)
+
+    def values_of(self, codes: Tensor) -> Tensor:
+        return self.decode(codes)
+
+    def codes_of(self, values: Tensor) -> Tensor:
+        return self.encode(values)
+
+    def patterns(self, codes: Tensor) -> Tensor:
+        return codes.long()
+
+    def pattern_values(self) -> Tensor:
+        """Return the value of each of `patterns`, float32; of vectors, a row each."""
+        codes = torch.arange(1 << self.bits if self.signs else len(self.values))
+        values = self.decode(codes)
+        return values if self.vector == 1 else values.unflatten(0, (-1, self.vector))
+
+    def __repr__(self) -> str:
+        return f"Codebook({self.name!r}, {len(self.values)} values)"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@functools.cache
+def _table_of(book: Codebook) -> Tensor:
+    """Return the values, float32."""
+    with unset_fake_temporarily():
+        return torch.tensor(book.values, dtype=torch.float32, device="cpu")
+
+
+@functools.cache
+def _levels_of(book: Codebook) -> Tensor:
+    """Return the numbers in a table, increasing, float32."""
+    with unset_fake_temporarily():
+        levels: Tensor = torch.cat((_table_of(book), -_table_of(book) if book.signs else _table_of(book))).unique()
+        return levels
+
+
 @functools.cache
 def _dtype_of(fmt: FloatFormat) -> torch.dtype:
     """Return the torch dtype that holds the values of a format."""
@@ -446,6 +650,17 @@ for _fmt in (
 ):
     FORMATS.add(_fmt, str(_fmt))
 
+
+def register_format(fmt: F) -> F:
+    """Let configurations, graphs, and files use a format by its name, `str(fmt)`, and return it.
+
+    Raises:
+        ConfigError: If another module has registered the name.
+    """
+    FORMATS.add(fmt, str(fmt), depth=2)
+    return fmt
+
+
 LONG_NAMES = {"float16": "fp16", "bfloat16": "bf16"}
 """Names that torch uses."""
 
@@ -461,7 +676,7 @@ def parse_format(name: str) -> Format:
     """
     fmt = as_format(name)
     if fmt is None:
-        raise FORMATS.unknown(name, also=", or another size such as int12 or fp7_e3m3")
+        raise FORMATS.unknown(name, also=", another size such as int12, or one that its module registers")
     return fmt
 
 

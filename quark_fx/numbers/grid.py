@@ -6,15 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from quark_fx.numbers.formats import INT32, Format
 from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import ScaleType, Scheme, allowed_scales
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
-
-_BELOW_ONE = 1 - 2.0**-20
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +46,7 @@ class FreeScales:
 class Grid:
     """What the codes of a weight stand for.
 
-    Codes are in float32 here: integers, or values of a small float.
+    Codes are in float32 here: integers, or values of another format.
 
     Attributes:
         scale: float32, broadcastable to the weight.
@@ -72,7 +69,7 @@ class Grid:
         if scheme.symmetric:  # one number for all, which takes no memory when it is spread
             zero_point = zero_point.flatten()[:1].reshape(())
         spread = tensor.layout.spread
-        scale, zero_point = (spread(p).expand_as(tensor.codes) for p in (tensor.scale.float(), zero_point))
+        scale, zero_point = (spread(p).expand(tensor.layout.shape) for p in (tensor.scale.float(), zero_point))
         free = FreeScales(tensor.scale, tensor.layout, scheme.scale_type) if movable else None
         return cls(scale, zero_point, scheme.limits, free, tensor.format)
 
@@ -113,11 +110,11 @@ class Grid:
 
     def above(self, codes: Tensor) -> Tensor:
         """Return the next code above each, as if there were such a one above the largest."""
-        return codes + self.step(torch.where(codes < 0, codes * _BELOW_ONE, codes))
+        return self.format.above(codes)
 
     def below(self, codes: Tensor) -> Tensor:
         """Return the next code below each, as if there were such a one below the smallest."""
-        return -self.above(-codes)
+        return self.format.below(codes)
 
     def within_reach(self, position: Tensor) -> Tensor:
         """Return positions moved to where rounding just does not saturate; the gradient of those it moves is zero."""

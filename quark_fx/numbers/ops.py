@@ -35,7 +35,7 @@ from torch import Tensor
 from quark_fx.numbers.formats import Format, parse_format
 from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
-from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode, values_at_once
+from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode, dequantized_like, values_at_once
 
 
 @torch.library.custom_op("quark_fx::quantize", mutates_args=())
@@ -89,7 +89,10 @@ def _without_offset(x: Tensor, zero_point: Tensor, axis: int | None, block_size:
 def _quantized(
     x: Tensor, scale: Tensor, zero_point: Tensor, format: str, axis: int | None = None, block_size: int = 0
 ) -> Tensor:
-    return torch.empty_like(x, dtype=parse_format(format).dtype)
+    fmt = parse_format(format)
+    if fmt.vector == 1:
+        return torch.empty_like(x, dtype=fmt.dtype)
+    return x.new_empty(fmt.codes_shape(x.shape), dtype=fmt.dtype)
 
 
 def _cut(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -128,7 +131,7 @@ def _dequantized(
     block_size: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    return torch.empty_like(codes, dtype=dtype)
+    return dequantized_like(codes, parse_format(format), dtype)
 
 
 def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -144,8 +147,8 @@ def _gradient_of_dequantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, 
     fmt = parse_format(ctx.format)
     slope = fmt.decode(codes)
     if fmt.is_integer and not zero_point.is_floating_point():
-        slope = slope - spread(zero_point, codes, *ctx.layout)
-    return None, Layout.of(codes.shape, *ctx.layout).total(slope * gradient, scale.shape), *(None,) * 5
+        slope = slope - spread(zero_point, slope, *ctx.layout)
+    return None, Layout.of(slope.shape, *ctx.layout).total(slope * gradient, scale.shape), *(None,) * 5
 
 
 dequantize.register_autograd(_gradient_of_dequantize, setup_context=_keep_codes)
@@ -405,7 +408,7 @@ def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> T
 @torch.no_grad()
 def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
     """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
-    codes = torch.empty(x.shape, dtype=scheme.format.dtype, device=x.device)
+    codes = torch.empty(scheme.format.codes_shape(x.shape), dtype=scheme.format.dtype, device=x.device)
     for rows, scale, zero_point in _pieces(x, qparams, axis, block_size):
         y, points = _wide_steps(x[rows], scale, zero_point, scheme, axis, block_size)
         codes[rows] = scheme.format.encode(y) if points is None else _in_use_(y, points, scheme)

@@ -28,6 +28,13 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, ou
     return torch.mul(shifted, scale, out=out)
 
 
+def dequantized_like(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor for what codes stand for."""
+    if fmt.vector == 1:
+        return torch.empty_like(codes, dtype=dtype)  # of the same memory layout
+    return codes.new_empty(fmt.shape_of(codes), dtype=dtype)
+
+
 def values_at_once(x: Tensor) -> int:
     """Return how many values of a tensor to process at a time, to bound temporary memory."""
     return AT_ONCE if x.is_cpu else AT_ONCE << 8
@@ -65,8 +72,8 @@ class QuantizedTensor:
         """Build one from the arguments of `quark_fx.numbers.ops.dequantize`; without a `zero_point` it is zero."""
         if zero_point is None:
             zero_point = torch.zeros((), dtype=torch.int32, device=scale.device)
-        layout = Layout.of(codes.shape, axis, block_size)
-        return cls(codes, scale, zero_point, parse_format(format) if isinstance(format, str) else format, layout)
+        fmt = parse_format(format) if isinstance(format, str) else format
+        return cls(codes, scale, zero_point, fmt, Layout.of(fmt.shape_of(codes), axis, block_size))
 
     @classmethod
     def cast(cls, x: Tensor, format: Format) -> Self:
@@ -109,7 +116,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return what the codes stand for, computed in float32."""
-        result = torch.empty_like(self.codes, dtype=dtype)
+        result = dequantized_like(self.codes, self.format, dtype)
         # The float32 values of a large weight beside its spread scales would take several times what the result does.
         for rows, part in self.pieces():
             result[rows] = part.decoded()
@@ -133,7 +140,13 @@ class QuantizedTensor:
             return self
         codes = self.codes[rows]
         scale, zero_point = (self.layout.of_rows(p, rows) for p in (self.scale, self.zero_point))
-        return replace(self, codes=codes, scale=scale, zero_point=zero_point, layout=self.layout.of_shape(codes.shape))
+        return replace(
+            self,
+            codes=codes,
+            scale=scale,
+            zero_point=zero_point,
+            layout=self.layout.of_shape(self.format.shape_of(codes)),
+        )
 
     def to(self, device: torch.device) -> QuantizedTensor:
         """Return it on a device."""

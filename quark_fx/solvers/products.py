@@ -37,9 +37,9 @@ class Part(OperatorPlace):
     def now(self) -> QuantizedMatrix:
         """The weight as it is quantized now."""
         weight, module = self.weight, self.run.module
-        stored, real, storable = weight.stored(module), self.mapping.matrix(self.real), partial(weight.storable, module)
+        stored, real = weight.stored(module), self.mapping.matrix(self.real)
         movable, ranges = weight.movable(module), weight.storable_ranges(module)
-        return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, movable, storable, ranges)
+        return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, movable, weight.limited, ranges)
 
     def tensors(self, new: QuantizedMatrix) -> dict[str, Tensor]:
         """Return the codes, scales and offsets that are new; an int32 bias follows its scales.

@@ -34,7 +34,7 @@ class QuantizedMatrix:
         scheme: how.
         mapping: how the operator multiplies.
         movable: scales may change, one by one.
-        storable: makes codes those that the target can store (`Coded.pairs`), in the shape of `stored`.
+        storable: Limits codes to ones that the target can store (`Coded.pairs`), in the shape of `stored`.
         ranges: rounds scales that have offsets, or two levels, to ones that can be stored, in the shape of those of
             `stored`; `None` for other scales.
         outputs: which output channels' errors add up (`Guidance.outputs`), shape (runs, n, n) for runs of `n` of them;
@@ -55,8 +55,8 @@ class QuantizedMatrix:
 
     @property
     def codes(self) -> Tensor:
-        """The codes as matrices."""
-        return self.mapping.matrix(self.stored.codes)
+        """Values of the codes, in any dtype, as matrices."""
+        return self.mapping.matrix(self.stored.format.values_of(self.stored.codes))
 
     def grid(self, matrices: slice = slice(None)) -> Grid:
         """Return what the codes can be, as matrices; of several, those of `matrices`."""
@@ -84,10 +84,10 @@ class QuantizedMatrix:
         return FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale_type)
 
     def with_codes(self, codes: Tensor) -> QuantizedMatrix:
-        """Return it with other codes, given as matrices; those that the target would saturate are lowered."""
-        old = self.stored.codes
-        stored = self.storable(self.mapping.restore(codes.to(old.dtype), old))
-        return replace(self, stored=replace(self.stored, codes=stored))
+        """Return it with other codes, given as matrices of values; the target's limits lower some of them."""
+        old = self.stored
+        values = self.mapping.restore(codes, old.codes.new_empty(()).expand(old.layout.shape))
+        return replace(self, stored=replace(old, codes=self.storable(old.format.codes_of(values))))
 
     def with_scales(self, ratio: Tensor) -> QuantizedMatrix:
         """Return it with every scale multiplied; `ratio` has the shape (groups, outputs, scales of a row)."""

@@ -141,7 +141,7 @@ class Reconstruction:
         """Learn; store the best state if it is below `best`; return the error then."""
         schedule, run, module = self.schedule, self.run, self.run.module
         grids = [weight.grid(module) for weight in self.weights]
-        starts = [tensor_of(module, weight.codes).float() for weight in self.weights]
+        starts = [weight.scheme.format.decode(tensor_of(module, weight.codes)) for weight in self.weights]
         learned = Learned(
             [self.begin(*given) for given in zip(grids, near, starts, strict=True)],
             [None if (bias := self._learned_bias(w)) is None else _leaf(bias.value(module)) for w in self.weights],
@@ -179,7 +179,7 @@ class Reconstruction:
         """
         module, tensors = self.run.module, dict(found.scales)
         for weight, grid, codes, ratio in zip(self.weights, grids, found.codes, found.ratios, strict=True):
-            tensors[weight.codes] = weight.storable(module, codes)
+            tensors[weight.codes] = weight.storable(codes)
             if ratio is not None and grid.free is not None:
                 tensors[weight.scale_name] = scale = grid.free.times(ratio)
                 if (bias := weight.int32_bias) is not None:

@@ -58,7 +58,7 @@ def descend(run: BlockRun, context: Context, weights: Sequence[QuantizedWeight],
         scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
         error = _output_error(run, context, weight, mapping, seed)
         codes = round_by_descent(mapping.matrix(real), error, replace(grid, scale=scale, zero_point=zero_point))
-        run.store(weight.codes, weight.storable(run.module, mapping.restore(codes, real)))
+        run.store(weight.codes, weight.storable(mapping.restore(codes, real)))
 
 
 def feed_back(
