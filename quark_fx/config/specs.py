@@ -40,6 +40,8 @@ class TensorSpec:
         format: number format of the codes.
         granularity: what shares a scale.
         group_size: values per group, for `Granularity.GROUP` (the last group may be shorter).
+        group_rows: Output channels of a weight that share the scales of their groups: with group_size=128 and
+            group_rows=128, one scale per block of 128x128 (the last blocks can be smaller). Solvers keep these scales.
         sub_group_size: values per sub-group, each with its own scale: that of its group or, where it needs no more,
             half of it (the shared microexponents of MX4, MX6 and MX9); or, with scales of two levels, a whole number
             times that of its group (llama.cpp's K-quants).
@@ -58,6 +60,7 @@ class TensorSpec:
     format: Format
     granularity: Granularity = Granularity.TENSOR
     group_size: PositiveInt | None = None
+    group_rows: PositiveInt = 1
     sub_group_size: PositiveInt | None = None
     symmetry: Symmetry | None = None
     scale_type: ScaleType = ScaleType.FLOAT32
@@ -77,6 +80,14 @@ class TensorSpec:
             (
                 (self.granularity is Granularity.GROUP) != (self.group_size is not None),
                 "`group_size` and `granularity='group'` go together: give both or neither",
+            ),
+            (
+                self.group_rows > 1 and (not self.group_size or self.dynamic),
+                "`group_rows` is for weights in groups: set granularity='group' and group_size, or drop it",
+            ),
+            (
+                self.group_rows > 1 and (self.sub_group_size is not None or self.symmetry is Symmetry.OFFSET),
+                "blocks of several rows have neither sub-groups nor offsets; drop `group_rows`",
             ),
             (
                 self.sub_group_size is not None and (not self.group_size or self.group_size % self.sub_group_size != 0),
@@ -255,7 +266,8 @@ class TensorSpec:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        group = f"group {self.group_size}" + (f"/{self.sub_group_size}" if self.sub_group_size else "")
+        rows = f"{self.group_rows}x" if self.group_rows > 1 else ""
+        group = f"group {rows}{self.group_size}" + (f"/{self.sub_group_size}" if self.sub_group_size else "")
         shared = {Granularity.TENSOR: "", Granularity.GROUP: group}
         scales = {ScaleType.POWER_OF_TWO: "pow2", ScaleType.FP8_E4M3: "e4m3 scales"}
         two = self.scale_type.is_e8m0 or self.scale_type.multiples is not None

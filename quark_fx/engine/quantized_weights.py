@@ -148,7 +148,7 @@ class QuantizedWeight:
     def movable(self, gm: GraphModule) -> bool:
         """Tell whether scales may change one by one: nothing else depends on them but an int32 bias that follows."""
         spec = self.operator.weight
-        alone = spec.sub_group_size is None and spec.symmetry is not Symmetry.OFFSET
+        alone = spec.sub_group_size is None and spec.group_rows == 1 and spec.symmetry is not Symmetry.OFFSET
         free = alone and spec.scale_type is not ScaleType.POWER_OF_TWO
         bias = self.int32_bias
         return free and (bias is None or bias.scale(gm).shape == self.scale(gm).shape)

@@ -427,7 +427,7 @@ class _Preparation:
         """Return a scale, which is a parameter if it is learned; what reads one scale reads one tensor."""
         if name not in self.steps:
             alike = [s for s in specs if isinstance(s, TensorSpec) and str(s.format) == fmt]
-            free = bool(alike) and all(s.scale_type is ScaleType.FLOAT32 for s in alike)
+            free = bool(alike) and all(s.scale_type is ScaleType.FLOAT32 and s.group_rows == 1 for s in alike)
             value = tensor_of(self.gm, name).detach().clone()
             learned = self.scales and free and fmt != str(INT32)
             self.steps[name] = nn.Parameter(value) if learned else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -47,6 +47,9 @@ def stored_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
 
 def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
     count = tensor.scale.numel()
+    if spec.group_rows > 1 and tensor.axis is not None:
+        rows = tensor.scale.shape[_other_axis(tensor.scale, tensor.axis)]
+        count = count // rows * -(-rows // spec.group_rows)
     if spec.sub_group_size and spec.group_size and tensor.axis is not None:
         blocks = tensor.scale.shape[tensor.axis]
         groups = count // blocks * -(-tensor.codes.shape[tensor.axis] // spec.group_size)
@@ -54,6 +57,11 @@ def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
             return 2 * groups + (count * spec.scale_type.bits + 7) // 8
         return groups + (count + 7) // 8  # a byte per group, and a bit per sub-group
     return count * spec.scale_type.bits // 8 + 4 * (spec.scale_type is ScaleType.FP8_E4M3)
+
+
+def _other_axis(x: Tensor, axis: int) -> int:
+    """Return the first dimension besides `axis`, which counts output channels unless a stack of matrices says more."""
+    return int(axis == 0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ def observe_tensor(x: Tensor, spec: TensorSpec, linear: Linear | None = None, am
     if groups > 1 and spec.granularity is Granularity.CHANNEL:
         return Observed(*_channels_of_groups(x, spec, outputs, inputs, groups))
     axis, block = _layout(x, spec, outputs, inputs, linear is not None and linear.stacked)
-    return Observed(axis, block, _observed(x, spec, axis, block, amax))
+    return Observed(axis, block, _observed(x, spec, axis, block, amax, outputs))
 
 
 def quantize_tensor(
@@ -181,7 +189,7 @@ def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, ax
     return QParams(torch.where(ratio.reshape(scale.shape) > 1, scale, qparams.scale), qparams.zero_point)
 
 
-def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: Tensor | None) -> QParams:
+def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: Tensor | None, outputs: int) -> QParams:
     """Return what the observer of the spec finds."""
     scheme = spec.scheme
     if spec.scale_type is ScaleType.FP8_E4M3:
@@ -191,7 +199,8 @@ def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: T
         scheme = replace(scheme, global_scale=float(global_scale_of(amax, scheme)))
     observe = partial(_row_qparams, spec=spec, scheme=scheme)
     if block:
-        qparams = _block_qparams(x, observe, axis or 0, block)
+        count = spec.group_rows if x.dim() > 1 else 1
+        qparams = _block_qparams(x, observe, axis or 0, block, outputs, count)
         if spec.scale_type.multiples is not None:
             qparams = storable(qparams, spec, axis or 0)
         elif spec.sub_group_size and spec.group_size:
@@ -261,20 +270,42 @@ def _channels_of_groups(
     return inputs, x.shape[inputs] // groups, QParams(scale, zero_point)
 
 
-def _block_qparams(x: Tensor, observe: Callable[[Tensor], QParams], axis: int, block: int) -> QParams:
-    """Return parameters of blocks of `block` values along `axis`; a shorter last block is observed by itself."""
-    moved = x.movedim(axis, -1)
-    whole = moved.shape[-1] // block * block
-    parts = []
-    for part, size in ((moved[..., :whole], block), (moved[..., whole:], moved.shape[-1] - whole)):
-        if part.numel():
+def _block_qparams(
+    x: Tensor, observe: Callable[[Tensor], QParams], axis: int, block: int, outputs: int = 0, count: int = 1
+) -> QParams:
+    """Return parameters of blocks of `block` values along `axis`, and of `count` indices of `outputs` if that is not 1.
+
+    Smaller blocks at the ends are observed by themselves. The indices of a block have one scale each, all the same.
+    """
+    moved = x.movedim(axis, -1).unsqueeze(-2) if count == 1 else x.movedim((outputs, axis), (-2, -1))
+    strips = []
+    for strip in _whole_and_rest(moved, -2, count):
+        height, parts = min(count, strip.shape[-2]), []
+        for part in _whole_and_rest(strip, -1, block):
+            cells = part.unflatten(-2, (-1, height)).unflatten(-1, (-1, min(block, part.shape[-1]))).transpose(-3, -2)
             # Rows are independent; a histogram of each at once would take gigabytes.
-            rows = [observe(some) for some in part.reshape(-1, size).split(_ROWS_AT_ONCE)]
-            shape = (*moved.shape[:-1], part.shape[-1] // size)
-            scale, zero_point = torch.cat([q.scale for q in rows]), torch.cat([q.zero_point for q in rows])
-            parts.append((scale.reshape(shape), zero_point.reshape(shape)))
-    scale, zero_point = (torch.cat(tensors, -1).movedim(-1, axis) for tensors in zip(*parts, strict=True))
+            found = [observe(some) for some in cells.flatten(0, -3).flatten(1).split(_ROWS_AT_ONCE)]
+            parts.append(
+                [
+                    torch.cat(p).reshape(cells.shape[:-2])
+                    for p in zip(*((q.scale, q.zero_point) for q in found), strict=True)
+                ]
+            )
+        strips.append([torch.cat(p, -1).repeat_interleave(height, -2) for p in zip(*parts, strict=True)])
+    scale, zero_point = (torch.cat(p, -2) for p in zip(*strips, strict=True))
+    if count == 1:
+        scale, zero_point = (p.squeeze(-2).movedim(-1, axis) for p in (scale, zero_point))
+    else:
+        scale, zero_point = (p.movedim((-2, -1), (outputs, axis)) for p in (scale, zero_point))
     return QParams(scale.contiguous(), zero_point.contiguous())
+
+
+def _whole_and_rest(x: Tensor, dim: int, size: int) -> Iterator[Tensor]:
+    """Yield the part of a dimension that a size divides, and the rest, if they are not empty."""
+    whole = x.shape[dim] // size * size
+    for start, length in ((0, whole), (whole, x.shape[dim] - whole)):
+        if length:
+            yield x.narrow(dim, start, length)
 
 
 def _row_qparams(rows: Tensor, spec: TensorSpec, scheme: Scheme) -> QParams:
