@@ -13,6 +13,7 @@ from quark_fx.command_line.outputs import write_text
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import calibration
 from quark_fx.command_line.subjects import float_subject
+from quark_fx.mixed_precision.budget import Output
 from quark_fx.system.writable import require_file_place
 
 
@@ -27,7 +28,10 @@ def search(
         ),
     ],
     bits: Annotated[float | None, typer.Option(help="Budget: bits per weight, on average, scales included.")] = None,
-    size: Annotated[str | None, typer.Option(help='Budget: bytes of all weights, as "60MiB".')] = None,
+    size: Annotated[str | None, typer.Option(help='Budget: bytes, as "60MiB", of what --size-of names.')] = None,
+    size_of: Annotated[
+        Output, typer.Option(help="What --size limits: weights in the report, or all bytes of a written output.")
+    ] = "report",
     latency: Annotated[
         str | None,
         typer.Option(help='Budget: of a call, as a share of that of float, at most 1 ("0.6"), or a time ("12ms").'),
@@ -47,7 +51,7 @@ def search(
         raise typer.BadParameter("give one budget: --bits 4.5, --size 60MiB, --latency 0.6 or --error 0.01")
     for place in filter(None, (html, output)):
         require_file_place(place)
-    budget = qfx.Budget(bits=bits, size=size, latency=_number(latency), error=error)
+    budget = qfx.Budget(bits=bits, size=size, latency=_number(latency), error=error, output=size_of)
     files = (".yaml", ".yml")
     candidates = [qfx.QuantConfig.from_yaml(Path(c)) if c.endswith(files) else c for c in candidate]
     source = float_subject(model)

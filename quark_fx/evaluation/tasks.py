@@ -308,8 +308,8 @@ def _require_tokens(batch: Any) -> None:
     shape = tuple(labels.shape) if isinstance(labels, Tensor) else ()
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != ids.shape:
         raise QuarkError(
-            f"the labels are {type(labels).__name__} {shape} and the tokens {tuple(ids.shape)}; language modeling takes "
-            f"one label for each token, as transformers does, {IGNORED} for those that do not count"
+            f"the labels are {type(labels).__name__} {shape} and the tokens {tuple(ids.shape)}; give one "
+            f"label for each token, as transformers does, {IGNORED} for those that do not count"
         )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from quark_fx.engine.resources import parse_bytes
 from quark_fx.errors import ConfigError
 from quark_fx.system.options import Interval, checked
+
+Output = Literal["report", "onnx", "checkpoint", "gguf", "saved"]
 
 _MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
@@ -19,21 +21,26 @@ _MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 class Budget:
     """One limit: of bits, of bytes, of the time a call takes, or of the error.
 
-    Bytes are those of `QuantizedModel.report()`: codes, scales and zero points, a weight that several operators read
-    counted once.
-
     Args:
         bits: on average, of each weight that at least one candidate quantizes.
-        size: of all weights of the report, in bytes or as `"60MiB"`; those that stay in float count, too.
+        size: Limit in bytes, or text such as `"60MiB"`, of what `output` names.
+        output: What `size` limits. `"report"`: the weights in `QuantizedModel.report()`, packed codes, scales, and zero
+            points, each weight once; files can be larger, because formats differ in how they pack codes, store a tied
+            table twice, and hold norms and a graph. `"onnx"`, `"checkpoint"` (Hugging Face), `"gguf"`, or `"saved"`
+            (`qmodel.save`): all bytes that this export writes with its default arguments, without a tokenizer. Each
+            configuration that is tried is written once to a temporary directory.
         latency: of one call in the runtime of the target on this machine: a share of at most 1 of what the float
             model takes there, as `0.6`, or a time, as `"12ms"`.
         error: the largest that is accepted, in the metric of the search; the size is then the smallest that keeps it.
 
     Raises:
-        ConfigError: unless exactly one is given, and for a latency above that of float.
+        ConfigError: unless exactly one limit is given, for an output without a size, and for a latency above that of
+            float.
 
     >>> print(Budget(bits=4.5), Budget(size="1KiB"), Budget(error=0.01), sep="; ")
-    at most 4.5 bits per weight; at most 1,024 bytes; an error of at most 0.01
+    at most 4.5 bits per weight; at most 1,024 bytes of weights in the report; an error of at most 0.01
+    >>> print(Budget(size="1KiB", output="onnx"))
+    at most 1,024 bytes as onnx
     >>> print(Budget(latency=0.6), Budget(latency="1.5s"), sep="; ")
     at most 0.6 times the latency of float; at most 1,500 ms
     """
@@ -42,10 +49,15 @@ class Budget:
     size: int | str | None = None
     latency: float | str | None = None
     error: Annotated[float, Interval("(0, inf)")] | None = None
+    output: Output = "report"
 
     def __post_init__(self) -> None:
         if sum(limit is not None for limit in (self.bits, self.size, self.latency, self.error)) != 1:
             raise ConfigError("a budget is one of bits=4.5, size='60MiB', latency=0.6 and error=0.01; give one of them")
+        if self.size is None and self.output != "report":
+            raise ConfigError(
+                f"output={self.output!r} says what size= limits; give a size, as Budget(size='60MiB', ...)"
+            )
         parse_bytes(self.size, "size")
         _parse_latency(self.latency)
 
@@ -71,7 +83,10 @@ class Budget:
         if self.latency is not None:
             figure, is_share = _parse_latency(self.latency)
             return f"at most {figure:g} times the latency of float" if is_share else f"at most {figure:,g} ms"
-        return f"at most {self.nbytes:,} bytes" if self.bits is None else f"at most {self.bits:g} bits per weight"
+        if self.bits is not None:
+            return f"at most {self.bits:g} bits per weight"
+        what = "of weights in the report" if self.output == "report" else f"as {self.output}"
+        return f"at most {self.nbytes:,} bytes {what}"
 
 
 def _parse_latency(given: float | str | None) -> tuple[float, bool]:

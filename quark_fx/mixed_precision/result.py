@@ -37,7 +37,7 @@ class Choice:
         candidate: the name of what they get.
         weight: format of their weights, empty for float.
         bits: on average, of a weight.
-        size: bytes of their weights.
+        size: bytes of their weights, in the budget's `output`.
         errors: estimated, of each candidate, in the order of `Search.candidates`: what their roundings would add.
         latencies: likewise, of a budget of latency: their part of a call, in milliseconds; otherwise empty.
     """
@@ -63,7 +63,7 @@ class Point:
 
     Attributes:
         bits: on average, of each weight that at least one candidate quantizes.
-        size: bytes of all weights.
+        size: bytes of all weights, or of the files of the budget's `output`.
         error: estimated, on data that calibrates.
         latency: estimated milliseconds of a call; `None` unless the budget is a latency.
     """

@@ -16,7 +16,7 @@ from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
 from quark_fx.config.quant_config import QuantConfig, takes_configuration
 from quark_fx.engine.block_walk import compute_weights
 from quark_fx.engine.context import require_no_nan
-from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.mixed_precision.budget import Budget
 from quark_fx.mixed_precision.candidates import candidates_of
@@ -24,6 +24,7 @@ from quark_fx.mixed_precision.latency import Clock, operator_latencies, quietly,
 from quark_fx.mixed_precision.program import choose, find_solver
 from quark_fx.mixed_precision.result import MIXED, Search, Verified
 from quark_fx.mixed_precision.space import Space, least
+from quark_fx.mixed_precision.written import written_size
 from quark_fx.plan.report import stored_size
 from quark_fx.session import Session, divisible, flat_batches, peek
 from quark_fx.system.isolation import isolated
@@ -38,7 +39,7 @@ _NEAR = 0.9
 """Share of the ceiling that a measured error or latency has to reach for no larger one to be tried."""
 
 _SAFE = 0.99
-"""Share of the latency still allowed that the next mixture aims at, as times vary."""
+"""Share of the latency still allowed that the next mixture aims at, as times vary; of a file's size that is enough."""
 
 _NOTHING = 1e-3
 """Share of the ceiling below which a measured error is not told from none."""
@@ -155,6 +156,13 @@ def search(
             compute_weights(gm)
             (error,) = judge.compare(gm, [gm])
             bits, size = space.bits_of(rows), stored_size(rows)
+            if budget.output != "report":
+                bar.set_postfix_str(f"writing {name}")
+                try:
+                    size = written_size(qmodel, budget.output)
+                except QuarkError as refusal:
+                    refusal.add_note(f"while {name} was written as {budget.output}, which the budget limits")
+                    raise
             latency = None if clock is None else clock.time(qmodel)
             fits = math.isfinite(error) and all(
                 limit is None or figure <= limit
@@ -168,6 +176,8 @@ def search(
             bar.set_postfix_str("timing operators")
             alone = operator_latencies(space.float_graph, clock.leaves, found, space.operators, space.groups)
             space, tried = _by_latency(space, alone, budget, limit_ms, judged)
+        elif budget.output != "report":
+            space, tried = _by_written_size(space, budget, judged)
         else:
             tried = _by_error(space, budget.error, judged) if budget.error else _by_size(space, budget, judged)
     (winner, chosen), *_ = tried
@@ -221,6 +231,39 @@ def _by_size(space: Space, budget: Budget, judged: _Judge) -> _Tried:
     tried = [(_judged(space, chosen, judged), chosen) for chosen in choices]
     _require_finite(tried)
     return _ranked(tried, lambda one: one.error)
+
+
+def _by_written_size(space: Space, budget: Budget, judged: _Judge) -> tuple[Space, _Tried]:
+    """Return the space with written sizes, and what was measured, the one of least error that keeps the budget first.
+
+    Files of candidates say how much larger weights are when written; the file of a mixture corrects the next one.
+    """
+    limit = budget.nbytes or 0
+    tried = [(_judged(space, chosen, judged), chosen) for chosen in _uniform(space)]
+    space = space.written([one.size for one, _ in tried])
+    target, mixtures = limit - space.fixed, _Tried()
+    for _ in range(_ROUNDS):
+        found = choose(space.errors, space.sizes, target)
+        if found is None:
+            break
+        settled = space.settled(found)
+        if len({*settled}) == 1 or any(settled == chosen for _, chosen in mixtures):
+            break
+        one = _judged(space, settled, judged)
+        mixtures.append((one, settled))
+        if _SAFE * limit <= one.size <= limit:
+            break
+        target += limit - one.size
+    _require_finite([*tried, *mixtures])
+    kept = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].error))[:1]
+    ranked = _ranked([*kept, *tried], lambda one: one.error)
+    if not ranked[0][0].fits:
+        smallest = min((one for one, _ in (*tried, *mixtures)), key=lambda one: one.size)
+        raise ConfigError(
+            f"no mix of these candidates fits {budget}: the smallest that was written takes {smallest.size:,} bytes "
+            f"({smallest.name}); raise the budget or add a candidate of fewer bits"
+        )
+    return space, ranked
 
 
 def _by_latency(

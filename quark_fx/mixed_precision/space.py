@@ -50,6 +50,8 @@ class Space:
             out.
         float_graph: that operators are of.
         latencies: measured, by group and candidate, in milliseconds; empty unless the budget is a latency.
+        shares: Written over reported bytes of the weights, by candidate; empty where the report counts.
+        overhead: Bytes of a file that no weight accounts for, whatever the candidate.
     """
 
     candidates: Sequence[Candidate]
@@ -59,6 +61,8 @@ class Space:
     errors: Sequence[Sequence[float]]
     float_graph: GraphModule
     latencies: Sequence[Sequence[float]] = ()
+    shares: Sequence[float] = ()
+    overhead: int = 0
 
     @classmethod
     def measure(cls, trials: Trials, candidates: Sequence[Candidate]) -> Self:
@@ -107,10 +111,23 @@ class Space:
         shares = [one / total for one, total in zip(whole, sums, strict=True)]
         return replace(self, latencies=[[a * s for a, s in zip(row, shares, strict=True)] for row in alone])
 
+    def written(self, whole: Sequence[int]) -> Self:
+        """Return a space with the sizes of written weights: those of a candidate add up to the file it makes.
+
+        Args:
+            whole: Bytes of the file that each candidate makes.
+        """
+        totals = [sum(of_candidate) for of_candidate in zip(*self.sizes, strict=True)]
+        more = [size - self.fixed - total for size, total in zip(whole, totals, strict=True)]
+        shares = [1 + (one - min(more)) / (total or 1) for one, total in zip(more, totals, strict=True)]
+        return replace(self, shares=shares, overhead=min(more))
+
     @cached_property
     def sizes(self) -> list[list[int]]:
         """Bytes of the weights, by group and candidate."""
-        return [[group.size(rows) for rows in self.rows] for group in self.groups]
+        shares = self.shares or [1.0] * len(self.rows)
+        columns = [*zip(self.rows, shares, strict=True)]
+        return [[math.ceil(group.size(rows) * share) for rows, share in columns] for group in self.groups]
 
     @cached_property
     def weights(self) -> dict[str, int]:
@@ -119,8 +136,8 @@ class Space:
 
     @cached_property
     def fixed(self) -> int:
-        """Bytes of the other weights."""
-        return stored_size(self.rows[0]) - sum(row[0] for row in self.sizes)
+        """Bytes of the other weights, and what else a file holds."""
+        return self.overhead + stored_size(self.rows[0]) - sum(group.size(self.rows[0]) for group in self.groups)
 
     def bits(self, size: float) -> float:
         """Return the average bits per weight if the weights of all groups take `size` bytes."""
@@ -184,8 +201,9 @@ class Space:
 
     def point(self, chosen: Sequence[int]) -> Point:
         """Return the estimates of a choice."""
-        size, error = self.total(chosen), self.error(chosen)
-        return Point(bits=self.bits(size), size=self.fixed + size, error=error, latency=self.latency(chosen))
+        error, latency = self.error(chosen), self.latency(chosen)
+        reported = sum(group.size(self.rows[i]) for group, i in zip(self.groups, chosen, strict=True))
+        return Point(bits=self.bits(reported), size=self.fixed + self.total(chosen), error=error, latency=latency)
 
     def choices(self, chosen: Sequence[int]) -> list[Choice]:
         """Return what each group gets."""
@@ -194,13 +212,13 @@ class Space:
         columns = zip(self.groups, chosen, self.sizes, self.errors, latencies, strict=True)
         for group, i, sizes, errors, times in columns:
             formats = dict.fromkeys(self.rows[i][place].weight or "float" for place in group.places)
-            count = sum(group.weights.values())
+            count, size = sum(group.weights.values()), group.size(self.rows[i])
             found.append(
                 Choice(
                     operators=group.names,
                     candidate=self.candidates[i].name,
                     weight=", ".join(formats),
-                    bits=8 * sizes[i] / count if count else 0.0,
+                    bits=8 * size / count if count else 0.0,
                     size=sizes[i],
                     errors=tuple(errors),
                     latencies=tuple(times),

@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
 from quark_fx.analysis.trials import METRICS, Trials, parts_of
@@ -195,6 +197,41 @@ def test_the_really_quantized_model_keeps_the_budget_as_its_report_counts_it(bud
     # What each operator got is what the choices say, and no more of the budget could be spent on less error.
     assert {row.name: row.weight for row in qmodel.report()} == {n: c.weight for c in found for n in c.operators}
     assert sum(choice.size for choice in found) == found.found.size
+
+
+def _files(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("output", ["checkpoint", "onnx", "saved"])
+def test_a_size_is_that_of_the_files_that_are_written(output: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64, tie_word_embeddings=True)).eval()
+    batches = [
+        {"input_ids": torch.randint(0, 64, (2, 6), generator=torch.Generator().manual_seed(i))} for i in range(4)
+    ]
+    candidates = [preset("w4a16_rtn").replace(group_size=32), INT8]
+
+    def write(config: Any, folder: Path) -> int:
+        qmodel = qfx.quantize(model, config, batches[:3], progress=False)
+        folder.mkdir()
+        writers = {"checkpoint": qfx.export.huggingface, "onnx": qfx.export.onnx, "saved": lambda q, path: q.save(path)}
+        writers[output](qmodel, folder / ("model.onnx" if output == "onnx" else "model"))
+        return _files(folder)
+
+    small, large = sorted(write(candidate, tmp_path / f"{i}") for i, candidate in enumerate(candidates))
+    limit = (small + large) // 2
+    found = run(model, candidates, batches, budget=Budget(size=limit, output=output))
+    assert found.found.fits
+    assert write(found.config, tmp_path / "found") == found.found.size <= limit
+    assert {one.size for one in found.verified} >= ({small, large} if found.winner == MIXED else {small})
+    if output == "checkpoint":
+        assert found.winner == MIXED
+        with pytest.raises(
+            ConfigError, match=r"fits at most 9 bytes as checkpoint: the smallest that was written takes"
+        ):
+            run(model, candidates, batches, budget=Budget(size=9, output=output))
 
 
 def test_bytes_of_what_no_candidate_quantizes_count_in_a_size_and_not_in_bits() -> None:
@@ -635,6 +672,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"no mix .* fits at most 10 bytes",
     ),
     "no budget": (Budget, ConfigError, "give one of them"),
+    "an output without a size": (lambda: Budget(bits=4.0, output="onnx"), ConfigError, "says what size= limits"),
     "two budgets": (lambda: Budget(bits=4.0, size="1MiB"), ConfigError, "give one of them"),
     "a number for a budget": (
         lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=4.5),

@@ -1,0 +1,35 @@
+"""The size of what an export writes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from quark_fx.export.checkpoints.to_gguf import gguf
+from quark_fx.export.checkpoints.to_huggingface import huggingface
+from quark_fx.export.to_onnx.export_onnx import onnx
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.system.isolation import without_warnings
+
+_WRITERS: Mapping[str, Callable[[QuantizedModel, Path], object]] = {
+    "onnx": lambda qmodel, folder: onnx(qmodel, folder / "model.onnx"),
+    "checkpoint": lambda qmodel, folder: huggingface(qmodel, folder / "model"),
+    "gguf": lambda qmodel, folder: gguf(qmodel, folder / "model.gguf"),
+    "saved": lambda qmodel, folder: qmodel.save(folder / "model"),
+}
+"""What writes a model, by `Budget.output`."""
+
+
+def written_size(qmodel: QuantizedModel, output: str) -> int:
+    """Return the bytes of all files that an export writes.
+
+    Raises:
+        QuarkError: If the export refuses the model.
+    """
+    with tempfile.TemporaryDirectory() as folder, without_warnings():
+        _WRITERS[output](qmodel, Path(folder))
+        return sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+
+
+__all__ = ["written_size"]
