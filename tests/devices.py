@@ -1,6 +1,8 @@
-"""The devices a numeric test runs on: the CPU, and a GPU where there is one."""
+"""The devices a numeric test runs on: the CPU, a GPU where there is one, and the pretend GPU where it is loaded."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ on_devices = pytest.mark.parametrize(
             id="cuda",
             marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
         ),
+        *([pytest.param(torch.device("pretend"), id="pretend")] if "pretend_gpu" in sys.modules else ()),
     ],
 )
 """Runs a test once per device, passed as `device`."""

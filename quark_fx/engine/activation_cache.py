@@ -1,9 +1,9 @@
-"""Keep tensors between blocks: on the device, on the host or on disk, by a stated budget."""
+"""Keep tensors between blocks: on the device, in pinned memory of the host, or on disk, by a stated budget."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quark_fx.errors import CalibrationError
+from quark_fx.system import accelerator
 from quark_fx.system.options import NonNegativeInt, checked
 
 
@@ -23,7 +24,7 @@ class CacheBudget:
     """How much memory cached activations may take.
 
     Args:
-        device_bytes: on the device the blocks run on, where that is not the host.
+        device_bytes: on the device the blocks run on, where that is not the host; `None` for half of what is free.
         host_bytes: on the host; `None` for no limit.
         directory: where what exceeds both goes; default: a temporary directory.
 
@@ -31,17 +32,24 @@ class CacheBudget:
         ConfigError: for a budget that is negative or no whole number.
     """
 
-    device_bytes: NonNegativeInt = 0
+    device_bytes: NonNegativeInt | None = None
     host_bytes: NonNegativeInt | None = None
     directory: str | Path | None = None
+
+
+_DEVICE_SHARE = 0.5
+"""Share of the free device memory for activations, unless the budget says otherwise; blocks need the rest."""
 
 
 class ActivationCache:
     """Values by key. A tensor goes where there is room: device, host, disk.
 
+    Copies between the device and the host run on a stream apart from the computation, where the device has streams.
+
     Attributes:
         peak_host_bytes: the most the host ever held.
         spilled_bytes: written to disk so far.
+        offloaded_bytes: moved from the device to the host so far, for lack of room.
     """
 
     def __init__(
@@ -60,11 +68,16 @@ class ActivationCache:
         """
         self.budget = budget or CacheBudget()
         self.device = device or torch.device("cpu")
-        self.peak_host_bytes = self.spilled_bytes = 0
+        if self.budget.device_bytes is None:
+            share = int(_DEVICE_SHARE * accelerator.free_bytes(self.device))
+            self.budget = replace(self.budget, device_bytes=share)
+        self.peak_host_bytes = self.spilled_bytes = self.offloaded_bytes = 0
         self._base = base
         self._values: dict[Hashable, Any] = {}
         self._laid_out: dict[Hashable, tuple[torch.Size, tuple[int, ...]]] = {}
         self._used: dict[str, int] = {"device": 0, "host": 0} if base is None else dict(base._used)
+        self._transfers = accelerator.Transfers(self.device) if accelerator.has_streams(self.device) else None
+        self._arriving: dict[Hashable, accelerator.Arriving] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = 0
 
@@ -89,7 +102,7 @@ class ActivationCache:
             return
         self._used[place] += value.nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self._used["host"])
-        self._values[key] = value.cpu() if place == "host" else value
+        self._values[key] = value.to(self.device) if place == "device" else self._on_host(value)
 
     def get(self, key: Hashable) -> Any:
         """Return the value `key` stands for; a tensor on the device."""
@@ -100,7 +113,19 @@ class ActivationCache:
             # Which kernel runs, and so the bits, may depend on strides and on where memory starts.
             stored = load_file(value)["value"]
             value = torch.empty_strided(*self._laid_out[key], dtype=stored.dtype).copy_(stored)
+        elif self._transfers is not None and isinstance(value, Tensor) and value.is_cpu:
+            arriving = self._arriving.pop(key, None) or self._transfers.to_device(value)
+            return self._transfers.received(arriving)
         return value.to(self.device) if isinstance(value, Tensor) else value
+
+    def prefetch(self, keys: Iterable[Hashable]) -> None:
+        """Begin to copy values from the host to the device, for the next `get` of each."""
+        for key in keys:
+            value = self._values.get(key)
+            if value is None and self._base is not None:
+                self._base.prefetch([key])
+            elif self._transfers is not None and isinstance(value, Tensor) and value.is_cpu:
+                self._arriving.setdefault(key, self._transfers.to_device(value))
 
     def rows(self, key: Hashable) -> int:
         """Return the size of dimension 0 of what `key` stands for, without reading it; 0 if it has none."""
@@ -114,10 +139,25 @@ class ActivationCache:
         """Forget `key`, if it is known."""
         value = self._values.pop(key, None)
         self._laid_out.pop(key, None)
+        self._arriving.pop(key, None)
         if isinstance(value, Path):
             value.unlink()
         elif isinstance(value, Tensor):
-            self._used["host" if value.is_cpu else "device"] -= value.nbytes
+            place = "host" if value.is_cpu else "device"
+            self._used[place] -= value.nbytes
+            if self._transfers is not None and place == "host":
+                self._transfers.drop(value)
+
+    def offload(self) -> int:
+        """Move all values on the device to the host or to disk, and keep later ones there; return the bytes."""
+        before = self.offloaded_bytes
+        self._arriving.clear()
+        self.budget = replace(self.budget, device_bytes=0)
+        for key, value in list(self._values.items()):
+            if isinstance(value, Tensor) and not value.is_cpu:
+                self.put(key, value)
+                self.offloaded_bytes += value.nbytes
+        return self.offloaded_bytes - before + (self._base.offload() if self._base is not None else 0)
 
     def limit_further(self, more: int) -> None:
         """Let the host keep `more` bytes than it does now, and no more than its budget."""
@@ -132,16 +172,24 @@ class ActivationCache:
         """Forget everything and remove the files."""
         self._values.clear()
         self._laid_out.clear()
+        self._arriving.clear()
         self._used = {"device": 0, "host": 0}
+        self._transfers = accelerator.Transfers(self.device) if self._transfers is not None else None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
     def _place(self, value: Tensor) -> str:
-        if not value.is_cpu and self._used["device"] + value.nbytes <= self.budget.device_bytes:
+        on_device = self.device.type != "cpu"
+        if on_device and self._used["device"] + value.nbytes <= (self.budget.device_bytes or 0):
             return "device"
         limit = self.budget.host_bytes
         return "host" if limit is None or self._used["host"] + value.nbytes <= limit else "disk"
+
+    def _on_host(self, value: Tensor) -> Tensor:
+        if self._transfers is None:
+            return value.cpu()
+        return self._transfers.to_host(value.to(self.device))
 
     def _write(self, value: Tensor) -> Path:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +88,9 @@ class BlockRun:
         by_name = dict(zip(self.block.outputs, outputs, strict=True))
         return [by_name[name] for name in self.block.made]
 
-    def validation_error(self, outputs: Callable[[int], Sequence[Any]] | None = None) -> float:
+    def validation_error(
+        self, outputs: Callable[[int], Sequence[Any]] | None = None, training: Tensor | None = None
+    ) -> float:
         """Return the relative squared error of what the block makes, on the batches that are not learned from.
 
         Squares are summed over the batches of all ranks before they are divided, so neither the division into batches
@@ -96,9 +98,10 @@ class BlockRun:
 
         Args:
             outputs: returns what some version of the block makes of a batch; default: the block as it is.
+            training: error of the last gradient step, shape (), read together with this one.
 
         Raises:
-            CalibrationError: if it is not finite; the message names the block's operators.
+            CalibrationError: if either is not finite; the message names the block's operators.
         """
         # Squared error, squared target, and how many batches have a float there.
         sums = torch.zeros(len(self.block.made), 3, dtype=torch.float64, device=self._context.device)
@@ -107,7 +110,13 @@ class BlockRun:
                 for i, noise, signal in _squares((outputs or self.outputs)(batch), self.targets(batch)):
                     sums[i] += torch.stack((noise, signal, torch.ones_like(noise)))
         self._context.ranks.add(sums)
-        noise, signal, count = sums.unbind(1)
+        read = torch.cat((sums.flatten(), sums.new_zeros(1) if training is None else training.view(1))).cpu()
+        if not math.isfinite(trained := float(read[-1])):
+            raise CalibrationError(
+                f"the reconstruction error of {self.operators} became {trained} while it was learned; lower the "
+                "learning rate, or exclude the operators"
+            )
+        noise, signal, count = read[:-1].view(-1, 3).unbind(1)
         errors = (noise / signal.clamp_min(_NOTHING))[count > 0]
         error = float(errors.mean()) if len(errors) else 0.0
         if not math.isfinite(error):
@@ -239,16 +248,30 @@ class Streams:
         # The inputs of a quantized graph are those of the float one, and in the cache already.
         self.inputs = {node.name: position for position, node in enumerate(placeholders(gm))}
         self.shared = set(self.inputs)
+        self._last: dict[str, int] = {}
 
     def values(self, stream: str, names: Sequence[str], batch: int) -> list[Any]:
-        """Return values of a stream, `"float"` or `"quantized"`, by their names."""
-        return [self.value(stream, name, batch) for name in names]
+        """Return values of a stream, `"float"` or `"quantized"`, by their names.
+
+        Where batches are read in order, those of the next one begin to move to the device.
+        """
+        found = [self.value(stream, name, batch) for name in names]
+        follows = batch in (self._last.get(stream, batch) + 1, self.batches[0])
+        self._last[stream] = batch
+        if follows and batch + 1 in self.batches:
+            self.cache.prefetch(self._key(stream, name, batch + 1) for name in names)
+        return found
 
     def value(self, stream: str, name: str, batch: int) -> Any:
         """Return a value of a stream."""
         if name in self.inputs:
             return self.context.input(batch, self.inputs[name])
-        return self.cache.get(("float" if name in self.shared else stream, name, batch))
+        return self.cache.get(self._key(stream, name, batch))
+
+    def _key(self, stream: str, name: str, batch: int) -> Hashable:
+        if name in self.inputs:
+            return self.context.key_of_input(batch, self.inputs[name])
+        return "float" if name in self.shared else stream, name, batch
 
     def advance(self, stream: str, block: Block, module: GraphModule) -> None:
         """Compute what leaves the block from what enters it, batch by batch."""

@@ -133,8 +133,8 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
             f"calibration batch {context.number_of(batch)}: input {places[position].target} holds NaN or infinity; "
             "remove such samples"
         )
-        for batch, flags in enumerate(finite)
-        for flag, position in zip(flags.tolist(), quantized, strict=True)
+        for batch, flags in enumerate(torch.stack(finite).tolist())
+        for flag, position in zip(flags, quantized, strict=True)
         if not flag
     ]
     context.ranks.raise_first(failed[0] if failed else None)
@@ -237,7 +237,7 @@ def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], N
         context: of the run.
         look: called with the flat inputs of each batch.
     """
-    batches = context.flat_batches(device_of(gm))
+    batches = context.flat_batches(context.device if context.by_block else device_of(gm))
     if context.by_block:
         if look is not None:
             for leaves in batches:

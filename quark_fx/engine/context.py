@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -303,8 +303,11 @@ class Context:
 
     def input(self, index: int, position: int) -> Any:
         """Return one of the flat inputs of batch `index`, a tensor on the device."""
-        batch, part = self.batches[index]
-        return _part(self.cache.get(("batch", batch, position)), part)
+        return _part(self.cache.get(self.key_of_input(index, position)), self.batches[index][1])
+
+    def key_of_input(self, index: int, position: int) -> Hashable:
+        """Return the key that the cache has the whole of one of the flat inputs of batch `index` by."""
+        return "batch", self.batches[index][0], position
 
     def number_of(self, index: int) -> int:
         """Return which of the user's batches batch `index` is, or is a part of."""

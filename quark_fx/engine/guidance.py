@@ -20,6 +20,7 @@ from quark_fx.engine.sizes import FLOAT32, Matrices
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.plan.placement import Coded
+from quark_fx.system import accelerator
 
 _ENOUGH = 8
 """Effective rows per input, of all batches, that are enough: the excess error over infinite data is about inputs over
@@ -92,7 +93,7 @@ class Guidance:
         single = {name: linear for name, linear in linears.items() if outputs and _is_single(linear)}
         together = {name: _no_rows(linear, context.device) for name, linear in single.items()}
         walk = BackWalk(gm, find_blocks(gm, Unit.BLOCK), named_nodes(gm), context, watched=frozenset(kernels))
-        generator, blocked = torch.Generator(context.device), ""
+        generator, blocked = accelerator.new_generator(context.device), ""
         batches = range(len(context.batches))
         for batch in tqdm(batches, desc="guidance", unit="batch", disable=not context.progress, leave=False):
             generator.manual_seed(context.first + batch)

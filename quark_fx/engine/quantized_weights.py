@@ -298,11 +298,11 @@ def _reason(operator: Coded) -> str:
     return f"{operator.weight.format} has no codes"
 
 
-def share_changed(old: Tensor, new: Tensor) -> float:
-    """Return the share of codes that differ, within 0 and 1."""
+def share_changed(old: Tensor, new: Tensor) -> Tensor:
+    """Return the share of codes that differ, within 0 and 1; float64, shape ()."""
     if old.is_floating_point():  # torch does not compare 8-bit floats
         old, new = old.float(), new.float()
-    return float((old != new).count_nonzero()) / old.numel()
+    return (old != new).count_nonzero().double() / old.numel()
 
 
 def _name(node: object) -> str:

@@ -134,7 +134,7 @@ class QATModel(nn.Module):
             if isinstance(quantizer, FakeQuantize):
                 set_parameter(gm, weight.constant.names[1], quantizer.step().clone())
                 set_parameter(gm, weight.constant.names[2], quantizer.point().clone())
-            share = share_changed(weight.constant.tensor.to(codes.device), codes)
+            share = float(share_changed(weight.constant.tensor.to(codes.device), codes))
             changes.append(Change(weight.name, f"{share:.1%} of the codes", share > 0, seconds=math.nan))
             rows = [_updated(row, value, quantizer) if weight.is_of(row) else row for row in rows]
         for name, parameter in trained.floats.items():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.numbers.formats import FP8_E4M3, Format, IntFormat
+from quark_fx.system import accelerator
 
 
 class Symmetry(StrEnum):
@@ -218,10 +219,13 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
 
 def require_range(low: Tensor, high: Tensor) -> None:
     """Raise `ValueError` if a bound is NaN or infinite, or `low` is above `high`; waits for the device."""
-    if not bool((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all()):
+
+    def error() -> ValueError:
         finite = bool((torch.isfinite(low) & torch.isfinite(high)).all())
         what = "ends below its beginning" if finite else "is not finite"
-        raise ValueError(f"the range {what}: low {_show(low)}, high {_show(high)}")
+        return ValueError(f"the range {what}: low {_show(low)}, high {_show(high)}")
+
+    accelerator.require((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all(), error)
 
 
 def unchecked_affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:

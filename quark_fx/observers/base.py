@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
+from quark_fx.system import accelerator
 from quark_fx.system.options import checked, parsed
 from quark_fx.system.registry import Registry
 
@@ -114,13 +115,16 @@ def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tenso
     """
     if low is None or high is None:
         raise ValueError("nothing was observed")
-    bad = ~(torch.isfinite(low) & torch.isfinite(high))
-    if bool(bad.any()):
-        places = bad.flatten().nonzero().flatten()[:3].tolist()
+    fine = torch.isfinite(low) & torch.isfinite(high)
+
+    def error() -> ValueError:
+        places = (~fine).flatten().nonzero().flatten()[:3].tolist()
         # Of a tensor in groups there are several scales in a channel.
-        raise ValueError(
-            f"a value that is not finite was observed, where scale {str(places)[1:-1]} of {bad.numel()} would be used"
+        return ValueError(
+            f"a value that is not finite was observed, where scale {str(places)[1:-1]} of {fine.numel()} would be used"
         )
+
+    accelerator.require(fine.all(), error)
     return low, high
 
 

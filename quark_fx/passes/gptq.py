@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-import torch
-
 from quark_fx.engine.guidance import together_bytes
 from quark_fx.engine.sizes import Matrices
 from quark_fx.errors import ConfigError
-from quark_fx.solvers.error_feedback import DAMPING, working_bytes
+from quark_fx.solvers.error_feedback import DAMPING, Factor, working_bytes
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.matrix_feedback import (
     can_choose,
@@ -96,19 +95,24 @@ class GPTQ(Solver):
         """Round the weight with error feedback."""
         chooses = not self.static_groups and can_choose(weight)
         sharing = weight.columns if chooses else None
-        factors = partial(seen.factors, damping=self.damping, by_activation=self.by_activation, sharing=sharing)
+        make, levels = partial(seen.factors, damping=self.damping, by_activation=self.by_activation), list[float]()
+
+        def factors() -> Iterator[tuple[slice, Factor]]:
+            for some, found in make(sharing=sharing):
+                levels.append(found.level)
+                yield some, found
+
         target, fits = seen.target(weight.real, self.asymmetry, factors()), self.fit_scales and can_fit(weight)
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
         weight, damping = (round_groups_of if chooses else round_matrix)(weight, target, factors())
         if self.sweeps and weight.outputs is None:
             weight = refined(weight, target, seen.h, damping, sweeps=self.sweeps)
-        most = damping.amax()
         remarks = (
             "scales kept: not free to change" * (self.fit_scales and not fits),
             "static groups kept: groups differ in size or share scales across outputs"
             * (not self.static_groups and not chooses),
-            f"damped by {float(most):g}" * bool(most > torch.full_like(most, self.damping)),
+            f"damped by {max(levels):g}" * (max(levels) > self.damping),
             seen.unguided,
             f"one-sided: {weight.one_sided}" * bool(weight.one_sided),
             _few(seen),

@@ -97,6 +97,8 @@ class PairBound:
             position: what they were rounded from, in units of a code; default: the codes. A pair that saturates
                 becomes the nearest one that does not.
         """
+        if not codes.is_cpu:
+            return self.lowered(codes, position)
         over = self.exceeded(codes)
         if not bool(over.any()):
             return codes

@@ -30,6 +30,12 @@ def largest_per_component(labels: Tensor, values: Tensor, components: int) -> Te
     return largest.scatter_reduce_(0, labels[known], found[known], "amax")
 
 
+def sums_along(labels: Tensor, values: Tensor) -> Tensor:
+    """Return the sums of values, of the shape of `labels`, along the dimensions that these were expanded in."""
+    alike = tuple(dim for dim in range(values.dim()) if labels.stride(dim) == 0)
+    return values.sum(alike) if alike else values
+
+
 @dataclass(frozen=True)
 class Means:
     """Means of the values that belong to each component, on the CPU: sums on a GPU have no order.
@@ -49,13 +55,15 @@ class Means:
 
     def add(self, labels: Tensor, values: Tensor) -> None:
         """Add values, each to the component in `labels`, which are of their shape; -1 is none."""
-        # Labels do not vary along dimensions that they were expanded in.
-        alike = {dim for dim in range(values.dim()) if labels.stride(dim) == 0}
-        sums = (values.sum(tuple(alike)) if alike else values).cpu()
-        labels = labels[tuple(0 if dim in alike else slice(None) for dim in range(values.dim()))]
+        sums, size = sums_along(labels, values), values.numel()
+        self.add_sums(labels, sums.cpu(), size)
+
+    def add_sums(self, labels: Tensor, sums: Tensor, size: int) -> None:
+        """Add what `sums_along` made of `size` values, moved to the CPU."""
+        labels = labels[tuple(0 if stride == 0 else slice(None) for stride in labels.stride())]
         known = labels >= 0
         self.total.index_add_(0, labels[known], sums[known])
-        self.count.index_add_(0, labels[known], torch.full_like(sums[known], values.numel() / sums.numel()))
+        self.count.index_add_(0, labels[known], torch.full_like(sums[known], size / sums.numel()))
 
     @property
     def means(self) -> Tensor:
@@ -63,4 +71,4 @@ class Means:
         return self.total / self.count.clamp_min(1)
 
 
-__all__ = ["Means", "largest_per_component", "per_element"]
+__all__ = ["Means", "largest_per_component", "per_element", "sums_along"]

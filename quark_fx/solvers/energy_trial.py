@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,14 +82,14 @@ class EnergyTrial(Trial[Linear]):
         operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
         return Need((Moment(max(sizes.forward, scaled + tried)),), held=scaled, operations=operations)
 
-    def error(self, scale_of: ScaleOf) -> float:
-        """Return the error on calibration data, averaged over the readers."""
-        return self._error(scale_of, 0)
+    def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
+        """Return the errors on calibration data, averaged over the readers."""
+        return [self._error(scale_of, 0) for scale_of in scales]
 
-    def verdicts(self, scale_of: ScaleOf) -> list[float]:
-        """Return the error on validation data, averaged over the readers."""
+    def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
+        """Return the errors on validation data, averaged over the readers."""
         judged = any(bool(reader.activation[1].any()) for reader in self.readers)
-        return [self._error(scale_of, int(judged))]
+        return [[self._error(scale_of, int(judged))] for scale_of in scales]
 
     def _error(self, scale_of: ScaleOf, part: int) -> float:
         scale = scale_of(self.seen)

@@ -53,12 +53,14 @@ class Factor:
             column `k`.
         curvature: squared error of the output per squared error of a column, shape (groups, inputs).
         damping: that each matrix needed, as a share of its mean diagonal, shape (groups,).
+        level: the largest of them, known to the host.
     """
 
     order: Tensor
     feedback: Tensor
     curvature: Tensor
     damping: Tensor
+    level: float = 0.0
 
     @property
     def curvature_by_input(self) -> Tensor:
@@ -88,14 +90,23 @@ class Factor:
         return found
 
 
-def factor(h: Tensor, *, damping: float, by_activation: bool, sharing: Columns | None = None) -> Factor:
-    """Factor `h`.
+def factor(
+    h: Tensor,
+    *,
+    damping: float,
+    by_activation: bool,
+    sharing: Columns | None = None,
+    failures: list[Tensor] | None = None,
+) -> Factor:
+    """Factor `h`; waits for the device once, unless `failures` is given or a matrix needs more damping.
 
     Args:
         h: sum of `x x'`, float32, shape (groups, inputs, inputs).
         damping: share of the mean diagonal that is added to the diagonal.
         by_activation: round the columns that matter most first, while the others can still make up for them.
         sharing: round columns that share a scale one after the other; those that together matter most first.
+        failures: gets a flag, shape (), that is true if the factor is wrong because `h` needs more damping or is not
+            finite; the caller reads it.
 
     Raises:
         CalibrationError: if `h` is not finite.
@@ -104,8 +115,7 @@ def factor(h: Tensor, *, damping: float, by_activation: bool, sharing: Columns |
         Frantar et al. 2023 (GPTQ), section 3.3; the triangular form is LDLQ of Chee et al. 2023 (QuIP), theorem 6.
     """
     diagonal = h.diagonal(dim1=-2, dim2=-1)
-    if not bool(torch.isfinite(diagonal).all()):
-        raise CalibrationError("what it reads on the calibration data is not finite")
+    infinite = ~torch.isfinite(diagonal).all()
     if by_activation:
         order = diagonal.argsort(dim=-1, descending=True, stable=True)
     else:
@@ -126,7 +136,13 @@ def factor(h: Tensor, *, damping: float, by_activation: bool, sharing: Columns |
         # LAPACK counts columns first: to it, the lower triangle of what lies here by rows is an upper one.
         torch.linalg.cholesky_ex(found.mT, upper=True, out=(found.mT, failed))
         bad = failed.bool().unsqueeze(-1)
-        if not bool(bad.any()):
+        if failures is not None:
+            failures.append(infinite | bad.any())
+            break
+        is_infinite, is_bad = torch.stack((infinite, bad.any())).tolist()
+        if is_infinite:
+            raise CalibrationError("what it reads on the calibration data is not finite")
+        if not is_bad:
             break
         if level >= 1:
             raise CalibrationError("the Hessian of what it reads is not positive definite even when damped")
@@ -134,7 +150,7 @@ def factor(h: Tensor, *, damping: float, by_activation: bool, sharing: Columns |
         share = torch.where(bad, level, share)
     _reverse(found.flatten(-2))
     pivot = found.diagonal(dim1=-2, dim2=-1).clone()
-    return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share.squeeze(-1))
+    return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share.squeeze(-1), level)
 
 
 def _together_in(order: Tensor, sharing: Columns, matters: Tensor | None) -> Tensor:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quark_fx.engine.block_walk import BlockRun, energies, relative_error
 from quark_fx.engine.context import Context
-from quark_fx.errors import CalibrationError
 from quark_fx.solvers.minibatches import MiniBatches, Piece
 from quark_fx.solvers.schedule import Schedule
 from quark_fx.solvers.trainable import Codes, Trainable
+from quark_fx.system import accelerator
 
 
 @dataclass(frozen=True)
@@ -72,27 +72,28 @@ class Steps:
         self.run, self.context, self.schedule = run, context, schedule
         self.block, self.learned, self.limits = block, learned, limits
         self.batches = MiniBatches(run, context, schedule.batch_size, seed)
-        self.dropped = torch.Generator(context.device)
+        self.dropped = accelerator.new_generator(context.device)
         self.optimizer, self.decay = schedule.optimizer(learned.groups(schedule))
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def taken(self, every: int) -> Iterator[int]:
-        """Take the steps; yield how many were taken after each `every` of them, and at the end.
+    def taken(self, every: int) -> Iterator[tuple[int, Tensor]]:
+        """Take the steps; yield how many were taken, and the last error, after each `every` of them and at the end.
 
-        Raises:
-            CalibrationError: if the error became NaN or infinite; the message names the operators.
+        The device is not waited for: whoever reads the error has to see that it is finite.
         """
-        for step in range(1, self.schedule.iterations + 1):
-            self.optimizer.zero_grad(set_to_none=True)
-            error = self._differentiate(self.batches.draw(step), step / self.schedule.iterations)
-            self.optimizer.step()
-            self.decay.step()
-            with torch.no_grad():
-                for name, scale in self.learned.scales.items():
-                    scale.clamp_(*self.limits[name])
-            if step % every == 0 or step == self.schedule.iterations:
-                self._require_finite(error)
-                yield step
+        last = self.schedule.iterations
+        for first in range(1, last + 1, every):
+            steps = range(first, min(first + every, last + 1))
+            error = torch.zeros(())
+            for step, pieces in zip(steps, self.batches.draw(steps), strict=True):
+                self.optimizer.zero_grad(set_to_none=True)
+                error = self._differentiate(pieces, step / last)
+                self.optimizer.step()
+                self.decay.step()
+                with torch.no_grad():
+                    for name, scale in self.learned.scales.items():
+                        scale.clamp_(*self.limits[name])
+            yield steps[-1], error
 
     def _differentiate(self, pieces: Sequence[Piece], progress: float) -> Tensor:
         """Add the gradient of a mini-batch of all ranks to the parameters'; return what it is the gradient of."""
@@ -137,13 +138,6 @@ class Steps:
         total.copy_(first[0])
         for p, part in zip(self.parameters, parts, strict=True):
             p.grad = part.view_as(p)
-
-    def _require_finite(self, error: Tensor) -> None:
-        if not bool(torch.isfinite(error)):
-            raise CalibrationError(
-                f"the reconstruction error of {self.run.operators} became {float(error)} while it was learned; lower "
-                "the learning rate, or exclude the operators"
-            )
 
 
 __all__ = ["Learned", "Steps"]

@@ -8,6 +8,7 @@ group are therefore rounded one after the other, which leaves less to `by_activa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def round_groups(
     numbers = sharing.spread(torch.arange(sharing.count, device=weight.device))
     for groups, rows in pieces(weight, size * len(ratios)):
         piece = [p.expand_as(weight)[groups, rows].float() for p in (weight, grid.scale, grid.zero_point)]
-        part = Factor(factor.order[groups], factor.feedback[groups], factor.curvature[groups], factor.damping[groups])
+        parts = ("order", "feedback", "curvature", "damping")
+        part = replace(factor, **{name: getattr(factor, name)[groups] for name in parts})
         some, best = _round_piece(
             piece, part, grid, lambda scale: free.rounded(scale * tried[:, None, None, None]), size
         )

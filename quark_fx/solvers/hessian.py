@@ -32,7 +32,9 @@ class Hessian:
         h: sum of `x x'`, float32, shape (groups, inputs, inputs); the upper triangle until `finish`. With guidance each
             row counts by its weight, here and in `shift`.
         shift: sum of `(r - x) x'` with `r` the row in float, the shape of `h`; `None` if it was not asked for.
-        rows: how many, shape (groups,).
+        rows: how many, shape (groups,), on the host.
+        failures: flags that a caller of `factors` has to read: a factor is wrong where one is true, and
+            `wait_for_factors` makes the next ones right. `None`: the device is waited for instead.
         unguided: a note on why all rows count alike although guidance was asked for; otherwise empty.
     """
 
@@ -40,6 +42,7 @@ class Hessian:
     shift: Tensor | None
     rows: Tensor
     unguided: str = ""
+    failures: list[Tensor] | None = None
     _borrowed: Tensor | None = None
     _factors: dict[Hashable, list[tuple[slice, Factor]]] = field(default_factory=dict)
 
@@ -61,6 +64,7 @@ class Hessian:
         key = damping, by_activation, None if sharing is None else tuple(sharing.numbers.tolist())
         if key not in self._factors:
             how: dict[str, Any] = {"damping": damping, "by_activation": by_activation, "sharing": sharing}
+            how["failures"] = self.failures
             made = ((some, factor(self.h[some], **how)) for some in slices)
             if len(slices) > 1:
                 yield from made
@@ -85,7 +89,7 @@ class Hessian:
     def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> Hessian:
         """Return the sums over no rows."""
         h = torch.zeros(groups, inputs, inputs, device=device, dtype=torch.float32)
-        rows = torch.zeros(groups, dtype=torch.int64, device=device)
+        rows = torch.zeros(groups, dtype=torch.int64)
         return cls(h, torch.zeros_like(h) if shifted else None, rows)
 
     @classmethod
@@ -115,7 +119,10 @@ class Hessian:
                 reals = reference.values(batch, kept).weighted(found) if reference is not None else None
                 moment.add(entrance.mapping, entrance.values(batch, kept).weighted(found), reals)
         asked = () if moment.shift is None else (moment.shift,)
-        context.ranks.add(moment.h, moment.rows, *asked)
+        if not context.ranks.alone:
+            rows = moment.rows.to(context.device)
+            context.ranks.add(moment.h, rows, *asked)
+            moment.rows = rows.cpu()
         moment.finish(routed=entrance.mapping.offsets is not None)
         return moment
 
@@ -169,8 +176,12 @@ class Hessian:
         self.h += self._borrowed
 
     def add_rows_of(self, other: Hessian) -> None:
-        """Add the rows that another Hessian of the same operator was measured on."""
+        """Add the rows that another Hessian of the same operator was measured on.
+
+        With more rows a matrix needs no more damping, so on a device its factors are not waited for (`failures`).
+        """
         self._factors.clear()
+        self.failures = None if self.h.is_cpu else []
         self.h += other.h
         self.rows += other.rows
         if self.shift is not None and other.shift is not None:
@@ -178,6 +189,15 @@ class Hessian:
         if self._borrowed is not None and other._borrowed is not None:
             self.h -= self._borrowed + other._borrowed
             self._borrow()
+
+    def not_finite(self) -> Tensor:
+        """Return whether a sum of squares is not finite, shape (), bool."""
+        return ~self.h.diagonal(dim1=-2, dim2=-1).isfinite().all()
+
+    def wait_for_factors(self) -> None:
+        """Drop factors that may be wrong, and let those to come be read as they are made."""
+        self._factors.clear()
+        self.failures = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -23,11 +23,12 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.sampling import spread_indices
 from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import quantize_tensor
-from quark_fx.rescale.components import Means, per_element
+from quark_fx.rescale.components import Means, per_element, sums_along
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
 from quark_fx.solvers.error_feedback import DAMPING, at_once, factor
 from quark_fx.solvers.hessian import Entrance, Hessian
 from quark_fx.solvers.scaling import ScaleOf, Trial
+from quark_fx.system import accelerator
 
 _COPIES = 7
 """Of a weight in float32 while a scale is tried: it, scaled, rounded, what is lost, products with the Hessian."""
@@ -71,9 +72,16 @@ class HessianTrial(Trial[LinearMap]):
         pairs = [(weight, found[reader], counts[id(found[reader][0])]) for reader, weight in weights.items()]
         self.calibration = tuple(_Form(weight, seen[0], count[0]) for weight, seen, count in pairs)
         self.validation = tuple(_Form(weight, seen[1], count[1]) for weight, seen, count in pairs)
-        self.seen = MeasuredSite(site.site.channels, self.calibration)
-        if not bool(self.seen.root_mean_square.isfinite().all()):
+        self._on_host = MeasuredSite.of(site.site.channels, self.calibration)
+        self.seen = self._on_host.to(self.calibration[0].seen.h.device)
+        self.looks_ahead = not self.seen.root_mean_square.is_cpu
+        if not self.seen.is_finite:
             self.refusal = "what it reads is too large to be squared"
+
+    @property
+    def seen_on_host(self) -> MeasuredSite:
+        """What is seen, on the host."""
+        return self._on_host
 
     @classmethod
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor | None, Tensor | None]:
@@ -129,40 +137,60 @@ class HessianTrial(Trial[LinearMap]):
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         return sizes.walk(Unit.OPERATOR, turn, held=scaled, work=work)
 
-    def error(self, scale_of: ScaleOf) -> float:
-        """Return the error on calibration data, summed over the readers."""
-        scale = scale_of(self.seen)
-        return sum(form.error(scale) for form in self.calibration)
+    def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
+        """Return the errors on calibration data, summed over the readers; waits for the device once."""
+        return self._errors(self.calibration, scales)
 
-    def verdicts(self, scale_of: ScaleOf) -> list[float]:
-        """Return the error on validation data, averaged over the readers."""
-        scale = scale_of(self.seen)
-        return [sum(form.error(scale) for form in self.validation) / len(self.validation)]
+    def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
+        """Return the errors on validation data, averaged over the readers; waits for the device once."""
+        return [[error / len(self.validation)] for error in self._errors(self.validation, scales)]
+
+    def _errors(self, forms: Sequence[_Form], scales: Sequence[ScaleOf]) -> list[float]:
+        with accelerator.checked_later() as checks:
+            tried = [form.error(scale) for scale in (scale_of(self.seen) for scale_of in scales) for form in forms]
+        found, count = accelerator.read(tried, checks), len(forms)
+        return [sum(found[first : first + count]) for first in range(0, len(found), count)]
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredSite:
-    """What is seen of a site by Hessians: per component, averaged over what reads it, on the CPU."""
+    """What is seen of a site by Hessians: per component, averaged over what reads it.
 
-    components: int
-    forms: tuple[_Form, ...]
+    Attributes:
+        root_mean_square: of the activation, shape (components,).
+        mean_weight: mean magnitude of the weights, each over its scale, shape (components,).
+        is_finite: so are the squares of the activation.
+    """
 
-    @cached_property
-    def root_mean_square(self) -> Tensor:
-        """The root mean square of the activation, shape (components,)."""
-        squares = Means.of_none(self.components)
-        for form in self.forms:
-            squares.add(form.weight.reader.scaled.labels, form.squares)
-        return squares.means.sqrt()
+    root_mean_square: Tensor
+    mean_weight: Tensor
+    is_finite: bool
 
-    @cached_property
-    def mean_weight(self) -> Tensor:
-        """The mean magnitude of the weights, each over its scale, shape (components,)."""
-        weights = Means.of_none(self.components)
-        for form in self.forms:
-            for labels, ratios in form.ratios():
-                weights.add(labels, ratios)
-        return weights.means
+    @classmethod
+    def of(cls, components: int, forms: Sequence[_Form]) -> MeasuredSite:
+        """Return what the forms of a site's readers see; waits for the device once."""
+        squares, weights = Means.of_none(components), Means.of_none(components)
+        sums: list[tuple[Means, Tensor, Tensor, int]] = []
+        with accelerator.checked_later() as checks:
+            for form in forms:
+                for means, found in ((squares, [form.squared]), (weights, form.ratios())):
+                    for labels, values in found:
+                        sums.append((means, labels, sums_along(labels, values), values.numel()))
+        parts = [part.flatten() for _, _, part, _ in sums]
+        flags = [condition.to(torch.float32).view(1) for condition, _ in checks]
+        # In one piece: each would make the host wait.
+        read = torch.cat([*parts, *flags]).cpu().split([*(len(part) for part in parts), len(flags)])
+        for (means, labels, part, size), on_host in zip(sums, read[:-1], strict=True):
+            means.add_sums(labels, on_host.view(part.shape), size)
+        accelerator.read([], [(flag, error) for flag, (_, error) in zip(read[-1], checks, strict=True)])
+        mean = squares.means.sqrt()
+        return cls(mean, weights.means, bool(mean.isfinite().all()))
+
+    def to(self, device: torch.device) -> MeasuredSite:
+        """Return the same on a device."""
+        if self.root_mean_square.device == device:
+            return self
+        return replace(self, **{name: getattr(self, name).to(device) for name in ("root_mean_square", "mean_weight")})
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,13 +200,17 @@ class _Weight:
     Attributes:
         reader: the operator.
         shape: of the whole weight.
+        labels: of the reader, here.
         parts: of the weight, each with its place there: their scales do not depend on each other.
+        places: those places, with index tensors on the device.
         largest: the largest magnitude of each label where all scales follow that of the weight, else `None`.
     """
 
     reader: Reader[LinearMap]
     shape: torch.Size
+    labels: Tensor
     parts: tuple[tuple[_Index, Tensor], ...]
+    places: tuple[_Index, ...]
     largest: Tensor | None
 
     @classmethod
@@ -190,7 +222,8 @@ class _Weight:
             ends = (weight.amin(alike, keepdim=True), weight.amax(alike, keepdim=True)) if alike else (weight, weight)
             largest = torch.maximum(-ends[0], ends[1]).float().to(device)
         parts = tuple((index, weight[index].to(device)) for index in _parts(reader, weight))
-        return cls(reader, weight.shape, parts, largest)
+        places = tuple(tuple(i.to(device) if isinstance(i, Tensor) else i for i in index) for index, _ in parts)
+        return cls(reader, weight.shape, reader.labels.to(device), parts, places, largest)
 
     def rounded(self, factor: Tensor) -> Iterator[tuple[_Index, Tensor, Tensor, QuantizedTensor]]:
         """Yield, for each part, its place, its values, its factors, and what their product is quantized to.
@@ -200,8 +233,8 @@ class _Weight:
         """
         op, amax = self.reader.operator, None if self.largest is None else (self.largest * factor).amax()
         factor = factor.expand(self.shape)
-        for index, part in self.parts:
-            real, s = part.float(), factor[index]
+        for (index, part), place in zip(self.parts, self.places, strict=True):
+            real, s = part.float(), factor[place]
             yield index, real, s, quantize_tensor(real * s, op.weight, linear=op.linear, amax=amax, pairs=op.pairs)
 
 
@@ -220,13 +253,13 @@ class _Form:
     count: Tensor | None
 
     @property
-    def squares(self) -> Tensor:
-        """The mean square of each channel of what it reads, shape `(channels of the value,)`."""
+    def squared(self) -> tuple[Tensor, Tensor]:
+        """The component of each channel of what it reads, and its mean square, shape `(channels of the value,)`."""
         found, rows, reader = self.seen.h.diagonal(dim1=-2, dim2=-1), self.seen.rows, self.weight.reader
         # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another,
         # and all of them see every row.
         found, count = (found, rows[0]) if reader.how.kernel else (found.sum(0), rows.sum())
-        return found.reshape(len(reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
+        return reader.scaled.labels, found.reshape(len(reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
 
     def ratios(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for parts of the weight, the component of each value and its magnitude over that of its scale."""
@@ -235,13 +268,13 @@ class _Form:
         for index, real, _, rounded in self.weight.rounded(ones.to(self.seen.h.device)):
             yield labels[index], (real / rounded.layout.spread(rounded.scale)).abs()
 
-    def error(self, scale: Tensor) -> float:
-        """Return the relative squared error of the operator's output if its site is scaled by `scale`."""
-        factors = per_element(self.weight.reader.labels, scale).to(self.seen.h.device)
+    def error(self, scale: Tensor) -> Tensor:
+        """Return the relative squared error of the operator's output if its site is scaled by `scale`, shape ()."""
+        factors = per_element(self.weight.labels, scale.to(self.weight.labels.device))
         noise = torch.zeros((), device=factors.device, dtype=torch.float32)
         for index, real, s, rounded in self.weight.rounded(factors):
             noise += self._noise(index, rounded.dequantize().div_(s).sub_(real))
-        return float(noise / self._signal)
+        return noise / self._signal
 
     def _noise(self, index: _Index, lost: Tensor) -> Tensor:
         """Return the squared error of the output where rounding to nearest adds `lost` to a part of the weight."""
@@ -274,6 +307,11 @@ class FeedbackTrial(HessianTrial):
     """
 
     moments = 5
+
+    @property
+    def seen_on_host(self) -> MeasuredSite:
+        """What is seen, on the host."""
+        return self._on_host
 
     @classmethod
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor, Tensor]:

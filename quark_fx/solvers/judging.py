@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quark_fx.engine.block_walk import BlockRun
@@ -17,7 +18,7 @@ from quark_fx.graph.pass_manager import Change
 from quark_fx.solvers.folds import InputHessian, Reading
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.places import Place, blamed
-from quark_fx.solvers.products import Part
+from quark_fx.solvers.products import Part, changed_parts
 from quark_fx.solvers.proposals import Proposal, Skip, naming_failures
 from quark_fx.system.memory import give_back
 
@@ -36,6 +37,8 @@ _DAMPING = 1e-3
 @dataclass
 class FormJudge:
     """Judges weights by the quadratic form of the operator's error on validation data; ranks divide the operators.
+
+    On a device the host waits once for the errors of all operators that read one value, and once for what changed.
 
     Args:
         solve: proposes weights.
@@ -61,13 +64,14 @@ class FormJudge:
         changes = list[Change]()
         failed: QuarkError | None = None
         try:
-            answers = [(part, self._judged(part, seen, judge)) for part in own]
+            answers = [(part, self._answer(part, seen, judge)) for part in own]
+            judged = self._judged(answers, seen, judge)
             few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
             again = context.has_validation and few
             if again:
                 seen.add_rows_of(judge)
             del judge
-            changes = [self._kept(part, answer, seen if again else None) for part, answer in answers]
+            changes = self._kept(judged, seen if again else None)
         except CalibrationError as error:
             failed = blamed(parts, error)
         except PassError as error:
@@ -77,40 +81,98 @@ class FormJudge:
         for change in changes:
             context.note(replace(change, seconds=seconds))
 
-    def _judged(self, part: Part, seen: Hessian, judge: Hessian) -> _Judged | Change:
-        """Return the proposal for an operator if it is better on validation data, else what to note."""
+    def _answer(self, part: Part, seen: Hessian, judge: Hessian) -> _Answer | Skip:
+        """Return the proposal for an operator and its errors, which are not read from the device."""
         give_back()
         now = self.reading.now(part, self.context)
         answer = _proposed(_solved(self.solve, part, now, seen), now)
         if isinstance(answer, Skip):
-            return _skipped(part, answer)
+            return answer
         target = now.real
         if answer.asymmetry:
             target = judge.target(now.real, answer.asymmetry, judge.factors(damping=_DAMPING, by_activation=False))
-        before, after = (matrix.error(target, judge.h) for matrix in (now, answer.value))
-        if not after < before:
-            return Change(now.name, f"skipped: no better on {self.context.judged_on}", False, before, before)
-        return _Judged(answer, before, after)
+        return _Answer(answer, torch.stack([matrix.error(target, judge.h) for matrix in (now, answer.value)]))
 
-    def _kept(self, part: Part, judged: _Judged | Change, all_rows: Hessian | None) -> Change:
+    def _judged(
+        self, answers: Sequence[tuple[Part, _Answer | Skip]], seen: Hessian, judge: Hessian
+    ) -> list[tuple[Part, _Judged | Change]]:
+        """Return each proposal that is better on validation data, else what to note; waits for the device once."""
+        errors = [answer.errors for _, answer in answers if isinstance(answer, _Answer)]
+        flags = torch.stack((seen.not_finite(), judge.not_finite())).to(torch.float32)
+        *read, seen_fails, judge_fails = torch.cat([*errors, flags]).tolist()
+        if seen_fails or judge_fails:
+            raise CalibrationError("what it reads on the calibration data is not finite")
+        pairs, found = iter(zip(read[::2], read[1::2], strict=True)), list[tuple[Part, _Judged | Change]]()
+        for part, answer in answers:
+            if isinstance(answer, Skip):
+                found.append((part, _skipped(part, answer)))
+                continue
+            before, after = next(pairs)
+            refused = Change(part.name, f"skipped: no better on {self.context.judged_on}", False, before, before)
+            found.append((part, _Judged(answer.proposal, before, after) if after < before else refused))
+        return found
+
+    def _kept(self, judged: Sequence[tuple[Part, _Judged | Change]], all_rows: Hessian | None) -> list[Change]:
         """Store what was accepted, learned once more from `all_rows` if that is given; return what to note."""
-        if isinstance(judged, Change):
-            return judged
-        give_back()
-        now, reason = self.reading.now(part, self.context), ""
-        wider = None if all_rows is None else _solved(self.solve, part, now, all_rows)
-        for answer in (wider, judged.answer):
-            if not isinstance(answer, Proposal):
-                continue
-            changed = part.changed(answer.value)
-            try:
-                part.store(answer.value)
-            except OverflowError as error:
-                reason = str(error)
-                continue
-            what, every = _what(changed, answer), answer is wider
-            return Change(now.name, what, bool(changed), judged.before, judged.after, all_samples=every)
-        return Change(now.name, f"skipped: {reason}", False, judged.before, judged.before)
+        wider = dict[str, object]()
+        for part, answer in judged:
+            if isinstance(answer, _Judged):
+                give_back()
+                wider[part.weight.node.name] = (
+                    None
+                    if all_rows is None
+                    else _solved(self.solve, part, self.reading.now(part, self.context), all_rows)
+                )
+        offers = [
+            (part, offer)
+            for part, answer in judged
+            if isinstance(answer, _Judged)
+            for offer in (wider[part.weight.node.name], answer.answer)
+            if isinstance(offer, Proposal)
+        ]
+        failures = [] if all_rows is None else list(all_rows.failures or ())
+        differences = [part.difference(offer.value) for part, offer in offers]
+        read = torch.cat([*differences, *(flag.double().view(1) for flag in failures)]).tolist() if offers else []
+        if all_rows is not None and any(read[2 * len(offers) :]):
+            all_rows.wait_for_factors()
+            return self._kept(judged, all_rows)
+        told = {id(offer): changed_parts(*read[2 * i : 2 * i + 2]) for i, (_, offer) in enumerate(offers)}
+        return [
+            answer if isinstance(answer, Change) else _stored(part, answer, wider[part.weight.node.name], told)
+            for part, answer in judged
+        ]
+
+
+def _stored(part: Part, judged: _Judged, wider: object, told: Mapping[int, list[str]]) -> Change:
+    """Store the first proposal that can be stored; return what to note.
+
+    Args:
+        part: whose weight it is.
+        judged: the proposal that was accepted.
+        wider: the one learned from all rows, which comes first.
+        told: what of the weight is new, by the identity of the proposal.
+    """
+    reason = ""
+    for answer in (wider, judged.answer):
+        if not isinstance(answer, Proposal):
+            continue
+        changed = told[id(answer)]
+        try:
+            part.store(answer.value)
+        except OverflowError as error:
+            reason = str(error)
+            continue
+        every = answer is wider
+        return Change(part.name, _what(changed, answer), bool(changed), judged.before, judged.after, all_samples=every)
+    return Change(part.name, f"skipped: {reason}", False, judged.before, judged.before)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A proposal, and the errors without and with it on validation data, shape (2,)."""
+
+    proposal: Proposal
+    errors: Tensor
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Piece:
 
     def of(self, values: Sequence[Any]) -> list[Any]:
         """Return the samples among values of the batch."""
-        return list(values) if self.rows is None else [x[self.rows.to(x.device)] for x in values]
+        return list(values) if self.rows is None else [x[self.rows] for x in values]
 
 
 class MiniBatches:
@@ -60,8 +60,16 @@ class MiniBatches:
         self._divisible = found[0][1]  # as the first batch of all is
         self._chance = torch.Generator().manual_seed(seed)
 
-    def draw(self, step: int) -> list[Piece]:
-        """Return what this rank holds of the mini-batch of a step, which may be nothing."""
+    def draw(self, steps: Sequence[int]) -> list[list[Piece]]:
+        """Return what this rank holds of each step's mini-batch, which may be nothing; copies to the device once."""
+        drawn = [self._drawn(step) for step in steps]
+        rows = [piece.rows for pieces in drawn for piece in pieces if piece.rows is not None]
+        if not rows:
+            return drawn
+        moved = iter(torch.cat(rows).to(self._context.device).split([len(some) for some in rows]))
+        return [[p if p.rows is None else replace(p, rows=next(moved)) for p in pieces] for pieces in drawn]
+
+    def _drawn(self, step: int) -> list[Piece]:
         pieces, wanted = [], self._size
         for batch in self._order():
             rows = None

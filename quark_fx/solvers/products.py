@@ -13,11 +13,10 @@ from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
 from quark_fx.engine.guidance import Guidance
 from quark_fx.engine.quantized_weights import QuantizedWeight, share_changed
-from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, tensor_of
 from quark_fx.solvers.hessian import Entrance, Hessian
-from quark_fx.solvers.places import OperatorPlace, blamed
+from quark_fx.solvers.places import OperatorPlace
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 
 
@@ -58,12 +57,14 @@ class Part(OperatorPlace):
             found[weight.codes] = new.stored.codes
         return found
 
+    def difference(self, new: QuantizedMatrix) -> Tensor:
+        """Return the share of the codes that are new, and whether scales are, float64, shape (2,)."""
+        old, stored = self.weight.stored(self.run.module), new.stored
+        return torch.stack((share_changed(old.codes, stored.codes), (old.scale != stored.scale).any().double()))
+
     def changed(self, new: QuantizedMatrix) -> list[str]:
         """Say what of it is new."""
-        old, stored = self.weight.stored(self.run.module), new.stored
-        share = share_changed(old.codes, stored.codes)
-        scales = [] if torch.equal(old.scale, stored.scale) else ["scales"]
-        return scales + ([f"{share:.1%} of the codes"] if share else [])
+        return changed_parts(*self.difference(new).tolist())
 
     def store(self, new: QuantizedMatrix) -> None:
         """Let the operator multiply by another quantized weight; errors as `tensors`."""
@@ -93,8 +94,6 @@ class Product:
             guidance: weights of the rows; of a product of one operator.
             batches: of calibration; default: all.
 
-        Raises:
-            CalibrationError: if the sums are not finite; the message names the operators.
         """
         first = self.parts[0]
         weight, mapping, run = first.weight, first.mapping, first.run
@@ -107,9 +106,12 @@ class Product:
         weights = None if guidance is None or unguided else partial(guidance.of, weight.linear.node.name)
         found = Hessian.measure(context, entrance, reference, batches=batches, weights=weights)
         found.unguided = f"unguided: {unguided}" * bool(unguided)
-        if not bool(found.h.diagonal(dim1=-2, dim2=-1).isfinite().all()):
-            raise blamed(self.parts, CalibrationError("what it reads on the calibration data is not finite"))
         return found
+
+
+def changed_parts(share: float, scales: float) -> list[str]:
+    """Say what of a weight is new, by its `Part.difference`."""
+    return ["scales"] * bool(scales) + [f"{share:.1%} of the codes"] * bool(share)
 
 
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Product]:
@@ -127,4 +129,4 @@ def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Pro
     return [Product(tuple(parts)) for parts in found.values()]
 
 
-__all__ = ["Part", "Product", "find_products"]
+__all__ = ["Part", "Product", "changed_parts", "find_products"]

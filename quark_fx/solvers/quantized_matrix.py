@@ -120,11 +120,13 @@ class QuantizedMatrix:
             codes[matrices] = grid.round_(grid.position(self.real[matrices].float())).to(codes.dtype)
         return self.with_codes(codes)
 
-    def error(self, target: Tensor, h: Tensor) -> float:
+    def error(self, target: Tensor, h: Tensor) -> Tensor:
         """Return the squared error of the output over its square.
 
         Of more than 512 output channels it is an unbiased estimate: rows are added up with random signs, in 512 sums
         whose squares are measured. Every row counts; products of different rows cancel in expectation.
+
+        Shape (), not read from the device.
 
         Args:
             target: the weight that has no error, the shape of `real`.
@@ -135,7 +137,7 @@ class QuantizedMatrix:
         """
         if self.outputs is not None:
             lost = self.grid().value(self.codes.float()) - target
-            return float(_form(self.outputs, lost, h) / _form(self.outputs, target, h).clamp_min(_TINY))
+            return _form(self.outputs, lost, h) / _form(self.outputs, target, h).clamp_min(_TINY)
         noise, signal = torch.zeros(2, device=h.device, dtype=torch.float32)
         outputs, codes = target.shape[1], self.codes
         signs = torch.randint(2, (outputs, 1), generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(h)
@@ -150,7 +152,8 @@ class QuantizedMatrix:
                     total[:, : part.shape[1]].addcmul_(part, signs[rows])
             noise += ((losses @ h[matrices]) * losses).sum()
             signal += ((aims @ h[matrices]) * aims).sum()
-        return float(noise / signal.clamp_min(_TINY))
+        error: Tensor = noise / signal.clamp_min(_TINY)
+        return error
 
 
 def _form(outputs: Tensor, weight: Tensor, h: Tensor) -> Tensor:

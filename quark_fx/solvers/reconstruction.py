@@ -93,7 +93,7 @@ class Reconstruction:
         now = self._stored()
         moved = [name for name in self.scales if not torch.equal(original[name], now[name])]
         for i, weight in enumerate(self.weights):
-            share = share_changed(original[weight.codes], now[weight.codes])
+            share = float(share_changed(original[weight.codes], now[weight.codes]))
             # Activation scales are the block's; they are counted once.
             count = len(moved) if i == 0 else 0
             parts = {
@@ -150,8 +150,8 @@ class Reconstruction:
         block = trainable_block(run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
         steps = Steps(run, self.context, schedule, block, learned, self._scale_limits(), self._seed)
         kept, waited, start = None, 0, best
-        for step in steps.taken(max(1, schedule.iterations // _EVALUATIONS)):
-            error = self._error_of(block, learned, grids)
+        for step, training in steps.taken(max(1, schedule.iterations // _EVALUATIONS)):
+            error = self._error_of(block, learned, grids, training)
             waited = 0 if error < best else waited + 1
             if error < best:
                 kept, best = _Found.of(learned), error
@@ -160,10 +160,11 @@ class Reconstruction:
         # Biases are rounded when they are stored, and were not while they were learned.
         return best if kept is None else run.attempt(lambda: self._store(kept, grids), start)
 
-    def _error_of(self, block: Trainable, learned: Learned, grids: Sequence[Grid]) -> float:
+    def _error_of(self, block: Trainable, learned: Learned, grids: Sequence[Grid], training: Tensor) -> float:
         with torch.no_grad():
             weights = _Found.of(learned).weights(grids)
-        return self.run.validation_error(lambda batch: block(self.run.inputs(batch), weights, *learned.others))
+        others = learned.others
+        return self.run.validation_error(lambda batch: block(self.run.inputs(batch), weights, *others), training)
 
     def _scale_limits(self) -> dict[str, tuple[float, float]]:
         """Return how small and how large each activation scale may become."""

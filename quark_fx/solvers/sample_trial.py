@@ -85,19 +85,19 @@ class SampleTrial(Trial[TensorSpec]):
         operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
         return Need((Moment(seen + max(sizes.forward, scaled + tried)),), held=scaled, operations=operations)
 
-    def error(self, scale_of: ScaleOf) -> float:
-        """Return the error on a few samples.
+    def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
+        """Return the errors on a few samples.
 
         Codes are those of a target that does not limit pairs of them: which pairs exceed a limit changes with every
         scale by chance, and few samples would take that for a gain.
         """
-        return self._errors(scale_of, [_CHOICE], [False])[0]
+        return [self._errors(scale_of, [_CHOICE], [False])[0] for scale_of in scales]
 
-    def verdicts(self, scale_of: ScaleOf) -> list[float]:
+    def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
         """Return the errors on all samples, with the limits of the target on pairs of codes, and without."""
         operators = [weight.operator for weight in (*self.site.readers, *self.site.producers)]
         limits = [True, False] if any(op.pairs is not None for op in operators) else [True]
-        return self._errors(scale_of, [VALIDATION, CALIBRATION], limits)
+        return [self._errors(scale_of, [VALIDATION, CALIBRATION], limits) for scale_of in scales]
 
     def _errors(self, scale_of: ScaleOf, parts: Sequence[str], limits: Sequence[bool]) -> list[float]:
         """Return, with limits on pairs of codes or without, for each part of the samples, the relative squared error.

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -56,8 +55,10 @@ class Trial(ABC, Generic[T]):
         gain: share of the errors that may be left for a scale to be accepted.
         refusal: why nothing can be tried after all, empty if it can.
         seen: what a solver sees of the site, of all calibration data.
+        looks_ahead: errors are cheaper to compute than to wait for.
     """
 
+    looks_ahead: bool = False
     unread: ClassVar[str]
     gain: ClassVar[float] = 1.0
     refusal: str = ""
@@ -65,6 +66,11 @@ class Trial(ABC, Generic[T]):
 
     @abstractmethod
     def __init__(self, gm: GraphModule, site: PlannedSite[T], found: Any) -> None: ...
+
+    @property
+    def seen_on_host(self) -> Any:
+        """What is seen, with tensors on the host: the scale that is applied is computed there."""
+        return self.seen
 
     @classmethod
     @abstractmethod
@@ -91,12 +97,12 @@ class Trial(ABC, Generic[T]):
         """Return what measuring and trying take."""
 
     @abstractmethod
-    def error(self, scale_of: ScaleOf) -> float:
-        """Return the relative squared error on calibration data, for the search."""
+    def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
+        """Return the relative squared error on calibration data with each scale, for the search."""
 
     @abstractmethod
-    def verdicts(self, scale_of: ScaleOf) -> list[float]:
-        """Return the errors that all have to shrink, first the one on validation data that is reported."""
+    def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
+        """Return, for each scale, the errors that all have to shrink; the first, on validation data, is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +181,16 @@ class ScalingSolver(Selective, ABC):
             values = tuple(axis[i] for axis, i in zip(grid.values(), point, strict=True))
             return lambda seen: self.scale(seen, values)
 
-        best = search(lambda point: trial.error(scale_of(point)), [len(axis) for axis in grid.values()])
+        sizes = [len(axis) for axis in grid.values()]
+        best = search(lambda points: trial.errors([*map(scale_of, points)]), sizes, looks_ahead=trial.looks_ahead)
         ones = torch.ones(site.site.channels, dtype=torch.float32)
-        before, after = trial.verdicts(lambda seen: ones), trial.verdicts(scale_of(best))
+        before, after = trial.verdicts([lambda seen: ones, scale_of(best)])
         kept = all(a < trial.gain * b for b, a in zip(before, after, strict=True))
         what = ", ".join(f"{name} {axis[i]:g}" for (name, axis), i in zip(grid.items(), best, strict=True))
         if not kept:
             what = f"skipped: {_refusal(before, after, trial.gain, context)}"
         change = Change(site.name, what, kept, before[0], (after if kept else before)[0], time.perf_counter() - began)
-        return scale_of(best)(trial.seen).cpu() if kept else None, change
+        return scale_of(best)(trial.seen_on_host).cpu() if kept else None, change
 
 
 def _refusal(before: Sequence[float], after: Sequence[float], gain: float, context: Context) -> str:
@@ -193,41 +200,72 @@ def _refusal(before: Sequence[float], after: Sequence[float], gain: float, conte
     return f"no better on {'the calibration data' if after[0] < before[0] else context.judged_on}"
 
 
-def search(error: Callable[[Point], float], sizes: Sequence[int]) -> Point:
+def search(
+    errors: Callable[[Sequence[Point]], Sequence[float]], sizes: Sequence[int], *, looks_ahead: bool = False
+) -> Point:
     """Return the point of the least error that is found: along one axis after the other, then nearer and nearer by.
 
     Args:
-        error: of a point; asked once for each.
+        errors: of points; asked once for each.
         sizes: how many positions each axis has. Of a long axis every fifth of it is tried, then what lies around; a
             short one is followed from its middle while the error falls.
+        looks_ahead: ask for many errors at once, of the coarse grid and of all points within three steps, although few
+            may be needed: each call of `errors` waits for the device.
     """
-    error, lasts = cache(error), [size - 1 for size in sizes]
+    known, lasts = dict[Point, float](), [size - 1 for size in sizes]
+
+    def ask(points: Iterable[Point]) -> None:
+        if new := [point for point in dict.fromkeys(points) if point not in known]:
+            known.update(zip(new, errors(new), strict=True))
+
+    def least(points: Sequence[Point]) -> Point:
+        ask(points)
+        return min(points, key=known.__getitem__)
+
+    coarse = [(*range(0, last, last // 5), last) if last >= _LONG else () for last in lasts]
+    if looks_ahead and all(coarse):
+        ask(itertools.product(*coarse))
     best: Point = tuple(0 if last >= _LONG else last // 2 for last in lasts)
     for axis, last in enumerate(lasts):
-        before, after = best[:axis], best[axis + 1 :]
-        best = (*before, _along(lambda i: error((*before, i, *after)), last), *after)  # noqa: B023
-    reaches = [max(2, last // 5) for last in lasts]
-    while any(reaches := [reach // 2 for reach in reaches]):
+        if coarse[axis]:
+            best = least([_moved(best, axis, i) for i in coarse[axis]])
+            continue
+        for step in (1, -1):
+            while 0 <= best[axis] + step <= last:
+                # The point itself comes first, so that an equal error does not move it.
+                if best == (best := least([best, _moved(best, axis, best[axis] + step)])):
+                    break
+    reaches = [[max(2, last // 5) for last in lasts]]
+    while any(reached := [reach // 2 for reach in reaches[-1]]):
+        reaches.append(reached)
+    for reach in reaches[1:]:
         left: Point | None = None
         while left != best:
             left = best
-            for step in _steps(reaches):
-                near = (tuple(p + sign * s for p, s in zip(best, step, strict=True)) for sign in (-1, 1))
-                inside = (p for p in near if all(0 <= i <= last for i, last in zip(p, lasts, strict=True)))
-                best = min([best, *inside], key=error)
+            for move in _steps(reach):
+                beside = [*_beside(best, move, lasts)]
+                if looks_ahead and not known.keys() >= {*beside}:
+                    ask(point for later in reaches[reaches.index(reach) :] for point in _within(3, best, later, lasts))
+                best = least([best, *beside])
     return best
 
 
-def _along(error: Callable[[int], float], last: int) -> int:
-    """Return the best position that is found on an axis from 0 to `last`."""
-    if last >= _LONG:
-        best: int = min((*range(0, last, last // 5), last), key=error)
-        return best
-    at = last // 2
-    for step in (1, -1):
-        while 0 <= at + step <= last and error(at + step) < error(at):
-            at += step
-    return at
+def _moved(point: Point, axis: int, position: int) -> Point:
+    return (*point[:axis], position, *point[axis + 1 :])
+
+
+def _beside(point: Point, step: Point, lasts: Sequence[int]) -> Iterator[Point]:
+    """Yield the points a step back and a step ahead that are on the grid."""
+    near = (tuple(p + sign * s for p, s in zip(point, step, strict=True)) for sign in (-1, 1))
+    yield from (p for p in near if all(0 <= i <= last for i, last in zip(p, lasts, strict=True)))
+
+
+def _within(count: int, point: Point, reach: Sequence[int], lasts: Sequence[int]) -> set[Point]:
+    """Return the points that so many steps lead to."""
+    found = {point}
+    for _ in range(count):
+        found |= {near for some in found for step in _steps(reach) for near in _beside(some, step, lasts)}
+    return found
 
 
 def _steps(reaches: Sequence[int]) -> Iterator[Point]:

@@ -73,7 +73,7 @@ def files(directory: Path) -> list[Path]:
 @pytest.mark.parametrize("host_bytes", PLACES.values(), ids=list(PLACES))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_by_bit(dtype: torch.dtype, host_bytes: int | None, device: torch.device) -> None:
-    cache = ActivationCache(CacheBudget(host_bytes=host_bytes), device)
+    cache = ActivationCache(CacheBudget(device_bytes=0, host_bytes=host_bytes), device)
     value = some(dtype).to(device)
     cache.put("x", value)
     assert (cache.spilled_bytes, cache.peak_host_bytes) == ((value.nbytes, 0) if host_bytes == 0 else (0, value.nbytes))
@@ -89,7 +89,7 @@ def test_every_dtype_comes_back_bit_by_bit(dtype: torch.dtype, host_bytes: int |
 def test_every_shape_and_layout_comes_back(
     make: Callable[[], Tensor], host_bytes: int | None, device: torch.device
 ) -> None:
-    cache = ActivationCache(CacheBudget(host_bytes=host_bytes), device)
+    cache = ActivationCache(CacheBudget(device_bytes=0, host_bytes=host_bytes), device)
     value = make().to(device)
     cache.put("x", value)
     got = cache.get("x")
@@ -128,7 +128,7 @@ def test_what_is_no_tensor_is_kept_and_costs_nothing(value: Any) -> None:
 @on_devices
 @pytest.mark.parametrize("index", [slice(0, 1), (slice(None), 0), slice(5, 5)], ids=["rows", "column", "nothing"])
 def test_a_view_does_not_keep_its_base_alive(index: Any, device: torch.device) -> None:
-    cache = ActivationCache(device=device)
+    cache = ActivationCache(CacheBudget(device_bytes=0), device)
     view = rand(1000, 10).to(device)[index]
     cache.put("x", view)
     assert cache.get("x").untyped_storage().nbytes() == view.nbytes == cache.peak_host_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ from quark_fx.solvers.solver import Bias, OutputError, Solver, solver
 from quark_fx.system.memory import Slabs
 
 
+def each(error: Callable[[tuple[int, ...]], float]) -> Callable[[Sequence[tuple[int, ...]]], list[float]]:
+    """Return the errors of points, as `search` asks for them."""
+    return lambda points: [error(point) for point in points]
+
+
 @pytest.mark.parametrize("slope", [0.0, 0.9], ids=["bowl", "valley"])
 @pytest.mark.parametrize("best", [(7, 13), (0, 0), (20, 1), (4, 0), (11, 14), (20, 20)])
 def test_the_search_ends_where_the_error_is_least(best: tuple[int, int], slope: float) -> None:
@@ -32,13 +38,21 @@ def test_the_search_ends_where_the_error_is_least(best: tuple[int, int], slope: 
         r, q = (one - other for one, other in zip(exponents, best, strict=True))
         return r * r + q * q + 2 * slope * r * q  # less of one may be more of the other
 
-    assert search(error, (21, 21)) == best
+    assert search(each(error), (21, 21)) == best
     assert len(asked) <= 1.5 * _TRIES
+    calls: list[int] = []
+
+    def errors(points: Sequence[tuple[int, ...]]) -> list[float]:
+        calls.append(len(points))
+        return [error(point) for point in points]
+
+    assert search(errors, (21, 21), looks_ahead=True) == best
+    assert len(calls) <= 4
 
 
 @pytest.mark.parametrize("steps", [2, 4, 9, 10, 17, 32])
 def test_the_ends_of_any_grid_are_tried(steps: int) -> None:
-    assert search(lambda point: -float(sum(point)), (steps + 1, steps + 1)) == (steps, steps)
+    assert search(each(lambda point: -float(sum(point))), (steps + 1, steps + 1)) == (steps, steps)
 
 
 def test_a_short_axis_is_followed_from_its_middle() -> None:
@@ -49,12 +63,12 @@ def test_a_short_axis_is_followed_from_its_middle() -> None:
         asked.append(point[0])
         return (1.0, 0.5, 0.7, 0.5, 0.9, 0.0)[point[0]]
 
-    assert search(error, [6]) == (3,)
+    assert search(each(error), [6]) == (3,)
     assert set(asked) == {2, 3, 4}
 
 
 def test_a_long_axis_and_a_short_one_are_searched_together() -> None:
-    assert search(lambda point: abs(point[0] - 13) + abs(point[1] - point[0] // 6), (21, 4)) == (13, 2)
+    assert search(each(lambda point: abs(point[0] - 13) + abs(point[1] - point[0] // 6)), (21, 4)) == (13, 2)
 
 
 def remembered(*folds: int) -> Remembered:

@@ -1,0 +1,205 @@
+"""Memory, streams, random generators, and reads of accelerators: no other module asks torch for the first three."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_STREAMING = ("cuda", "xpu")
+"""Kinds of devices whose copies can overlap with computation."""
+
+_SLAB = 64 << 20
+"""Bytes of pinned memory that are allocated together: the system call takes about as long for a kilobyte."""
+
+_ALIGNED = 512
+"""Bytes that a tensor in a slab starts at a multiple of."""
+
+
+Check = tuple[Tensor, Callable[[], Exception]]
+"""A condition, shape (), bool, and the error to raise if it is false."""
+
+_LATER: ContextVar[list[Check] | None] = ContextVar("later", default=None)
+
+
+def require(condition: Tensor, error: Callable[[], Exception]) -> None:
+    """Raise an error if a condition, shape (), is false; `checked_later` puts off the wait for the device."""
+    later = _LATER.get()
+    if later is not None:
+        later.append((condition, error))
+    elif not bool(condition):
+        raise error()
+
+
+@contextmanager
+def checked_later() -> Iterator[list[Check]]:
+    """Collect what `require` is asked meanwhile, for `read`."""
+    checks: list[Check] = []
+    token = _LATER.set(checks)
+    try:
+        yield checks
+    finally:
+        _LATER.reset(token)
+
+
+def read(values: Sequence[Tensor], checks: Sequence[Check] = ()) -> list[float]:
+    """Return numbers, float32 of shape () on one device, which is waited for once.
+
+    Raises:
+        Exception: of the first check whose condition is false.
+    """
+    flags = [condition.to(torch.float32) for condition, _ in checks]
+    if not (values or flags):
+        return []
+    found: list[float] = torch.stack([*values, *flags]).tolist()
+    for fine, (_, error) in zip(found[len(values) :], checks, strict=True):
+        if not fine:
+            raise error()
+    return found[: len(values)]
+
+
+def new_generator(device: torch.device) -> torch.Generator:
+    """Return a random generator for tensors on `device`."""
+    return torch.Generator(device)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether copies to and from `device` can run while it computes."""
+    return device.type in _STREAMING
+
+
+def new_stream(device: torch.device) -> Any:
+    """Return a stream whose work is not ordered with that of other streams of `device`."""
+    return torch.Stream(device=device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream that operators on `device` run on."""
+    return torch.accelerator.current_stream(device)
+
+
+def pinned_bytes(count: int) -> Tensor:
+    """Return uninitialized host memory, uint8, that a device reads and writes while the host goes on."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of `device` for new tensors, those that torch keeps for reuse included; 0 if unknown."""
+    if not has_streams(device):
+        return 0
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device))
+
+
+def return_unused(device: torch.device) -> None:
+    """Return the device memory that torch keeps for reuse, so that large tensors find room in one piece."""
+    if has_streams(device):
+        torch.accelerator.empty_cache()
+
+
+@dataclass
+class PinnedSlabs:
+    """Pinned host memory for tensors, in large pieces that are used again once all tensors in them are dropped."""
+
+    _slabs: dict[int, Tensor] = field(default_factory=dict)
+    _used: dict[int, int] = field(default_factory=dict)
+    _tensors: Counter[int] = field(default_factory=Counter)
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        """Return room for the values of `x`, with its strides, which must be dense."""
+        size = -(-x.nbytes // _ALIGNED) * _ALIGNED
+        fits = (key for key, slab in self._slabs.items() if self._used[key] + size <= len(slab))
+        if (key := next(fits, None)) is None:
+            slab = pinned_bytes(max(_SLAB, size))
+            key = slab.data_ptr()
+            self._slabs[key], self._used[key] = slab, 0
+        start = self._used[key]
+        self._used[key] += size
+        self._tensors[key] += 1
+        values = self._slabs[key][start : start + x.nbytes].view(x.dtype)
+        return values.as_strided(x.shape, x.stride())
+
+    def drop(self, x: Tensor) -> None:
+        """Make the room of a tensor free again, if it has room here."""
+        key = x.untyped_storage().data_ptr()
+        if key in self._slabs:
+            self._tensors[key] -= 1
+            if not self._tensors[key]:
+                self._used[key] = 0
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A tensor on its way to a device.
+
+    Attributes:
+        value: on the device; not to be read before `Transfers.received`.
+        event: it has arrived.
+    """
+
+    value: Tensor
+    event: Any
+
+
+class Transfers:
+    """Copies between a device and pinned host memory, on a separate stream.
+
+    All copies run in the order they were asked for, so the host never waits for one before it asks for the next.
+
+    Args:
+        device: with streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream, self._slabs = device, new_stream(device), PinnedSlabs()
+
+    def to_host(self, value: Tensor) -> Tensor:
+        """Return room in pinned memory that `value`, dense, is being copied to: for `to_device`, not for the host."""
+        room = self._slabs.empty_like(value)
+        self._stream.wait_stream(current_stream(self._device))
+        with self._stream:
+            room.copy_(value, non_blocking=True)
+        value.record_stream(self._stream)  # its memory must not be used again before it is read
+        return room
+
+    def to_device(self, room: Tensor) -> Arriving:
+        """Begin to copy a tensor of `to_host` back."""
+        with self._stream:
+            value = torch.empty_strided(room.shape, room.stride(), dtype=room.dtype, device=self._device)
+            value.copy_(room, non_blocking=True)
+            return Arriving(value, self._stream.record_event())
+
+    def received(self, arriving: Arriving) -> Tensor:
+        """Return a tensor that operators on the device may read from now on; the host does not wait."""
+        stream = current_stream(self._device)
+        stream.wait_event(arriving.event)
+        arriving.value.record_stream(stream)
+        return arriving.value
+
+    def drop(self, room: Tensor) -> None:
+        """Make the room of a tensor of `to_host` free again."""
+        self._slabs.drop(room)
+
+
+__all__ = [
+    "Arriving",
+    "Check",
+    "PinnedSlabs",
+    "Transfers",
+    "checked_later",
+    "current_stream",
+    "free_bytes",
+    "has_streams",
+    "new_generator",
+    "new_stream",
+    "pinned_bytes",
+    "read",
+    "require",
+    "return_unused",
+]

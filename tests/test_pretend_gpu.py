@@ -1,0 +1,34 @@
+"""The pretend GPU, in processes of its own: once it is there, it is the accelerator of the whole process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+GROUPS = {
+    "runs": ("on_pretend_gpu.py",),
+    "numbers": (
+        "numbers/test_qparams.py",
+        "numbers/test_ops.py",
+        "config/test_block_formats.py",
+        "plan/test_convert.py",
+    ),
+}
+"""Files whose tests of `on_devices` run on it, in one process each."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_on_a_pretend_gpu(name: str) -> None:
+    paths = [str(TESTS / file) for file in GROUPS[name]]
+    chosen = [] if name == "runs" else ["-k", "pretend"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "pretend_gpu", "--tb=short", *chosen]
+    own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    own |= {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS))), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *paths], cwd=TESTS.parent, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
