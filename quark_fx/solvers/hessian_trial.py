@@ -74,7 +74,6 @@ class HessianTrial(Trial[LinearMap]):
         self.validation = tuple(_Form(weight, seen[1], count[1]) for weight, seen, count in pairs)
         self._on_host = MeasuredSite.of(site.site.channels, self.calibration)
         self.seen = self._on_host.to(self.calibration[0].seen.h.device)
-        self.looks_ahead = not self.seen.root_mean_square.is_cpu
         if not self.seen.is_finite:
             self.refusal = "what it reads is too large to be squared"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -55,10 +55,8 @@ class Trial(ABC, Generic[T]):
         gain: share of the errors that may be left for a scale to be accepted.
         refusal: why nothing can be tried after all, empty if it can.
         seen: what a solver sees of the site, of all calibration data.
-        looks_ahead: errors are cheaper to compute than to wait for.
     """
 
-    looks_ahead: bool = False
     unread: ClassVar[str]
     gain: ClassVar[float] = 1.0
     refusal: str = ""
@@ -182,7 +180,7 @@ class ScalingSolver(Selective, ABC):
             return lambda seen: self.scale(seen, values)
 
         sizes = [len(axis) for axis in grid.values()]
-        best = search(lambda points: trial.errors([*map(scale_of, points)]), sizes, looks_ahead=trial.looks_ahead)
+        best = search(lambda points: trial.errors([*map(scale_of, points)]), sizes)
         ones = torch.ones(site.site.channels, dtype=torch.float32)
         before, after = trial.verdicts([lambda seen: ones, scale_of(best)])
         kept = all(a < trial.gain * b for b, a in zip(before, after, strict=True))
@@ -200,53 +198,39 @@ def _refusal(before: Sequence[float], after: Sequence[float], gain: float, conte
     return f"no better on {'the calibration data' if after[0] < before[0] else context.judged_on}"
 
 
-def search(
-    errors: Callable[[Sequence[Point]], Sequence[float]], sizes: Sequence[int], *, looks_ahead: bool = False
-) -> Point:
+def search(errors: Callable[[Sequence[Point]], Sequence[float]], sizes: Sequence[int]) -> Point:
     """Return the point of the least error that is found: along one axis after the other, then nearer and nearer by.
 
     Args:
-        errors: of points; asked once for each.
+        errors: of points; asked once for each, and for all at once that are tried whatever their errors are, since each
+            call waits for the device.
         sizes: how many positions each axis has. Of a long axis every fifth of it is tried, then what lies around; a
             short one is followed from its middle while the error falls.
-        looks_ahead: ask for many errors at once, of the coarse grid and of all points within three steps, although few
-            may be needed: each call of `errors` waits for the device.
     """
     known, lasts = dict[Point, float](), [size - 1 for size in sizes]
 
-    def ask(points: Iterable[Point]) -> None:
+    def least(points: Sequence[Point]) -> Point:
         if new := [point for point in dict.fromkeys(points) if point not in known]:
             known.update(zip(new, errors(new), strict=True))
-
-    def least(points: Sequence[Point]) -> Point:
-        ask(points)
         return min(points, key=known.__getitem__)
 
-    coarse = [(*range(0, last, last // 5), last) if last >= _LONG else () for last in lasts]
-    if looks_ahead and all(coarse):
-        ask(itertools.product(*coarse))
     best: Point = tuple(0 if last >= _LONG else last // 2 for last in lasts)
     for axis, last in enumerate(lasts):
-        if coarse[axis]:
-            best = least([_moved(best, axis, i) for i in coarse[axis]])
+        if last >= _LONG:
+            best = least([_moved(best, axis, i) for i in (*range(0, last, last // 5), last)])
             continue
         for step in (1, -1):
             while 0 <= best[axis] + step <= last:
                 # The point itself comes first, so that an equal error does not move it.
                 if best == (best := least([best, _moved(best, axis, best[axis] + step)])):
                     break
-    reaches = [[max(2, last // 5) for last in lasts]]
-    while any(reached := [reach // 2 for reach in reaches[-1]]):
-        reaches.append(reached)
-    for reach in reaches[1:]:
+    reaches = [max(2, last // 5) for last in lasts]
+    while any(reaches := [reach // 2 for reach in reaches]):
         left: Point | None = None
         while left != best:
             left = best
-            for move in _steps(reach):
-                beside = [*_beside(best, move, lasts)]
-                if looks_ahead and not known.keys() >= {*beside}:
-                    ask(point for later in reaches[reaches.index(reach) :] for point in _within(3, best, later, lasts))
-                best = least([best, *beside])
+            for steps in _steps(reaches):
+                best = least([best, *_beside(best, steps, lasts)])
     return best
 
 
@@ -258,14 +242,6 @@ def _beside(point: Point, step: Point, lasts: Sequence[int]) -> Iterator[Point]:
     """Yield the points a step back and a step ahead that are on the grid."""
     near = (tuple(p + sign * s for p, s in zip(point, step, strict=True)) for sign in (-1, 1))
     yield from (p for p in near if all(0 <= i <= last for i, last in zip(p, lasts, strict=True)))
-
-
-def _within(count: int, point: Point, reach: Sequence[int], lasts: Sequence[int]) -> set[Point]:
-    """Return the points that so many steps lead to."""
-    found = {point}
-    for _ in range(count):
-        found |= {near for some in found for step in _steps(reach) for near in _beside(some, step, lasts)}
-    return found
 
 
 def _steps(reaches: Sequence[int]) -> Iterator[Point]:
