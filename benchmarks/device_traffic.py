@@ -1,24 +1,30 @@
 """Count waits of the host and copies to the device by algorithm, on the pretend GPU of the tests.
 
-    PYTHONPATH=.:tests python -m benchmarks.device_traffic [--only NAME ...] [--batches 4 16] [--lines] [--write]
+    PYTHONPATH=.:tests python -m benchmarks.device_traffic [--only NAME ...] [--before COMMIT] [--lines] [--write]
 
-The model is on the CPU and `device=` is the GPU, so each weight is copied there once per walk over the blocks, and back
-where it changes. A wait is an operation that makes the host wait for the device, a copy one from pageable memory of the
-host to the device. The language model is a Llama of two layers with 14 linear layers in codes; the network of images
-has two convolutions and a linear layer. `--lines` shows which lines cause most; `--write` updates `docs/on_gpu.md`.
+Counts `quark_fx` as it was at a commit and as it is here, at 4 and 16 batches. The model is on the CPU and `device=`
+is the GPU, so each weight is copied there once per walk over the blocks, and back where it changes. A wait is an
+operation that makes the host wait for the device, a copy one from pageable memory to the device. The language model
+is a Llama of two layers with 14 linear layers in codes; the network of images has two convolutions and a linear layer.
+`--lines` shows which lines cause most; `--write` updates `docs/on_gpu.md`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from pretend_gpu import PretendGPU
 from torch import nn
 
 import quark_fx as qfx
@@ -26,6 +32,20 @@ from benchmarks.common import DOCS, table
 from benchmarks.on_gpu import TINY
 from quark_fx import passes
 from quark_fx.presets import PRESETS
+
+if importlib.util.find_spec("quark_fx.system.accelerator") is None:  # a commit before there was one
+    _path = Path(__file__).parent.parent / "quark_fx" / "system" / "accelerator.py"
+    _spec = importlib.util.spec_from_file_location("quark_fx.system.accelerator", _path)
+    assert _spec is not None
+    assert _spec.loader is not None
+    _module = importlib.util.module_from_spec(_spec)
+    sys.modules["quark_fx.system.accelerator"] = _module
+    _spec.loader.exec_module(_module)
+    setattr(importlib.import_module("quark_fx.system"), "accelerator", _module)  # noqa: B010
+    _generator = torch.Generator
+    setattr(torch, "Generator", lambda device=None: _generator())  # noqa: B010
+
+from pretend_gpu import PretendGPU  # which replaces functions of that module
 
 PAGE = DOCS / "on_gpu.md"
 
@@ -42,24 +62,9 @@ LEARNED: dict[str, Callable[[], Any]] = {
     "TuneScales": passes.TuneScales,
 }
 
-BEFORE = {
-    "w4a16_gptq": "243 / 335",
-    "w4a16_awq": "1,296 / 709",
-    "w4a16_best": "1,512 / 1,834",
-    "w8a8_dynamic": "59 / 97",
-    "w4a4_dynamic": "385 / 749",
-    "nvfp4_best": "478 / 794",
-    "mxfp4_best": "341 / 731",
-    "AdaRound": "198 / 2,832",
-    "AdaQuant": "221 / 6,532",
-    "AutoRound": "234 / 497",
-    "BlockAP": "250 / 685",
-    "BiasCorrection": "75 / 125",
-    "SmoothQuant": "73 / 47",
-    "FitScales": "69 / 81",
-    "TuneScales": "296 / 2,095",
-}
-"""Waits and copies at 4 batches at commit 7b8fa57, counted by this device."""
+ROOT = DOCS.parent
+COUNTS = (4, 16)
+"""Batches of the runs."""
 
 
 def image_model() -> nn.Module:
@@ -86,26 +91,61 @@ def counted(name: str, batches: int) -> PretendGPU:
     return gpu
 
 
+def count_all(names: list[str], lines: bool) -> None:
+    """Print a line of JSON for each algorithm: its name, waits and copies at each count of batches."""
+    for name in names:
+        cells: list[str] = []
+        for count in COUNTS:
+            try:
+                gpu = counted(name, count)
+            except Exception as error:
+                cells.append(type(error).__name__)
+                continue
+            cells.append(f"{gpu.waits.total():,} / {gpu.copies.total():,}")
+            if lines:
+                print(name, count, "waits", gpu.waits.most_common(6), "copies", gpu.copies.most_common(4), flush=True)
+        print(json.dumps([name, *cells]), flush=True)
+
+
+def counted_in(package: Path, names: list[str], lines: bool) -> dict[str, list[str]]:
+    """Count in a process of its own, with the `quark_fx` of a folder."""
+    paths = [str(package), str(ROOT), str(ROOT / "tests")]
+    command = [sys.executable, "-P", __file__, "--child", "--only", *names, *["--lines"] * lines]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    found: dict[str, list[str]] = {}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("["):
+                name, *cells = json.loads(line)
+                found[name] = cells
+    return found
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*LANGUAGE, *LEARNED]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--batches", nargs="+", type=int, default=[4, 16])
+    parser.add_argument("--before", default="13d7609", metavar="COMMIT", help="default: %(default)s")
     parser.add_argument("--lines", action="store_true", help="show the lines that cause most")
     parser.add_argument("--write", action="store_true", help="update docs/on_gpu.md")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rows = []
-    for name in options.only:
-        cells = []
-        for count in options.batches:
-            gpu = counted(name, count)
-            cells.append(f"{gpu.waits.total():,} / {gpu.copies.total():,}")
-            if options.lines:
-                print(name, count, "waits", gpu.waits.most_common(6), "copies", gpu.copies.most_common(4), flush=True)
-        rows.append((name, BEFORE[name], *cells))
-    header = ("algorithm", "before, 4 batches", *(f"{count} batches" for count in options.batches))
-    text = table(header, rows)
+    if options.child:
+        count_all(options.only, options.lines)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(
+            ["git", "archive", options.before, "quark_fx"], cwd=ROOT, check=True, capture_output=True
+        )
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        before = counted_in(Path(folder), options.only, options.lines)
+    after = counted_in(ROOT, options.only, options.lines)
+    header = ("algorithm", *(f"{when}, {count} batches" for when in ("before", "now") for count in COUNTS))
+    failed = ["failed"] * len(COUNTS)
+    text = table(header, [(name, *before.get(name, failed), *after.get(name, failed)) for name in options.only])
     print(text)
     if options.write:
         write(PAGE, text)

@@ -119,7 +119,7 @@ class Place:
 
     def of(self, shape: Shape) -> Shape:
         """Return a shape, or the tiny one under its name."""
-        return replace(TINY, name=shape.name, of=2 * TINY.layers) if self.small else shape
+        return replace(TINY, name=shape.name, layers=1, samples=4) if self.small else shape
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -580,10 +580,10 @@ def append(results: Path, row: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read(results: Path) -> dict[str, Result]:
-    """Return the last line of each step; of one that was begun only, that it crashed."""
+def read(results: Path, start: int = 0) -> dict[str, Result]:
+    """Return the last line of each step, of those after `start` bytes."""
     rows: dict[str, Result] = {}
-    for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
+    for line in results.read_bytes()[start:].splitlines() if results.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):  # a machine that was taken away while it was written
             row = json.loads(line)
             rows[row["step"]] = row
@@ -618,6 +618,7 @@ def supervise(place: Place, names: list[str], results: Path, seconds: float) -> 
     """Start workers until every step was tried or the time is over."""
     deadline = time.monotonic() + seconds
     left = [name for name in names if read(results).get(name, {}).get("state") != "done"]
+    start = results.stat().st_size if results.exists() else 0  # what earlier calls began is not running now
     while left and time.monotonic() < deadline:
         command = [sys.executable, "-m", "benchmarks.on_gpu", "--work", *left, "--results", str(results)]
         command += ["--device", place.device, *["--small"] * place.small]
@@ -626,7 +627,7 @@ def supervise(place: Place, names: list[str], results: Path, seconds: float) -> 
         tried, current, since = set[str](), "", time.monotonic()
         while worker.poll() is None:
             time.sleep(0.2)
-            rows = read(results)
+            rows = read(results, start)
             begun = [name for name in left if rows.get(name, {}).get("state") == "begun"]
             if begun and begun[-1] != current:
                 current, since = begun[-1], time.monotonic()
@@ -634,7 +635,7 @@ def supervise(place: Place, names: list[str], results: Path, seconds: float) -> 
             if time.monotonic() > deadline or time.monotonic() - since > limit:
                 worker.kill()
                 worker.wait()
-        rows = read(results)
+        rows = read(results, start)
         for name in left:
             state = rows.get(name, {}).get("state")
             if state == "begun":

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
 from pretend_gpu import DEVICE, PretendGPU, RaceError
@@ -122,17 +125,93 @@ def test_waits_and_copies_do_not_grow_with_the_batches(
     assert many[1] - few[1] == 4
 
 
-@pytest.mark.parametrize("spilled", [False, True], ids=["on the device", "spilled"])
-def test_codes_are_those_of_the_cpu(spilled: bool) -> None:
-    learned = PRESETS["w4a16_gptq"].replace(passes=(passes.AutoRound(iterations=2),))
-    configs = {"learned": learned} if spilled else {}
-    for name in ("w4a16_gptq", "w4a16_awq", "int8_static", "w4a4_dynamic", "mxfp4_best"):
-        configs[name] = PRESETS[name]
-    for name, config in configs.items():
-        cache = CacheBudget(device_bytes=0) if spilled else None
-        ours = quantized(config, 4, None).graph_module.state_dict()
-        there = qfx.quantize(seeded(Net()), config, batches(4), device=DEVICE, cache=cache, progress=False)
-        theirs = there.graph_module.state_dict()
-        assert ours.keys() == theirs.keys(), name
-        for key, value in ours.items():
-            assert torch.equal(value, theirs[key].cpu()), (name, key)
+def configurations() -> dict[str, QuantConfig]:
+    """Return every preset, and a configuration with each pass that no preset has."""
+    static, w4 = PRESETS["int8_static"], PRESETS["w4a16_rtn"]
+    few: dict[str, Any] = {"iterations": 2}
+    on_static = [passes.AdaQuant(**few), passes.AdaRound(iterations=1), passes.BiasCorrection(), passes.SmoothQuant()]
+    on_static += [passes.CrossLayerEqualization(), passes.AbsorbHighBias()]
+    on_w4 = [passes.AutoRound(**few), passes.BlockAP(**few), passes.FitScales(), passes.TuneScales(**few)]
+    on_w4 += [passes.LearnRotations(**few), passes.NormalizeColumns(), passes.LowRank(rank=4), passes.Rotate()]
+    on_w4 += [passes.AWQ(feedback=True), passes.GPTQ(asymmetry=1.0)]
+    found = dict(PRESETS)
+    found |= {str(one): static.replace(passes=(*static.passes, one)) for one in on_static}
+    return found | {str(one): w4.replace(passes=(one,)) for one in on_w4}
+
+
+def assert_same_tensors(ours: qfx.QuantizedModel, theirs: qfx.QuantizedModel, name: str) -> None:
+    one, other = ours.graph_module.state_dict(), theirs.graph_module.state_dict()
+    assert one.keys() == other.keys(), name
+    for key, value in one.items():
+        assert torch.equal(value.cpu(), other[key].cpu()), (name, key)
+
+
+def test_every_preset_and_solver_makes_the_tensors_of_the_cpu(pretend_gpu: PretendGPU) -> None:
+    here, there = (qfx.Session(seeded(Net()), batches(4), device=device) for device in (None, DEVICE))
+    for name, config in configurations().items():
+        made = qfx.quantize(there, config, progress=False)
+        assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)
+    assert pretend_gpu.waits.total() > len(PRESETS)  # they ran there
+
+
+def test_spilled_activations_make_the_same_tensors(pretend_gpu: PretendGPU) -> None:
+    cache = CacheBudget(device_bytes=0)
+    here = qfx.Session(seeded(Net()), batches(4))
+    there = qfx.Session(seeded(Net()), batches(4), device=DEVICE, cache=cache)
+    for name in ("w4a16_best", "int8_static", str(passes.AdaRound(iterations=1))):
+        config, streamed = configurations()[name], pretend_gpu.streamed.total()
+        made = qfx.quantize(there, config, progress=False)
+        assert name == "int8_static" or pretend_gpu.streamed.total() > streamed
+        assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)
+
+
+def test_modules_and_training_on_the_device_are_those_of_the_cpu() -> None:
+    """What a model on the device computes, in `eager()` as well, and what it is after three steps of training."""
+    found: dict[str, list[list[Tensor]]] = {"cpu": [], DEVICE.type: []}
+    for device in found:
+        session = qfx.Session(seeded(Net()).to(device), [x.to(device) for x in batches(4)])
+        x = batches(1)[0].to(device)
+        for name in ("w4a16_rtn", "int8_dynamic", "mxfp4"):
+            qmodel = qfx.quantize(session, name, progress=False)
+            found[device].append([qmodel(x), qmodel.eager()(x)])
+        trained = qfx.prepare_qat(qfx.quantize(session, "int8_static", progress=False), scales=True)
+        optimizer = torch.optim.Adam(trained.parameters(), lr=1e-3)
+        for batch in batches(3):
+            optimizer.zero_grad()
+            trained(batch.to(device)).square().mean().backward()
+            optimizer.step()
+        found[device].append([*trained.convert().graph_module.state_dict().values()])
+    for ours, theirs in zip(*found.values(), strict=True):
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(ours, theirs, strict=True))
+
+
+class Deep(nn.Module):
+    """Blocks that are small beside all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_model_larger_than_the_device_is_quantized_block_by_block() -> None:
+    data = [rand(2, 64, seed=seed) for seed in range(4)]
+    here = qfx.quantize(seeded(Deep()), "w4a16_gptq", data, progress=False)
+    size = sum(p.nbytes for p in Deep().parameters())
+    with PretendGPU(total_bytes=int(0.8 * size)) as gpu:
+        there = qfx.quantize(seeded(Deep()), "w4a16_gptq", data, device=DEVICE, progress=False)
+        assert_same_tensors(here, there, "w4a16_gptq")
+        assert 0 < gpu.peak_bytes < 0.8 * size
+
+
+@pytest.mark.skipif("RANK" not in os.environ, reason="torchrun starts it, from test_pretend_gpu.py")
+def test_ranks_make_the_same_tensors_on_the_device() -> None:
+    here, there = (qfx.Session(seeded(Net()), batches(4), device=device) for device in (None, DEVICE))
+    for name in ("w4a16_gptq", str(passes.AdaRound(iterations=1))):
+        config = configurations()[name]
+        made = qfx.quantize(there, config, progress=False)
+        assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)

@@ -289,7 +289,14 @@ def _round_piece(
     return real.mT.gather(-1, order.argsort(-1).expand_as(piece[0]))  # codes by now
 
 
-def in_runs(wanted: Tensor, feedback: Tensor, round_run: Callable[[slice], None], longest: int, whole: int = 1) -> None:
+def in_runs(
+    wanted: Tensor,
+    feedback: Tensor,
+    round_run: Callable[[slice], None],
+    longest: int,
+    whole: int = 1,
+    some: tuple[int, int] | None = None,
+) -> None:
     """Round columns in runs, and add the errors of each to the columns after it.
 
     Args:
@@ -298,18 +305,17 @@ def in_runs(wanted: Tensor, feedback: Tensor, round_run: Callable[[slice], None]
         round_run: rounds a run of columns in place, which the errors of those before it are in.
         longest: columns of a run.
         whole: columns that are in one run; it divides `longest` and the columns.
+        some: first column and the one after the last; default: all.
     """
-
-    def rounded(first: int, last: int) -> None:
-        if last - first <= longest:
-            round_run(slice(first, last))
-            return
-        middle = (first + last) // 2 // whole * whole
-        rounded(first, middle)
-        wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, wanted[:, first:middle])
-        rounded(middle, last)
-
-    rounded(0, wanted.shape[1])
+    first, last = some or (0, wanted.shape[1])
+    if last - first <= longest:
+        round_run(slice(first, last))
+        return
+    middle = (first + last) // 2 // whole * whole
+    # A function in here that calls itself would keep all tensors until garbage is collected.
+    in_runs(wanted, feedback, round_run, longest, whole, (first, middle))
+    wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, wanted[:, first:middle])
+    in_runs(wanted, feedback, round_run, longest, whole, (middle, last))
 
 
 def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:

@@ -1,0 +1,83 @@
+"""The script for a real GPU runs from end to end on the pretend one, and with small shapes on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import on_gpu
+
+STEPS = {
+    "pretend": ("device", "codes", "syncs", "triton", "plain GPTQ 8B", "AdaRound 1B"),
+    "cpu": ("w4a16_gptq 8B", "kernels"),
+}
+"""What runs where: between them all kinds of steps, but for the one that runs other tests."""
+
+
+@pytest.mark.parametrize("device", STEPS)
+def test_the_script_runs(device: str, tmp_path: Path) -> None:
+    results, done = tmp_path / "results.jsonl", "w4a16_best 1B"
+    on_gpu.append(results, {"step": done, "state": "done", "seconds": 1})
+    command = [sys.executable, "-m", "benchmarks.on_gpu", "--small", "--device", device, "--seconds", "500"]
+    root = Path(on_gpu.__file__).parent.parent
+    ran = subprocess.run(
+        [*command, "--results", str(results), "--only", done, *STEPS[device]],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    rows = on_gpu.read(results)
+    assert [name for name in STEPS[device] if rows.get(name, {}).get("state") != "done"] == [], rows
+    assert rows[done]["seconds"] == 1  # not run again
+    if device == "pretend":
+        assert rows["codes"]["w4a16_gptq"]["same codes"] == 1
+    for name in STEPS[device]:
+        if name.endswith("8B"):
+            assert rows[name]["seconds of all layers (extrapolated)"] > 0
+    for row in rows.get("kernels", {}).values():
+        assert not isinstance(row, dict) or row["relative error to the simulated"] < 0.02, row
+    assert "w4a16_best 1B" in on_gpu.page(rows)
+
+
+def test_a_step_that_hangs_is_given_up_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of an earlier call, cut off or of a step that was begun, do not count as the step that runs now."""
+    results = tmp_path / "results.jsonl"
+    on_gpu.append(results, {"step": "kernels", "state": "begun"})
+    with results.open("a", encoding="utf-8") as file:
+        file.write('{"step": "tests", "sta\n')
+    started: list[list[str]] = []
+
+    class Worker:
+        returncode = -9
+
+        def __init__(self, command: list[str], **_: object) -> None:
+            self.steps = command[command.index("--work") + 1 : command.index("--results")]
+            started.append(self.steps)
+            on_gpu.append(results, {"step": self.steps[0], "state": "begun"})
+            self.ended = False
+
+        def poll(self) -> int | None:
+            if self.steps[0] == "device":
+                return -9 if self.ended else None
+            for name in self.steps:
+                on_gpu.append(results, {"step": name, "state": "done"})
+            return 0
+
+        def kill(self) -> None:
+            self.ended = True
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr("benchmarks.on_gpu.subprocess.Popen", Worker)
+    monkeypatch.setitem(on_gpu.STEPS, "device", (on_gpu.step_device, 0))
+    on_gpu.supervise(on_gpu.Place("cpu", True), ["device", "codes", "kernels"], results, 30)
+    assert started == [["device", "codes", "kernels"], ["codes", "kernels"]]
+    states = {name: row["state"] for name, row in on_gpu.read(results).items()}
+    assert states == {"kernels": "done", "device": "failed", "codes": "done"}
