@@ -128,7 +128,7 @@ PRODUCTS: dict[str, Callable[[Calls, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 4, 16)], ids=len)
 def test_signed_codes_of_every_rank_are_multiplied(shape: tuple[int, ...], tmp_path: Path) -> None:
-    int8 = qfx.TensorSpec(format="int8")
+    int8 = qfx.TensorSpec(format=qfx.formats.INT8)
     static = qfx.presets.INT8_STATIC.replace(input=int8, output=int8)
     signed = {"pow2": "xint8", "float scales": static, "bias in float": static.replace(bias=None)}
     batches = [rand(*shape, seed=i) for i in range(2)]

@@ -235,3 +235,67 @@ def test_sums_of_pairs_are_exact_without_vnni(tmp_path: Path) -> None:
         made[target] = float(((torch.from_numpy(emulated) - expected) / expected).abs().max())
     assert made["openvino"] < 0.01
     assert made["onnx_vnni"] > 0.2  # the emulated processor does saturate
+
+
+class Pyramid(nn.Module):
+    """A step of a U-Net or a feature pyramid: what was made smaller is resized and joined with what it was made of."""
+
+    def __init__(self, smaller: str, mode: str, channels: int, rank: int = 2) -> None:
+        super().__init__()
+        convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+        self.first, self.last = convolution(3, 8, 3, padding=1), convolution(channels, 2, 1)
+        self.down, self.one = convolution(8, 8, 3, 2, 1), convolution(8, 8, 1)
+        self.smaller, self.mode = smaller, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        sizes = y.shape[2:]
+        if self.smaller == "pool":
+            parts = [nn.functional.max_pool2d(y, 2)]
+        elif self.smaller == "pyramid":
+            half = torch.relu(self.down(y))
+            parts = [half, torch.relu(self.down(half))]
+        elif self.smaller == "mean":
+            parts = [torch.relu(self.one(nn.functional.adaptive_avg_pool2d(y, 1)))]
+        else:
+            parts = [torch.relu(self.down(y))]
+        resized = [nn.functional.interpolate(part, size=sizes, mode=self.mode) for part in parts]
+        if self.smaller == "cut":
+            resized = [part[:, :, : sizes[0]] for part in resized]
+        joined: Tensor = self.last(torch.cat([y, *resized], 1))
+        return joined
+
+
+@needs_openvino
+def test_resized_values_of_free_sizes_are_joined_as_in_torch(tmp_path: Path) -> None:
+    """OpenVINO adds the bias of the first channel to every channel of a convolution that such a `Concat` reads."""
+    auto = torch.export.Dim.AUTO
+    cases: list[tuple[Any, ...]] = [
+        *(("convolution", mode, 16) for mode in ("nearest", "bilinear")),
+        *(("pool", "nearest", 16), ("pyramid", "nearest", 24), ("mean", "bilinear", 16), ("cut", "nearest", 16)),
+        *(("convolution", "linear", 16, 1), ("convolution", "nearest", 16, 3)),
+    ]
+    for case in cases:
+        rank = case[3] if len(case) > 3 else 2
+        batches = [rand(4, 3, *(8,) * rank, seed=i) for i in range(2)]
+        free = {"x": {0: auto, **dict.fromkeys(range(2, rank + 2), auto)}}
+        qmodel = quantize(seeded(Pyramid(*case)), STATIC, batches, dynamic_shapes=free)
+        file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+        others = [rand(3, 3, *(10,) * rank)]
+        assert qfx.verify(qmodel, file, others, runtime="openvino").max_steps <= 1, case
+        assert qfx.verify(qmodel, file, others).max_steps <= 1, case
+
+
+@needs_openvino
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_circular_padding_is_written_as_slices(rank: int, tmp_path: Path) -> None:
+    convolution: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+    options = {"padding_mode": "circular"}
+    layers = [convolution(3, 4, 3, padding=1, **options), nn.ReLU(), convolution(4, 4, 3, padding=2, **options)]
+    model, x = seeded(nn.Sequential(*layers)), rand(2, 3, *(5, 6, 7)[:rank])
+    for preset in ("int8_static", "int8_weight_only"):
+        qmodel = quantize(model, PRESETS[preset].replace(target="openvino"), [x])
+        file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+        assert {qfx.verify(qmodel, file, [x], runtime=one).max_steps < 1 for one in ("openvino", "onnxruntime")} == {
+            True
+        }

@@ -2,6 +2,7 @@
 
 from quark_fx.export.to_onnx.rules.average_pools import settle_average_pool
 from quark_fx.export.to_onnx.rules.cast_likes import fold_cast_like
+from quark_fx.export.to_onnx.rules.circular_pads import spell_out_circular_pad
 from quark_fx.export.to_onnx.rules.code_types import type_codes
 from quark_fx.export.to_onnx.rules.convolved_codes import store_convolution_inputs_unsigned
 from quark_fx.export.to_onnx.rules.cubic_resizes import keep_transpose_from_resize
@@ -16,6 +17,7 @@ from quark_fx.export.to_onnx.rules.padding_before_pools import keep_padding_from
 from quark_fx.export.to_onnx.rules.patterns import apply_rule
 from quark_fx.export.to_onnx.rules.products_before_activations import keep_product_from_activation
 from quark_fx.export.to_onnx.rules.recurrent_weights import dequantize_once
+from quark_fx.export.to_onnx.rules.resized_concats import keep_resize_from_concat
 from quark_fx.export.to_onnx.rules.row_scales import spell_out_row_scales
 from quark_fx.export.to_onnx.rules.rule import DeclinedError, OnnxRule, onnx_rule
 from quark_fx.export.to_onnx.rules.sums_before_norms import keep_sum_from_norm
@@ -51,6 +53,8 @@ FORMATTED: tuple[OnnxRule, ...] = (
     dequantize_once,
     give_every_convolution_a_bias,
     store_convolution_inputs_unsigned,
+    keep_resize_from_concat,
+    spell_out_circular_pad,
 )
 """What runs on a graph in a format that runtimes have kernels for."""
 
