@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from quark_fx.errors import CheckpointError
 from quark_fx.system.untrusted import brief, read_json, require_regular
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 _DANGER = "pickled weights, which may run code when they are read"
 _STORE = "store the model with save_pretrained, or safetensors.torch.save_model"
@@ -237,9 +239,25 @@ def _names(file: Path) -> set[str]:
         raise CheckpointError(f"{file} is damaged or truncated: {error}; fetch it again") from error
 
 
+def stored_names(directory: Path) -> set[str]:
+    """Return the names of all tensors in a checkpoint that transformers has loaded, in safetensors or pickled files.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    if not (directory / _PICKLED).exists() and not (directory / _PICKLED_INDEX).exists():
+        return set(CheckpointFiles.of(directory).files)
+    try:
+        if (directory / _PICKLED).exists():
+            return set(torch.load(directory / _PICKLED, map_location="meta", weights_only=True, mmap=True))
+        return set(read_json(directory / _PICKLED_INDEX, _INDEX_LIMIT)["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{directory} cannot be read: {brief(str(error))}") from error
+
+
 def some_of(names: Sequence[str]) -> str:
     """Return the first three of many names, cut, and how many more there are, for an error."""
     return ", ".join(name[:200] for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float", "link_or_copy", "some_of"]
+__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float", "link_or_copy", "some_of", "stored_names"]

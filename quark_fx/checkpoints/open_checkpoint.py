@@ -215,7 +215,27 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
         tensors = {place: files_of.tensor(*place) for place in {index[name] for name in names}}
         _assign(model, {name: tensors[index[name]] for name in names}, shelf)
     _warn_unused(files, sorted(found["unexpected_keys"]))
+    unread = files.files.keys() & {*found["unexpected_keys"], *_skipped(model, files)}
+    setattr(model, _UNREAD, CheckpointFiles(files.path, {name: files.files[name] for name in sorted(unread)}))
     return model  # type: ignore[no-any-return]
+
+
+_UNREAD = "_quark_fx_unread"
+"""Attribute of an opened model: the tensors in its checkpoint that its class does not have."""
+
+
+def _skipped(model: Any, files: CheckpointFiles) -> set[str]:
+    """Return the tensors that the class of a model skips without a warning, such as those of draft layers."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return {
+        name for name in files.files.keys() - model.state_dict().keys() if any(re.search(p, name) for p in patterns)
+    }
+
+
+def unread_tensors(model: nn.Module) -> CheckpointFiles | None:
+    """Return the tensors that `open_checkpoint` found and the class does not have, `None` for other models."""
+    found: CheckpointFiles | None = getattr(model, _UNREAD, None)
+    return found
 
 
 @contextmanager
@@ -468,4 +488,5 @@ __all__ = [
     "require_no_weights",
     "require_unrotated",
     "stage",
+    "unread_tensors",
 ]

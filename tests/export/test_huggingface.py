@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
@@ -795,3 +795,64 @@ def test_tensors_that_modules_share_without_a_declaration_are_stored_under_each_
     qfx.export.huggingface(qmodel, tmp_path)
     torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=1e-5)
     assert first.weight is second.weight
+
+
+DRAFT = {"mtp.fc.weight": rand(64, 128), "mtp.norm.weight": rand(64), "mtp.steps": torch.arange(3)}
+"""Tensors of a part that the class of the model does not have."""
+
+
+def with_draft(directory: Path, files: str, **options: Any) -> Path:
+    """Write a float checkpoint that also has the tensors in `DRAFT`."""
+    model = llama(**options)
+    model.save_pretrained(directory, max_shard_size="40KB" if files == "shards" else "1GB")
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()} | DRAFT
+    if files == "bin":
+        (directory / "model.safetensors").unlink()
+        torch.save(tensors, directory / "pytorch_model.bin")
+    elif files == "one":
+        if options:
+            del tensors["lm_head.weight"]
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    else:
+        save_file(DRAFT, directory / "model-draft.safetensors", {"format": "pt"})
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= dict.fromkeys(DRAFT, "model-draft.safetensors")
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+@pytest.mark.parametrize(("files", "form"), [("one", "compressed-tensors"), ("shards", "gptq"), ("tied", "awq")])
+def test_tensors_that_the_class_does_not_have_are_kept(files: str, form: str, tmp_path: Path) -> None:
+    tied = {"tie_word_embeddings": True} if files == "tied" else {}
+    source = with_draft(tmp_path / "float", "one" if files == "tied" else files, **tied)
+    with pytest.warns(UserWarning, match="3 tensors that the model does not have"):
+        model = qfx.open_checkpoint(source)
+    qmodel, place = quantized(QuantConfig(weight=FOURS, exclude=FLOAT_ENDS), model), tmp_path / "checkpoint"
+    qfx.export.huggingface(qmodel, place, format=form)
+    found = load_file(place / "model.safetensors")
+    for name, tensor in DRAFT.items():
+        assert torch.equal(found[name], tensor)
+    said = quantization(place)
+    left = str(said.get("ignore") or said.get("modules_to_not_convert") or said["dynamic"])
+    assert "mtp.fc" in left.replace("\\", "")
+    if form == "compressed-tensors":
+        torch.testing.assert_close(logits(load(place)), logits(qmodel), rtol=0, atol=1e-5)
+        with pytest.warns(UserWarning, match=r"GGUF has no place for 3 tensors .* mtp\.fc\.weight"):
+            qfx.export.gguf(qmodel, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("files", ["one", "shards", "bin"])
+def test_tensors_of_a_loaded_model_that_are_not_kept_are_listed(files: str, tmp_path: Path) -> None:
+    source, place = with_draft(tmp_path / "float", files), tmp_path / "checkpoint"
+    qmodel = quantized(INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), load(source).eval())
+    with pytest.warns(UserWarning, match=r"holds 3 tensors .*: mtp\.fc\.weight, mtp\.norm\.weight, .*pass the dir"):
+        qfx.export.huggingface(qmodel, place)
+    assert not DRAFT.keys() & load_file(place / "model.safetensors").keys()
+
+
+def test_a_checkpoint_without_other_tensors_is_not_mentioned(tmp_path: Path) -> None:
+    for tied in (False, True):
+        llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "float")
+        qmodel = quantized(QuantConfig(weight=FOURS, exclude=FLOAT_ENDS), load(tmp_path / "float").eval())
+        with warnings.catch_warnings(action="error"):
+            qfx.export.huggingface(qmodel, tmp_path / str(tied))

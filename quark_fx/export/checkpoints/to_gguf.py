@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quark_fx.checkpoints.files import some_of
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoints.gguf_blocks import blocks_of, type_of
 from quark_fx.export.checkpoints.gguf_reader import Place, Reader
@@ -27,7 +28,7 @@ from quark_fx.export.checkpoints.values import (
 )
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.system.isolation import isolated
+from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.options import checked_call
 from quark_fx.system.writable import new_file, replace_synced, require_possible
 
@@ -80,6 +81,8 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     require_tokenizer(tokenizer)
     checkpoint = take_apart(qmodel, model)
     require_weights_alone(checkpoint, "GGUF")
+    if names := sorted(checkpoint.unread):
+        warn(f"GGUF has no place for {len(names)} tensors in the source that the class does not read: {some_of(names)}")
     reader = Reader.of(checkpoint.shell, package)
     tensors, errors = _tensors(checkpoint, reader, package)
     if errors:

@@ -140,6 +140,10 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
         shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
     vars(shell).pop("hf_quantizer", None)  # left by the reader of a float model (GGUF), and refuses to save
     generation = _without_invalid_generation(shell)
+    try:
+        tensors |= {name: read() for name, read in checkpoint.unread.items() if name not in tensors}
+    except CheckpointError as error:
+        raise ExportError(f"{error}; the export copies tensors of the checkpoint that the model came from") from error
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     shell.save_pretrained(directory, state_dict=tensors, save_original_format=False)
     if generation is not None:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import copy
 import fnmatch
 import glob
+import importlib
 import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quark_fx.checkpoints.files import some_of, stored_names
+from quark_fx.checkpoints.open_checkpoint import unread_tensors
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.selection import without_numbers
 from quark_fx.config.target import Unrotated
-from quark_fx.errors import ExportError, QuarkError
+from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.checkpoints.experts import as_saved, matrices, stacked_rows, taken_apart
 from quark_fx.export.packing import matrix_of
 from quark_fx.graph.operators import ATTENTION
@@ -31,6 +36,7 @@ from quark_fx.model.rounded_attention import RoundedAttention
 from quark_fx.model.rounded_modules import UNROTATED, Activation, Factor
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.roles import HEAD
+from quark_fx.system.isolation import warn
 
 _CLASSES = (nn.Linear, nn.Embedding)
 """The modules whose weights checkpoint formats hold."""
@@ -80,6 +86,7 @@ class Checkpoint:
         caches: by the path of a module, how the keys and values of its attention are rounded.
         float_caches: names of the modules whose attention has them in float, where some have not.
         fused: of `CheckpointFiles`.
+        unread: Tensors in the source checkpoint that the class does not have, by name, each read when it is called.
     """
 
     shell: Any
@@ -91,6 +98,7 @@ class Checkpoint:
     caches: dict[str, RoundedAttention]
     float_caches: list[str]
     fused: Mapping[str, tuple[str, ...]]
+    unread: Mapping[str, Callable[[], Tensor]]
 
     @property
     def head(self) -> str:
@@ -105,7 +113,8 @@ class Checkpoint:
             weight = self.tensors.get(f"{name}.weight")
             if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
                 found |= {} if name in quantized else {f"{name}.weight": weight}
-        names = dict.fromkeys(name.removesuffix(".weight") for name in (*found, *as_saved(self.shell, found)))
+        unread = [name for name in self.unread if name.endswith(".weight")]
+        names = dict.fromkeys(name.removesuffix(".weight") for name in (*found, *as_saved(self.shell, found), *unread))
         return [*names, *fused_names(names, self.fused)]
 
     @property
@@ -165,7 +174,39 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     stacks = {name: names for name, names in apart.items() if names}
     rows = {layer.stack: partial(stacked_rows, found.constants[layer.stack]) for layer in layers if layer.stack}
     floats = [row.name for row in qmodel.report() if row.kind == ATTENTION.kind and row.reason]
-    return Checkpoint(shell, layers, tensors, stacks, rows, rotations, found.attentions, floats, files.fused)
+    unread = _unread(shell, state)
+    return Checkpoint(shell, layers, tensors, stacks, rows, rotations, found.attentions, floats, files.fused, unread)
+
+
+def _unread(shell: Any, state: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """Return the tensors in the source that the class does not have; warn of those that are not kept."""
+    if (opened := unread_tensors(shell)) is not None:
+        return {name: partial(opened.tensor, name) for name in opened.files if name not in state}
+    directory = _directory_of(shell)
+    try:
+        stored = stored_names(directory) if directory is not None else set[str]()
+    except CheckpointError:
+        return {}
+    own = {name: tensor.detach().to("meta") for name, tensor in state.items()}
+    saved = as_saved(shell, own).keys()
+    unread = sorted(stored - saved - own.keys())
+    if unread and saved <= stored:  # otherwise its tensors have other names
+        warn(
+            f"{directory} holds {len(unread)} tensors that {type(shell).__name__} does not read, and the output will "
+            f"not have them: {some_of(unread)}; to keep them in a checkpoint, pass the directory itself to quantize"
+        )
+    return {}
+
+
+def _directory_of(model: Any) -> Path | None:
+    """Return the directory that a model was loaded from, `None` if it is not known or has gone."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    if name and not Path(name, "config.json").is_file():
+        hub = importlib.import_module("huggingface_hub")
+        with suppress(ValueError):  # it is not the name of a repository
+            found = hub.try_to_load_from_cache(name, "config.json")
+            return Path(found).parent if isinstance(found, str) else None
+    return Path(name) if name and Path(name, "config.json").is_file() else None
 
 
 def require_no_hooks(qmodel: QuantizedModel, model: nn.Module | None) -> None:
