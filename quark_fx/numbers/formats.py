@@ -32,8 +32,8 @@ _BELOW_ONE = 1 - 2.0**-20
 class Format(ABC):
     """Number format: integers, small floats, or a table of values.
 
-    All values here are in steps of the scale, `x / scale`; a format knows neither scales nor axes. Codes are what a
-    graph stores, in `dtype`: the values themselves in a narrow type, or their numbers in a table.
+    All values here are in steps of the scale, `x / scale`; a format knows neither scales nor axes. Graphs store
+    codes, in `dtype`: the values themselves in a narrow type, or their places in a table.
     """
 
     __slots__ = ()
@@ -92,38 +92,38 @@ class Format(ABC):
 
     @property
     def signed(self) -> bool:
-        """Whether there are negative values."""
+        """True if some values are negative."""
         return True
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are integers, which a zero point can shift."""
+        """True if codes are integers, which a zero point can shift."""
         return False
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are floats with a sign, an exponent, and a mantissa."""
+        """True if codes are floats with a sign, an exponent, and a mantissa."""
         return False
 
     @property
     def sign_magnitude(self) -> bool:
-        """Whether codes are integers with a sign and a magnitude."""
+        """True if codes are integers with a sign and a magnitude."""
         return False
 
     @property
     def needs_scale(self) -> bool:
-        """Whether tensors need a scale; a cast is enough for 16-bit floats."""
+        """True if tensors need a scale; a cast is enough for 16-bit floats."""
         return True
 
     @property
     def qmin(self) -> int:
         """Smallest integer code."""
-        raise ConfigError(f"{self} has no integer codes")
+        raise ConfigError(f"codes of {self} are not integers")
 
     @property
     def qmax(self) -> int:
         """Largest integer code."""
-        raise ConfigError(f"{self} has no integer codes")
+        raise ConfigError(f"codes of {self} are not integers")
 
     @property
     def middle(self) -> int:
@@ -188,11 +188,11 @@ class Format(ABC):
         """
         return self.levels().float()
 
-    # How ONNX stores codes.
+    # Storage in ONNX.
 
     @property
     def has_onnx_type(self) -> bool:
-        """Whether ONNX has a type for the codes that its quantizers accept."""
+        """True if quantizers of ONNX have a type for the codes."""
         return False
 
     @property
@@ -319,7 +319,7 @@ class FloatFormat(Format):
         mantissa: Explicit bits of the mantissa.
 
     Raises:
-        ConfigError: If there is no such format, or no torch dtype of 8 or 16 bits holds its values.
+        ConfigError: If no torch dtype of 8 or 16 bits holds the values.
 
     >>> FP8_E4M3.max, FP8_E5M2.max, FP16.max, FP4_E2M1.max
     (448.0, 57344.0, 65504.0, 6.0)
@@ -410,8 +410,8 @@ class FloatFormat(Format):
         # torch converts E4M3 one by one on a CPU, which takes three times as long as looking the bytes up.
         bits = codes.view(torch.uint8).flatten()
         values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
-        for some, part in zip(bits.split(AT_ONCE), values.split(AT_ONCE), strict=True):
-            torch.index_select(_values_of_e4m3(), 0, some.int(), out=part)
+        for chunk, part in zip(bits.split(AT_ONCE), values.split(AT_ONCE), strict=True):
+            torch.index_select(_values_of_e4m3(), 0, chunk.int(), out=part)
         values = values.view(codes.shape)
         return values if codes.is_contiguous() else torch.empty_like(codes, dtype=torch.float32).copy_(values)
 
@@ -446,7 +446,7 @@ class Codebook(Format):
 
     Args:
         name: Name in configurations and files.
-        values: Increasing numbers, or vectors of the same length, as tuples.
+        values: Increasing numbers, or tuples of the same length.
         signs: Whether vectors hold magnitudes. Each code then has a sign per value; the last one follows from the
             others, because the number of negative signs is even.
 
@@ -532,8 +532,8 @@ class Codebook(Format):
             levels = _levels_of(self).to(x)
             return torch.bucketize(x, (levels[1:] + levels[:-1]) / 2).to(self.dtype)
         shape = self.codes_shape(x.shape)
-        some = max(1, AT_ONCE // len(self.values))
-        return torch.cat([self._nearest(v) for v in x.reshape(-1, self.vector).float().split(some)]).reshape(shape)
+        rows = max(1, AT_ONCE // len(self.values))
+        return torch.cat([self._nearest(v) for v in x.reshape(-1, self.vector).float().split(rows)]).reshape(shape)
 
     def _nearest(self, x: Tensor) -> Tensor:
         """Return the codes of vectors, shape `(n, vector)`."""
@@ -681,7 +681,7 @@ def parse_format(name: str) -> Format:
 
 
 def as_format(value: Any) -> Format | None:
-    """Return a format given as a value or by name; `None` for anything else."""
+    """Return the format that a value is or names; `None` if it is something else."""
     if not isinstance(value, str):
         return value if isinstance(value, Format) else None
     name = LONG_NAMES.get(value, value)
@@ -695,10 +695,10 @@ _FLOAT_NAME = re.compile(r"fp([1-9]\d?)_e(\d)m(\d\d?)")
 @functools.cache
 def _described(name: str) -> Format | None:
     """Return the format that a name describes, `None` if it describes none."""
-    if found := _INT_NAME.fullmatch(name):
-        return IntFormat(int(found[2]), signed=found[1] != "uint", sign_magnitude=found[1] == "sm")
-    if found := _FLOAT_NAME.fullmatch(name):
-        bits, exponent, mantissa = map(int, found.groups())
+    if match := _INT_NAME.fullmatch(name):
+        return IntFormat(int(match[2]), signed=match[1] != "uint", sign_magnitude=match[1] == "sm")
+    if match := _FLOAT_NAME.fullmatch(name):
+        bits, exponent, mantissa = map(int, match.groups())
         return FloatFormat(exponent, mantissa) if bits == 1 + exponent + mantissa else None
     return None
 

@@ -1,4 +1,4 @@
-"""What the codes of a weight stand for, and how a weight is rounded to them."""
+"""Grid of the values that a weight can be rounded to."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FreeScales:
     """The stored scales of a weight, where they may change one by one.
 
     Attributes:
-        stored: as they are, of shape `layout.scale_shape`.
-        layout: which scale is whose.
-        scale_type: which scales can be stored.
+        stored: Scales, of shape `layout.scale_shape`.
+        layout: Assignment of scales to values.
+        scale_type: Kind of scales.
     """
 
     stored: Tensor
@@ -30,7 +30,7 @@ class FreeScales:
 
     @cached_property
     def allowed(self) -> Callable[[Tensor], Tensor]:
-        """Makes scales that can be stored of ideal ones, float64 and not negative."""
+        """Function from ideal scales, float64 and not negative, to ones that can be stored."""
         return allowed_scales(self.stored, self.scale_type)
 
     def times(self, ratio: Tensor) -> Tensor:
@@ -44,15 +44,15 @@ class FreeScales:
 
 @dataclass(frozen=True)
 class Grid:
-    """What the codes of a weight stand for.
+    """Values that the codes of a weight stand for.
 
     Codes are in float32 here: integers, or values of another format.
 
     Attributes:
-        scale: float32, broadcastable to the weight.
-        zero_point: likewise, in steps; where there are offsets, between codes.
-        limits: smallest and largest code.
-        free: the stored scales if they may change, for `times`.
+        scale: Scales, float32, broadcastable to the weight.
+        zero_point: Zero points in steps, broadcastable to the weight; offsets make them fractions.
+        limits: Smallest and largest code.
+        free: Stored scales if they can change, for `times`.
         format: Number format, of integers by default.
     """
 
@@ -64,9 +64,9 @@ class Grid:
 
     @classmethod
     def of(cls, tensor: QuantizedTensor, scheme: Scheme, *, movable: bool = False) -> Grid:
-        """Return what the codes of a tensor can be, with a scale and zero point for each."""
+        """Return the grid of a tensor, with a scale and a zero point for each code."""
         zero_point = tensor.points
-        if scheme.symmetric:  # one number for all, which takes no memory when it is spread
+        if scheme.symmetric:  # a single number needs little memory when it is spread
             zero_point = zero_point.flatten()[:1].reshape(())
         spread = tensor.layout.spread
         scale, zero_point = (spread(p).expand(tensor.layout.shape) for p in (tensor.scale.float(), zero_point))
@@ -77,8 +77,7 @@ class Grid:
         """Return the grid with every stored scale multiplied, and rounded to one that can be stored.
 
         Args:
-            ratio: of the shape of the stored scales, which are free; `None` for all ones. It has the gradient of the
-                product.
+            ratio: Factors in the shape of the stored scales; `None` for all ones. The product passes its gradient on.
         """
         if ratio is None or self.free is None:
             return self
@@ -89,7 +88,7 @@ class Grid:
         return replace(self, scale=scale)
 
     def position(self, weight: Tensor) -> Tensor:
-        """Return where `weight` lies on the scale of codes, unrounded."""
+        """Return `weight` in units of codes, unrounded."""
         return weight / self.scale + self.zero_point
 
     def value(self, codes: Tensor) -> Tensor:
@@ -105,7 +104,7 @@ class Grid:
         return self.round_(position.detach().clone())
 
     def step(self, position: Tensor) -> Tensor:
-        """Return how far apart codes are where a position lies, without a gradient."""
+        """Return the distance between the codes around a position, without a gradient."""
         return self.format.step(position.detach())
 
     def above(self, codes: Tensor) -> Tensor:

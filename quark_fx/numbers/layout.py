@@ -1,4 +1,4 @@
-"""Which scale belongs to which element of a tensor, as it is stored and as the matrices an operator multiplies by."""
+"""Assignment of scales to the elements of a tensor, stored or as the matrices of an operator."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 
 class Matrices(Protocol):
-    """How a stored weight becomes matrices of shape (groups, outputs, inputs): `graph.linear_map.LinearMap`."""
+    """Map from a stored weight to matrices of shape (groups, outputs, inputs): `graph.linear_map.LinearMap`."""
 
     @property
     def groups(self) -> int:
-        """How many matrices there are."""
+        """Number of matrices."""
         ...
 
     def row_dims(self, rank: int) -> tuple[int, ...]:
@@ -37,13 +37,13 @@ class Matrices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which scale belongs to which element of a tensor; `of` makes one of `numbers.ops`' (`axis`, `block_size`).
+    """Assignment of scales to the elements of a tensor; `of` reads the (`axis`, `block_size`) of `numbers.ops`.
 
     Attributes:
-        shape: of the tensor.
-        axis: dimension the scales vary along, counted from 0; `None` for one scale.
-        block: values along `axis` that share a scale.
-        flat: the scale is a vector, one per index of `axis`; otherwise it has the rank of the tensor.
+        shape: Shape of the tensor.
+        axis: Dimension the scales vary along, counted from 0; `None` for one scale.
+        block: Values along `axis` that share a scale.
+        flat: True for a vector of scales, one per index of `axis`; otherwise scales have the rank of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Layout:
         """Return the layout of a tensor of that shape; a negative axis counts from the end.
 
         Raises:
-            ValueError: for an axis that the tensor does not have.
+            ValueError: If the tensor does not have the axis.
         """
         if axis is None:
             return cls(tuple(shape), None, 1, flat=True)
@@ -95,8 +95,8 @@ class Layout:
         """Return the sums of `values`, one per element, over the elements that share a scale: the adjoint of `spread`.
 
         Args:
-            values: the shape of the tensor.
-            shape: of the scale.
+            values: Values in the shape of the tensor.
+            shape: Shape of the scale.
         """
         if self.axis is None or len(shape) == 0:
             return values.sum().reshape(shape)
@@ -143,13 +143,13 @@ class Layout:
 
     def columns(self, mapping: Matrices) -> Columns | None:
         """Return which columns of a row share a scale, in the order of `restore`; `None` if rows share scales."""
-        own, kept = mapping.row_dims(len(self.shape)), self.kept
-        if any(kept[d] != self.shape[d] for d in own):
+        row_dims, shape = mapping.row_dims(len(self.shape)), self.kept
+        if any(shape[d] != self.shape[d] for d in row_dims):
             return None
         # All rows are alike: one of each matrix tells.
-        few = {d: mapping.groups if d == own[0] else 1 for d in own}
+        few = {d: mapping.groups if d == row_dims[0] else 1 for d in row_dims}
         one = Layout(tuple(few.get(d, n) for d, n in enumerate(self.shape)), self.axis, self.block, self.flat)
-        sizes = [1 if d in own else n for d, n in enumerate(kept)]
+        sizes = [1 if d in row_dims else n for d, n in enumerate(shape)]
         numbers = torch.arange(math.prod(sizes)).reshape(sizes).expand(one.kept)
         order = mapping.matrix(numbers)[0, 0]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
@@ -163,10 +163,10 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Which columns of a matrix share a scale: contiguous ones of a linear, strided ones of a wide kernel.
+    """Columns of a matrix that share a scale: contiguous ones of a linear layer, strided ones of a wide kernel.
 
     Attributes:
-        numbers: of the scale of each column, from 0, shape (inputs,).
+        numbers: Number of the scale of each column, from 0, shape (inputs,).
     """
 
     numbers: Tensor
@@ -174,25 +174,25 @@ class Columns:
 
     @classmethod
     def in_blocks(cls, inputs: int, block: int) -> Self:
-        """Return those of `inputs` columns of which `block` in a row share a scale."""
+        """Return `inputs` columns in contiguous blocks of `block`."""
         return cls(torch.arange(inputs) // block)
 
     @property
     def count(self) -> int:
-        """How many scales a row has."""
+        """Number of scales in a row."""
         return int(self.numbers.max()) + 1
 
     def members(self, device: torch.device | None = None) -> list[Tensor | slice]:
-        """Return, for each scale, what selects its columns of a tensor on the device; default: the CPU."""
-        found: list[Tensor | slice] = []
+        """Return an index for the columns of each scale, for tensors on the device; default: the CPU."""
+        members: list[Tensor | slice] = []
         for columns in self._members:
             first, last = int(columns[0]), int(columns[-1])
-            found.append(slice(first, last + 1) if last - first + 1 == len(columns) else columns.to(device or "cpu"))
-        return found
+            members.append(slice(first, last + 1) if last - first + 1 == len(columns) else columns.to(device or "cpu"))
+        return members
 
     @property
     def even(self) -> int | None:
-        """How many columns share each scale; `None` if not all scales have as many."""
+        """Columns per scale; `None` if the numbers differ."""
         return self._longest if len(self.numbers) == self._longest * len(self._members) else None
 
     def spread(self, values: Tensor) -> Tensor:
@@ -217,8 +217,8 @@ class Columns:
     @cached_property
     def _members(self) -> tuple[Tensor, ...]:
         """The columns of each scale, in order."""
-        found: tuple[Tensor, ...] = self.numbers.argsort(stable=True).split(self.numbers.bincount().tolist())
-        return found
+        members: tuple[Tensor, ...] = self.numbers.argsort(stable=True).split(self.numbers.bincount().tolist())
+        return members
 
     @cached_property
     def _longest(self) -> int:
@@ -226,7 +226,7 @@ class Columns:
 
     @cached_property
     def _in_order(self) -> bool:
-        """Whether every run of as many columns as the longest block has is a block."""
+        """True if blocks are contiguous and have the same length, except for the last one."""
         return bool((self.numbers == torch.arange(len(self.numbers)) // self._longest).all())
 
     @cached_property

@@ -1,11 +1,11 @@
 """The two operators of a quantized graph, `quark_fx::quantize` and `quark_fx::dequantize`, with ONNX's semantics.
 
-What these compute is what `QuantizeLinear` and `DequantizeLinear` compute: division by the scale, round
-half to even, zero point added, saturation at the limits of the *format*. A third, `dynamic_qparams`,
+They compute the same as `QuantizeLinear` and `DequantizeLinear`: division by the scale, round half to even, zero point
+added, saturation at the limits of the *format*. A third, `dynamic_qparams`,
 measures scale and zero point at run time; a fourth, `grouped_mm`, is in loaded graphs of experts.
 
-Codes have no gradient. `fake_quantize` computes what `dequantize` makes of `quantize`, with the straight-through
-gradient; it takes their place where a graph is trained.
+Codes are constants to gradients. `fake_quantize` computes `dequantize(quantize(x))` with the straight-through gradient;
+it replaces them in graphs that are trained.
 
 Granularity is the pair (`axis`, `block_size`), for every operator here:
 
@@ -16,8 +16,8 @@ Granularity is the pair (`axis`, `block_size`), for every operator here:
 * `axis=k, block_size=b`: one scale per block of `b` values along dimension `k`; the scale has the rank
   of `x` and `ceil(x.shape[k] / b)` entries along `k` (the last block may be shorter).
 
-A zero point in float32 is an offset, what code 0 stands for: `dequantize` returns `codes * scale + offset`, which ONNX
-has no operator for.
+A zero point in float32 is an offset, the value of code 0: `dequantize` returns `codes * scale + offset`. ONNX lacks an
+operator for it.
 
 Source: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html.
 """
@@ -45,12 +45,12 @@ def quantize(
     """Return the codes of `x` in the dtype of the format (sub-byte codes in one byte each).
 
     Args:
-        x: floating point, any shape.
-        scale: float32, shaped by the granularity (module docstring).
-        zero_point: int32, the shape of `scale`; ignored by float formats.
-        format: name of a format with integer codes or a float of at most 8 bits.
-        axis: see the module docstring.
-        block_size: see the module docstring.
+        x: Floats, any shape.
+        scale: Scales, float32, shaped by the granularity (module docstring).
+        zero_point: Zero points, int32, the shape of `scale`; only integer formats use them.
+        format: Name of a format that needs a scale.
+        axis: Dimension of the scales, see the module docstring.
+        block_size: Values per scale, see the module docstring.
     """
     fmt = parse_format(format)
     y, points = _steps(x.float(), scale, zero_point, fmt, axis, block_size)
@@ -100,7 +100,7 @@ def _cut(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _no_gradient(ctx: Any, *gradients: Any) -> None:
-    raise AssertionError("codes have no gradient")
+    raise AssertionError("codes are constants to gradients")
 
 
 # Without this, codes that are floats would ask for a gradient, of 8 bits.
@@ -167,19 +167,19 @@ def fake_quantize(
 ) -> Tensor:
     """Return `dequantize(quantize(x))` in the dtype of `x`, bit for bit, with a straight-through gradient.
 
-    The gradient of `x` is 1 where its code lies within the clip range and 0 where it saturates. That of a `scale` which
-    wants one is the rounding error in steps, or the limit that a value saturates at, times `1 / sqrt(n * largest code)`
-    for the `n` values that share the scale. Nothing waits for the device.
+    The gradient of `x` is 1 within the clip range and 0 where it saturates. A learned `scale` gets the rounding error
+    in steps, or the limit that a value saturates at, times `1 / sqrt(n * largest code)` for the `n` values that share
+    the scale. Nothing waits for the device.
 
     Args:
-        x: floating point, any shape.
-        scale: float32, shaped by the granularity (module docstring).
-        zero_point: int32, the shape of `scale`; ignored by float formats.
-        format: name of a format with integer codes or a float of at most 8 bits.
-        axis: see the module docstring.
-        block_size: see the module docstring.
-        low: smallest integer code; default: that of the format.
-        high: largest integer code; default: that of the format.
+        x: Floats, any shape.
+        scale: Scales, float32, shaped by the granularity (module docstring).
+        zero_point: Zero points, int32, the shape of `scale`; only integer formats use them.
+        format: Name of a format that needs a scale.
+        axis: Dimension of the scales, see the module docstring.
+        block_size: Values per scale, see the module docstring.
+        low: Smallest integer code; default: the format's.
+        high: Largest integer code; default: the format's.
 
     Source:
         Esser et al. 2020, "Learned Step Size Quantization", equations 1 to 3 and section 2.2.
@@ -307,7 +307,7 @@ grouped_mm.register_autograd(_gradient_of_grouped_mm, setup_context=_keep_factor
 
 
 Measurement = tuple[str, str, int | None, int, str, int, float]
-"""The arguments of `dynamic_qparams` behind the tensor."""
+"""Arguments of `dynamic_qparams` after the tensor."""
 
 
 @torch.library.custom_op("quark_fx::dynamic_qparams", mutates_args=())
@@ -324,14 +324,14 @@ def dynamic_qparams(
     """Return scale (float32) and zero point (int32) of the range of `x`, measured now.
 
     Args:
-        x: floating point, any shape.
-        format: name of a format with integer codes or a float of at most 8 bits.
-        symmetry: a `Symmetry` value.
-        axis: see the module docstring.
-        block_size: see the module docstring; 0 goes with `axis=None`, for one scale.
-        scale_type: a `ScaleType` value: `"float32"`, or one of 8 bits.
-        group_size: of the groups that blocks of `block_size` share an exponent in, but for one bit; 0 for none.
-        ratio: share of the range that is kept, 1 with scales of 8 bits; what lies beyond saturates.
+        x: Floats, any shape.
+        format: Name of a format that needs a scale.
+        symmetry: Value of `Symmetry`.
+        axis: Dimension of the scales, see the module docstring.
+        block_size: Values per scale, see the module docstring; 0 goes with `axis=None`, for one scale.
+        scale_type: Value of `ScaleType`: `"float32"`, or one with 8 bits.
+        group_size: Values per group, in which blocks share an exponent except for one bit; 0 for none.
+        ratio: Share of the range to keep, 1 with scales of 8 bits; the rest saturates.
 
     Source:
         https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html, for uint8 per tensor;
@@ -361,7 +361,7 @@ def _cut_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
     ctx.mark_non_differentiable(*output)
 
 
-# A range that is measured is a constant to the gradient, as one that is calibrated.
+# Measured ranges are constants to gradients, like calibrated ones.
 dynamic_qparams.register_autograd(_no_gradient, setup_context=_cut_both)
 
 
@@ -456,7 +456,7 @@ SHAPES: dict[Any, Any] = {
     torch.ops.quark_fx.quantize.default: _quantized,
     torch.ops.quark_fx.dequantize.default: _dequantized,
 }
-"""What makes an empty result of an operator, in a third of the time that a call with fake tensors takes."""
+"""Functions that make an empty result of an operator, three times as fast as a call with fake tensors."""
 
 __all__ = [
     "SHAPES",

@@ -16,7 +16,7 @@ from quark_fx.system import accelerator
 
 
 class Symmetry(StrEnum):
-    """How the codes lie around zero."""
+    """Position of the codes around zero."""
 
     ASYMMETRIC = "asymmetric"
     """A zero point; every code is used."""
@@ -27,14 +27,13 @@ class Symmetry(StrEnum):
     """Zero point in the middle and every code used: int8 uses -128 … 127, scale `amax / 127.5`."""
     SIGN_AWARE = "sign_aware"
     """Zero point 0 and every code used, for weights: the scale is `amax / 128` for int8, and negative where the largest
-    magnitude is a positive value, so that it falls on -128, which has no counterpart."""
+    magnitude is a positive value, so that it falls on -128, which lacks a positive counterpart."""
     OFFSET = "offset"
-    """For weights in unsigned integers: every code is used, and code 0 stands for a real number of its own kind of
-    scale, the offset, instead of a whole number of steps."""
+    """For weights in unsigned integers: every code is used; an offset, stored like a scale, is the value of code 0."""
 
 
 class ScaleType(StrEnum):
-    """Which scales are allowed."""
+    """Kind of scales."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -42,8 +41,8 @@ class ScaleType(StrEnum):
     POWER_OF_TWO = "power_of_two"
     """The smallest power of two that is not below the ideal scale: rounding up never overflows the range."""
     E8M0_FLOOR = "e8m0_floor"
-    """A power of two in 8 bits: the exponent of the largest magnitude, less that of the format's largest value. What
-    lies above that value saturates (OCP Microscaling Formats v1.0, section 6.3)."""
+    """A power of two in 8 bits: the exponent of the largest magnitude less the exponent of the format's largest value.
+    Larger values saturate (OCP Microscaling Formats v1.0, section 6.3)."""
     E8M0_EVEN = "e8m0_even"
     """The same, of the largest magnitude rounded half up to the mantissa of the format: it does not saturate where it
     would round to the next power of two."""
@@ -53,8 +52,8 @@ class ScaleType(StrEnum):
     """Two levels: an E4M3 float per group, times one float32 per tensor that maps the largest magnitude of the tensor
     to the largest E4M3 float (NVIDIA NVFP4)."""
     UINT4_FLOAT16 = "uint4_float16"
-    """Two levels: a whole number of 4 bits, from 0, per sub-group, times one float16 per group (`Q2_K`). Offsets
-    likewise, with a float16 of their own."""
+    """Two levels: an unsigned 4-bit integer per sub-group times one float16 per group (`Q2_K`). Offsets have the same
+    form, with another float16."""
     UINT6_FLOAT16 = "uint6_float16"
     """The same with 6 bits (`Q4_K`, `Q5_K`)."""
     INT6_FLOAT16 = "int6_float16"
@@ -64,22 +63,22 @@ class ScaleType(StrEnum):
 
     @property
     def multiples(self) -> IntFormat | None:
-        """The whole numbers that one float16 per group is multiplied by; `None` for other kinds."""
+        """Format of the integers that one float16 per group is multiplied by; `None` for other kinds."""
         return _MULTIPLES.get(self)
 
     @property
     def is_e8m0(self) -> bool:
-        """Whether scales are powers of two in 8 bits, 2**-127 to 2**127."""
+        """True if scales are powers of two in 8 bits, 2**-127 to 2**127."""
         return self in (ScaleType.E8M0_FLOOR, ScaleType.E8M0_EVEN, ScaleType.E8M0_CEIL)
 
     @property
     def is_8_bit(self) -> bool:
-        """Whether one byte holds the scale of a group."""
+        """True if one byte holds the scale of a group."""
         return self.is_e8m0 or self is ScaleType.FP8_E4M3
 
     @property
     def bits(self) -> int:
-        """Of a scale when stored; of two levels, that of a sub-group."""
+        """Bits of a stored scale; with two levels, of the integer of a sub-group."""
         if self.multiples is not None:
             return self.multiples.bits
         return 8 if self.is_8_bit else 16 if self is ScaleType.FLOAT16 else 32
@@ -100,12 +99,12 @@ class Scheme:
     A float format that needs a scale is symmetric whatever `symmetry` says: zero is one of its codes.
 
     Args:
-        format: of the codes.
-        symmetry: how they lie around zero.
-        scale_type: which scales are allowed.
-        global_scale: what scales of `ScaleType.FP8_E4M3` are multiples of, see `global_scale`; by default that of the
-            ranges a call is given.
-        reduce_range: use half of an integer format's codes: -64 to 64 of int8, 0 to 127 of uint8.
+        format: Number format of the codes.
+        symmetry: Position of the codes around zero.
+        scale_type: Kind of scales.
+        global_scale: Unit of scales of `ScaleType.FP8_E4M3`, see `global_scale_of`; by default it follows the ranges of
+            each call.
+        reduce_range: Use half of an integer format's codes: -64 to 64 of int8, 0 to 127 of uint8.
     """
 
     format: Format
@@ -151,7 +150,7 @@ class Scheme:
 
     @property
     def one_more_below(self) -> bool:
-        """Whether there is one more code below the zero point than above, as in two's complement."""
+        """True if one more code lies below the zero point than above: two's complement."""
         return self.format.is_integer and self.middle - self.qmin > self.qmax - self.middle
 
     @property
@@ -185,7 +184,7 @@ class QParams:
     zero_point: Tensor
 
     def saturates(self, low: float, high: float, scheme: Scheme) -> bool:
-        """Tell whether rounding with one scale cuts what a clamp to `[low, high]`, which may be infinite, cuts."""
+        """Return True if saturation with one scale implies a clamp to `[low, high]`, which can be infinite."""
         if not scheme.format.is_integer:
             return False
         scale, zero_point = float(self.scale), int(self.zero_point)
@@ -232,16 +231,16 @@ def unchecked_affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QPara
     """Do what `affine_qparams` does, for bounds that `require_range` has checked."""
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
     if scheme.symmetric:
-        found = symmetric_qparams(torch.maximum(-low, high), scheme, high)
+        symmetric = symmetric_qparams(torch.maximum(-low, high), scheme, high)
         if scheme.symmetry is Symmetry.SIGN_AWARE:
-            return QParams(torch.where(high > -low, -found.scale, found.scale), found.zero_point)
-        return found
+            return QParams(torch.where(high > -low, -symmetric.scale, symmetric.scale), symmetric.zero_point)
+        return symmetric
     steps = scheme.qmax - scheme.qmin
     ideal = (high - low) / steps
     scale = constrain_scale(ideal, scheme.scale_type)
     if scheme.symmetry is Symmetry.OFFSET:
         return QParams(scale, constrain_offset(low, scheme.scale_type))
-    # A float32 scale is the ideal one but for rounding, which must not decide a zero point that lies on a tie.
+    # Rounding the scale to float32 must not decide ties of zero points.
     exact = (scheme.scale_type is ScaleType.FLOAT32) & (ideal >= torch.finfo(torch.float32).tiny)
     zero_point = (scheme.qmin - low / torch.where(exact, ideal, scale.double())).round().clamp(scheme.qmin, scheme.qmax)
     return QParams(scale, zero_point.to(torch.int32))
@@ -265,19 +264,19 @@ def symmetric_qparams(amax: Tensor, scheme: Scheme, high: Tensor | None = None) 
 def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor | float | None = None) -> Tensor:
     """Return the float32 scale of kind `scale_type` for an `ideal` one (float64, non-negative).
 
-    A scale too small for a normal float32 is that of a tensor of zeros, and becomes 1 (one global scale). Scales of two
-    levels are rounded by `two_levels`; of these, one that is too small becomes the smallest float32 instead of 1, which
-    would be the largest of its group.
+    A scale too small for a normal float32 belongs to a tensor of zeros, and becomes 1 (one global scale). With two
+    levels it becomes the smallest float32 instead, because 1 would be the largest of its group; `two_levels` rounds
+    these.
 
     Args:
-        ideal: any shape.
-        scale_type: powers of two are not below the ideal scale, others the nearest.
-        global_scale: for `ScaleType.FP8_E4M3`; by default that of the largest of the ideal scales.
+        ideal: Ideal scales, any shape.
+        scale_type: Kind of scales; powers of two are not below the ideal scale, others are the nearest.
+        global_scale: Unit for `ScaleType.FP8_E4M3`; by default it follows the largest ideal scale.
     """
     if scale_type is ScaleType.FP8_E4M3:
-        wanted = ideal.float()
-        unit = _global_scale(wanted.amax() / _E4M3_MAX) if global_scale is None else like(wanted, global_scale)
-        return _two_level(wanted, wanted / unit, unit)
+        target = ideal.float()
+        unit = _global_scale(target.amax() / _E4M3_MAX) if global_scale is None else like(target, global_scale)
+        return _two_level(target, target / unit, unit)
     if scale_type.is_e8m0:
         scale = torch.where(ideal == 0, 1.0, ideal.clamp(2.0**-127, 2.0**127))
     else:
@@ -301,7 +300,7 @@ def constrain_offset(ideal: Tensor, scale_type: ScaleType) -> Tensor:
 
 
 def allowed_scales(scale: Tensor, scale_type: ScaleType) -> Callable[[Tensor], Tensor]:
-    """Return what makes of ideal scales, float64 and not negative, those that may stand in the place of `scale`."""
+    """Return a function from ideal scales, float64 and not negative, to scales that can replace `scale`."""
     unit = recover_global_scale(scale) if scale_type is ScaleType.FP8_E4M3 else None
     return partial(constrain_scale, scale_type=scale_type, global_scale=unit)
 
@@ -312,22 +311,22 @@ def block_scale(
     """Return the scales of blocks whose largest magnitude is `amax`, for a scheme with 8-bit scales.
 
     Args:
-        amax: float32, any shape, not negative.
-        scheme: symmetric.
-        global_scale: for `ScaleType.FP8_E4M3`, shape `()`, instead of the scheme's.
-        high: the largest value of each block that is not negative, float32; default: `amax`. Two's complement has one
-            more code below zero than above, so that no negative value raises an exponent.
+        amax: Largest magnitudes, float32, any shape.
+        scheme: Symmetric scheme.
+        global_scale: Unit for `ScaleType.FP8_E4M3`, shape `()`, instead of the scheme's.
+        high: Largest value of each block that is not negative, float32; default: `amax`. Two's complement has one more
+            code below zero than above, so negative values do not raise the exponent.
 
     Returns:
         float32, the shape of `amax`. The scale of a block of zeros is 1 (one global scale); of one that holds NaN or
-        infinity it is NaN, and so is all that is dequantized with it.
+        infinity it is NaN, and so are its dequantized values.
 
     Source:
         OCP Microscaling Formats v1.0, section 6.3; NVIDIA's NVFP4, as TensorRT Model Optimizer computes it.
     """
     if scheme.scale_type is ScaleType.FP8_E4M3:
-        given = scheme.global_scale if global_scale is None else global_scale
-        unit = global_scale_of(amax.amax(), scheme) if given is None else like(amax, given)
+        unit_scale = scheme.global_scale if global_scale is None else global_scale
+        unit = global_scale_of(amax.amax(), scheme) if unit_scale is None else like(amax, unit_scale)
         # A global scale has 20 bits: the product is exact.
         return _two_level(amax, amax / (scheme.largest * unit), unit)
     power = _power(amax, scheme, below=True)
@@ -370,23 +369,23 @@ def recover_global_scale(scale: Tensor) -> Tensor:
     """Return a float32 of shape `()` whose quotient with every one of `scale` is an E4M3 float, exactly.
 
     Args:
-        scale: scales of `ScaleType.FP8_E4M3` with one global scale, of one or several tensors; float32.
+        scale: Scales of `ScaleType.FP8_E4M3` with one global scale, of one or several tensors; float32.
 
     Raises:
-        ValueError: if there is none, as for tensors with different global scales.
+        ValueError: If there is none, such as for tensors with different global scales.
     """
     # The largest scale is one of the E4M3 floats times the global scale; the quotient of an exact product is exact.
-    known: Tensor = scale.unique()
+    scales: Tensor = scale.unique()
     codes = FP8_E4M3.levels().to(scale).flip(0)
-    units: Tensor = known[-1] / codes[codes > 0]
-    if len(known) > len(units):
-        raise ValueError(f"{len(known)} different scales are no E4M3 floats times one global scale")
-    multiples = known / units[:, None]
-    held = multiples.clamp(max=_E4M3_MAX).to(FP8_E4M3.dtype).float()
-    exact = ((held == multiples) & (held * units[:, None] == known)).all(1).nonzero()
+    units: Tensor = scales[-1] / codes[codes > 0]
+    if len(scales) > len(units):
+        raise ValueError(f"{len(scales)} different scales are not E4M3 floats times one global scale")
+    multiples = scales / units[:, None]
+    rounded = multiples.clamp(max=_E4M3_MAX).to(FP8_E4M3.dtype).float()
+    exact = ((rounded == multiples) & (rounded * units[:, None] == scales)).all(1).nonzero()
     if len(exact):
         return units[exact[0, 0]]
-    raise ValueError("these scales are no E4M3 floats times one global scale")
+    raise ValueError("these scales are not E4M3 floats times one global scale")
 
 
 def _global_scale(ideal: Tensor) -> Tensor:
@@ -408,17 +407,17 @@ def like(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def _two_level(size: Tensor, multiple: Tensor, unit: Tensor) -> Tensor:
-    """Return the multiple of `unit` that E4M3 holds, nearest to `multiple`; one `unit` where `size` is zero."""
-    held = FP8_E4M3.round_(multiple.clamp(_E4M3_TINY, _E4M3_MAX))
-    return torch.where(size == 0, 1.0, held) * unit
+    """Return E4M3 floats nearest to `multiple`, times `unit`; one `unit` where `size` is zero."""
+    rounded = FP8_E4M3.round_(multiple.clamp(_E4M3_TINY, _E4M3_MAX))
+    return torch.where(size == 0, 1.0, rounded) * unit
 
 
 def share_scale(own: Tensor, group: Tensor) -> Tensor:
     """Return the scales of sub-blocks that share the exponent of their group but for one bit.
 
     Args:
-        own: what each would have by itself, powers of two.
-        group: of the group it is in, the shape of `own`.
+        own: Scales that fit each sub-block alone, powers of two.
+        group: Scales of their groups, in the shape of `own`.
 
     Source:
         Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3.

@@ -19,17 +19,17 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, ou
     """Return `(codes - zero_point) * scale`, the values that codes stand for.
 
     Args:
-        codes: in the type to compute in.
-        scale: broadcasts over `codes`.
-        zero_point: likewise; `None` for zero.
-        out: where to put them, perhaps `codes`; default: a new tensor.
+        codes: Codes in the type to compute in.
+        scale: Scales that broadcast over `codes`.
+        zero_point: Zero points that broadcast over `codes`; `None` for zero.
+        out: Tensor for the values, perhaps `codes`; default: a new one.
     """
     shifted = codes if zero_point is None else torch.sub(codes, zero_point, out=out)
     return torch.mul(shifted, scale, out=out)
 
 
 def dequantized_like(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor for what codes stand for."""
+    """Return an empty tensor for dequantized codes."""
     if fmt.vector == 1:
         return torch.empty_like(codes, dtype=dtype)  # of the same memory layout
     return codes.new_empty(fmt.shape_of(codes), dtype=dtype)
@@ -45,12 +45,12 @@ class QuantizedTensor:
     """Codes with their scales: `(codes - zero_point) * scale`, or `codes * scale + offset`.
 
     Attributes:
-        codes: in the format's dtype (sub-byte codes in one byte each), any shape.
-        scale: of shape `layout.scale_shape`.
-        zero_point: of the shape of `scale`, or `()`. Whole numbers, in an integer dtype, zero for floats; or, in
-            float32, offsets: what code 0 stands for (`Symmetry.OFFSET`).
-        format: of the codes.
-        layout: which scale belongs to which code.
+        codes: Codes in the format's dtype (sub-byte codes in one byte each), any shape.
+        scale: Scales, of shape `layout.scale_shape`.
+        zero_point: Integers, 0 unless codes are integers, or offsets in float32, the values of code 0
+            (`Symmetry.OFFSET`); in the shape of `scale` or `()`.
+        format: Number format of the codes.
+        layout: Assignment of scales to values.
     """
 
     codes: Tensor
@@ -83,54 +83,51 @@ class QuantizedTensor:
 
     @property
     def axis(self) -> int | None:
-        """The dimension the scales vary along, as `quark_fx.numbers.ops` takes it."""
+        """Dimension that the scales vary along, an argument of `quark_fx.numbers.ops`."""
         return self.layout.axis
 
     @property
     def block_size(self) -> int:
-        """Values per scale along `axis`, 0 for one scale per index, as `quark_fx.numbers.ops` takes it."""
+        """Values per scale along `axis`, 0 for one scale per index, an argument of `quark_fx.numbers.ops`."""
         return 0 if self.layout.flat else self.layout.block
 
     @property
     def is_float(self) -> bool:
-        """Whether the codes are floats."""
+        """True if the codes are floats."""
         return self.format.is_float
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether every zero point is zero, and no offset."""
+        """True if every zero point is zero, and not an offset."""
         return not self.format.is_integer or not (self.has_offsets or bool(self.zero_point.any()))
 
     @property
     def has_offsets(self) -> bool:
-        """Whether code 0 stands for a number of its own, which `zero_point` holds."""
+        """True if `zero_point` holds offsets, the values of code 0."""
         return self.zero_point.is_floating_point()
 
     @property
     def points(self) -> Tensor:
-        """The zero points, float32, in steps: that of an offset may lie between codes.
-
-        What they make of codes is what the tensor stands for but for float32 rounding.
-        """
+        """Zero points in steps, float32; offsets make them fractions, exact up to float32 rounding."""
         return -self.zero_point / self.scale if self.has_offsets else self.zero_point.float()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return what the codes stand for, computed in float32."""
+        """Return the values of the codes, computed in float32."""
         result = dequantized_like(self.codes, self.format, dtype)
-        # The float32 values of a large weight beside its spread scales would take several times what the result does.
+        # All float32 values and spread scales of a large weight would take several times the memory of the result.
         for rows, part in self.pieces():
             result[rows] = part.decoded()
         return result
 
     def decoded(self) -> Tensor:
-        """Return what the codes stand for, float32, all at once: `dequantize` does it in pieces."""
+        """Return the values of the codes, float32, all at once; `dequantize` works in pieces."""
         codes, scale = self.format.decode(self.codes), self.layout.spread(self.scale)
         if self.has_offsets:
             return decode(codes, scale).add_(self.layout.spread(self.zero_point))
         return decode(codes, scale, self.layout.spread(self.zero_point) if self.format.is_integer else None)
 
     def pieces(self) -> Iterator[tuple[slice | EllipsisType, QuantizedTensor]]:
-        """Yield some rows (of dimension 0) at a time, as an index and what they are quantized to."""
+        """Yield an index of a few rows (of dimension 0) and their codes, for all rows."""
         for rows in self.layout.pieces(values_at_once(self.codes)):
             yield rows, self[rows]
 
@@ -154,7 +151,7 @@ class QuantizedTensor:
         return replace(self, **parts)
 
     def signed(self) -> QuantizedTensor:
-        """Return the same values in codes of the signed format of as many bits; what has offsets, as it is."""
+        """Return the same values in the signed format of as many bits; a tensor with offsets, unchanged."""
         if not self.format.is_integer or self.format.signed or self.has_offsets:
             return self
         half, bits = 1 << (self.format.bits - 1), self.format.bits
@@ -163,12 +160,12 @@ class QuantizedTensor:
         return replace(self, codes=codes.to(signed.dtype), zero_point=self.zero_point - half, format=signed)
 
     def sqnr(self, real: Tensor) -> float:
-        """Return the signal to quantization noise ratio in dB, `real` being what was quantized."""
+        """Return the signal to quantization noise ratio in dB; `real` is the tensor before quantization."""
         signal = noise = 0.0
         for rows, part in self.pieces():
-            some = real[rows].float()
-            signal += float(torch.linalg.vector_norm(some)) ** 2
-            noise += float(torch.linalg.vector_norm(part.decoded().sub_(some))) ** 2
+            values = real[rows].float()
+            signal += float(torch.linalg.vector_norm(values)) ** 2
+            noise += float(torch.linalg.vector_norm(part.decoded().sub_(values))) ** 2
         return _decibels(signal, noise)
 
 

@@ -21,9 +21,9 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Multiply each run of `a * b` values along the last dimension of `x` by the Kronecker product of two matrices.
 
     Args:
-        x: floating point; its last dimension is a multiple of `a * b`.
-        left: of shape (a, a), in the type of `x`.
-        right: of shape (b, b), likewise.
+        x: Floats; the last dimension is a multiple of `a * b`.
+        left: Matrix of shape (a, a), in the type of `x`.
+        right: Matrix of shape (b, b), in the type of `x`.
     """
     a, b = left.shape[0], right.shape[0]
     runs = x.reshape(*x.shape[:-1], x.shape[-1] // (a * b), a, b)
@@ -39,8 +39,8 @@ class Rotation:
     """An orthogonal matrix, the Kronecker product of two.
 
     Attributes:
-        left: of shape (a, a), float64.
-        right: of shape (b, b), float64.
+        left: Matrix of shape (a, a), float64.
+        right: Matrix of shape (b, b), float64.
     """
 
     left: Tensor
@@ -51,10 +51,10 @@ class Rotation:
         """Return a random Hadamard matrix of a size, or a random orthogonal one where `hadamard` constructs none.
 
         Args:
-            size: n >= 1.
-            generator: of signs, and of factors that are no Hadamard matrices.
-            keeps_mean: a vector keeps the mean of its entries, so that LayerNorm commutes.
-            whole: one factor, as what keeps means spreads outliers better when it is large.
+            size: Number of rows, at least 1.
+            generator: Generator of signs, and of factors that are not Hadamard matrices.
+            keeps_mean: Keep the mean of a vector, so that LayerNorm commutes.
+            whole: Use one factor: matrices that keep means spread outliers better when they are large.
 
         Source:
             Random Hadamard matrices: Ashkboos et al. 2024 (QuaRot). `keeps_mean` is ours: a reflection takes the image
@@ -75,7 +75,7 @@ class Rotation:
 
     @property
     def keeps_mean(self) -> bool:
-        """Whether a vector keeps the mean of its entries: the rows add up to one."""
+        """True if vectors keep the mean of their entries: the rows add up to one."""
         whole = torch.outer(self.left.sum(1), self.right.sum(1))
         return bool(((whole - 1).abs() < 1e-6).all())
 
@@ -94,7 +94,7 @@ class Rotation:
 
 
 _WORTH = 4
-"""A pair of Hadamard matrices is used if it costs at most this many times what the cheapest pair of factors costs."""
+"""Largest cost of a pair of Hadamard matrices, in costs of the cheapest pair of factors."""
 
 
 def factors(size: int) -> tuple[int, int]:
@@ -155,11 +155,11 @@ def _bordered(prime: int, sign: float) -> Tensor:
     squares[(torch.arange(1, prime) ** 2) % prime] = True
     numbers = torch.arange(prime)
     difference = (numbers[:, None] - numbers[None]) % prime
-    made = torch.ones(prime + 1, prime + 1, dtype=torch.float32)
-    made[0, 0], made[1:, 0] = 0, sign
-    made[1:, 1:] = torch.where(squares[difference], 1.0, -1.0)
-    made[1:, 1:].fill_diagonal_(0)
-    return made
+    matrix = torch.ones(prime + 1, prime + 1, dtype=torch.float32)
+    matrix[0, 0], matrix[1:, 0] = 0, sign
+    matrix[1:, 1:] = torch.where(squares[difference], 1.0, -1.0)
+    matrix[1:, 1:].fill_diagonal_(0)
+    return matrix
 
 
 def _is_prime(number: int) -> bool:
@@ -167,20 +167,20 @@ def _is_prime(number: int) -> bool:
 
 
 def _random(size: int, generator: torch.Generator, *, keeps_mean: bool) -> Tensor:
-    known = hadamard(size)
+    constructed = hadamard(size)
     if size == 1:
-        made: Any = torch.ones(1, 1, dtype=torch.float64)
-    elif known is None:
-        made = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+        matrix: Any = torch.ones(1, 1, dtype=torch.float64)
+    elif constructed is None:
+        matrix = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
     else:
         signs = torch.randint(2, (size, 1), generator=generator, dtype=torch.float64) * 2 - 1
-        made = signs * known.double() / math.sqrt(size)
+        matrix = signs * constructed.double() / math.sqrt(size)
     if keeps_mean:
         ones = torch.full((size,), 1 / math.sqrt(size), dtype=torch.float64)
-        normal = made @ ones - ones
+        normal = matrix @ ones - ones
         if (length := float(normal @ normal)) > 1e-12:
-            made = made - torch.outer(normal, normal @ made) * (2 / length)
-    return made.contiguous()  # type: ignore[no-any-return]
+            matrix = matrix - torch.outer(normal, normal @ matrix) * (2 / length)
+    return matrix.contiguous()  # type: ignore[no-any-return]
 
 
 __all__ = ["Rotation", "factors", "hadamard"]

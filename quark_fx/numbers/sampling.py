@@ -13,9 +13,9 @@ def spread_indices(count: int, most: int, seed: int = 0) -> Tensor:
     each attention head, or the same source of interleaved data.
 
     Args:
-        count: number of indices.
-        most: indices to return, if there are more.
-        seed: of the draw.
+        count: Number of indices.
+        most: Number to return, if there are more.
+        seed: Seed of the draw.
 
     >>> spread_indices(3, 8)
     tensor([0, 1, 2])

@@ -1,4 +1,4 @@
-"""Scales of sub-groups that are whole numbers times one float16 per group, as llama.cpp's K-quants have them."""
+"""Scales of sub-groups that are integers times one float16 per group: llama.cpp's K-quants."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from quark_fx.numbers.qparams import QParams, ScaleType
 
 _HALF = torch.finfo(torch.float16)
 _SUBNORMAL = 2.0**-24
-"""The smallest float16 above zero: with few bits it is still a factor that a file holds."""
+"""Smallest float16 above zero: with few bits it is still a factor that files can store."""
 
 
 def two_levels(qparams: QParams, scale_type: ScaleType, axis: int, count: int) -> QParams:
-    """Return scales, and offsets if there are any, rounded to what two levels hold.
+    """Return scales, and offsets if there are any, rounded to two levels.
 
-    The largest of a group takes the outermost whole number. No scale becomes zero; an offset may.
+    The largest of a group takes the outermost integer. Offsets can become zero, scales cannot.
 
     Args:
-        qparams: one per sub-group.
-        scale_type: of two levels.
-        axis: dimension that sub-groups lie along.
-        count: of sub-groups in a group; the last group may have fewer.
+        qparams: Scales and offsets, one per sub-group.
+        scale_type: Scale type with two levels.
+        axis: Dimension that sub-groups lie along.
+        count: Number of sub-groups in a group; the last group can have fewer.
     """
     fmt = scale_type.multiples
     assert fmt is not None
@@ -46,34 +46,34 @@ def _rounded(values: Tensor, fmt: IntFormat, axis: int, count: int, *, nonzero: 
 
 
 def units(values: Tensor, fmt: IntFormat, count: int) -> tuple[Tensor, Tensor]:
-    """Return float16 factors and whole numbers whose products are `values`, exactly.
+    """Return float16 factors and integers with `values` as products, exactly.
 
     Args:
-        values: of `two_levels`, shape (rows, sub-groups), float32.
-        fmt: of the whole numbers.
-        count: of sub-groups in a group, which divides their number.
+        values: Scales or offsets that `two_levels` returned, shape (rows, sub-groups), float32.
+        fmt: Format of the integers.
+        count: Number of sub-groups in a group; it divides the number of sub-groups.
 
     Returns:
-        Factors, float16, shape (rows, groups), and whole numbers, float32, shape (rows, groups, count).
+        Factors, float16, shape (rows, groups), and integers, float32, shape (rows, groups, count).
 
     Raises:
-        ValueError: if there are none, as for scales that were changed one by one.
+        ValueError: If there are none, such as for scales that were changed one by one.
     """
     groups = values.unflatten(1, (-1, count)).flatten(0, 1)
     outermost = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    unit, left = torch.ones_like(outermost), torch.arange(len(groups), device=values.device)
+    unit, rest = torch.ones_like(outermost), torch.arange(len(groups), device=values.device)
     for multiple in sorted(range(fmt.qmin, fmt.qmax + 1), key=abs, reverse=True):
-        if multiple == 0 or not len(left):
+        if multiple == 0 or not len(rest):
             continue
-        tried = outermost[left] / multiple
-        whole = (groups[left] / torch.where(tried == 0, 1.0, tried)).round()
-        held = tried.half().float()
-        found = (held * whole == groups[left]) & (whole >= fmt.qmin) & (whole <= fmt.qmax)
-        exact = found.all(-1)
-        unit[left[exact]] = torch.where(held == 0, 1.0, held)[exact]
-        left = left[~exact]
-    if len(left):
-        raise ValueError(f"{len(left)} groups have scales that are no whole numbers of {fmt.bits} bits times a float16")
+        ideal = outermost[rest] / multiple
+        whole = (groups[rest] / torch.where(ideal == 0, 1.0, ideal)).round()
+        factor = ideal.half().float()
+        matches = (factor * whole == groups[rest]) & (whole >= fmt.qmin) & (whole <= fmt.qmax)
+        exact = matches.all(-1)
+        unit[rest[exact]] = torch.where(factor == 0, 1.0, factor)[exact]
+        rest = rest[~exact]
+    if len(rest):
+        raise ValueError(f"{len(rest)} groups have scales that are not {fmt.bits}-bit integers times a float16")
     shape = len(values), -1
     return unit.half().reshape(shape), (groups / unit).round().reshape(*shape[:1], -1, count)
 

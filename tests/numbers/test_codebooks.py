@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from pathlib import Path
 
 import onnxruntime
 import pytest
 import torch
-from extensions.normal_float import NF4
 from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
@@ -22,8 +22,17 @@ from quark_fx.plan.weights import quantize_tensor
 from quark_fx.targets import ONNX, TORCH
 
 TABLE = torch.randint(1, 8, (16, 8), generator=torch.Generator().manual_seed(0)).float() / 4
-VECTORS = register_format(Codebook("vectors8", tuple(map(tuple, (TABLE - 1).tolist()))))
-SIGNED = register_format(Codebook("signed8", tuple(map(tuple, TABLE.tolist())), signs=True))
+VECTORS = Codebook("vectors8", tuple(map(tuple, (TABLE - 1).tolist())))
+SIGNED = Codebook("signed8", tuple(map(tuple, TABLE.tolist())), signs=True)
+
+
+@pytest.fixture(autouse=True)
+def nf4() -> Codebook:
+    """Register the formats for one test: other files run over all that are registered."""
+    book: Codebook = importlib.import_module("extensions.normal_float").NF4
+    for fmt in (VECTORS, SIGNED, *([] if "nf4" in FORMATS else [book])):
+        register_format(fmt)
+    return book
 
 
 def groups(fmt: Format, size: int = 32) -> TensorSpec:
@@ -39,28 +48,28 @@ def batches() -> list[Tensor]:
     return [rand(32, 64) @ mix for _ in range(3)]
 
 
-def test_a_number_becomes_the_nearest_in_the_table() -> None:
-    levels = torch.tensor(NF4.values)
+def test_a_number_becomes_the_nearest_in_the_table(nf4: Codebook) -> None:
+    levels = torch.tensor(nf4.values)
     x = torch.cat((rand(500) * 3, levels, torch.tensor([torch.inf, -torch.inf])))
-    codes = NF4.encode(x.clone())
+    codes = nf4.encode(x.clone())
     assert codes.dtype == torch.uint8
-    assert NF4.bits == 4
+    assert nf4.bits == 4
     nearest = (x.clamp(-1, 1).unsqueeze(1) - levels).abs().amin(1)
-    assert torch.equal((NF4.decode(codes) - x.clamp(-1, 1)).abs(), nearest)
-    assert torch.equal(NF4.decode(NF4.encode(levels.clone())), levels)
-    assert torch.equal(NF4.pattern_values()[NF4.patterns(codes)], NF4.decode(codes))
-    assert bool(NF4.round_(torch.tensor([torch.nan, 0.6]))[0].isnan())
+    assert torch.equal((nf4.decode(codes) - x.clamp(-1, 1)).abs(), nearest)
+    assert torch.equal(nf4.decode(nf4.encode(levels.clone())), levels)
+    assert torch.equal(nf4.pattern_values()[nf4.patterns(codes)], nf4.decode(codes))
+    assert bool(nf4.round_(torch.tensor([torch.nan, 0.6]))[0].isnan())
 
 
-def test_neighbors_are_those_of_the_table_and_one_gap_beyond_its_ends() -> None:
-    levels = torch.tensor(NF4.values)
-    above, below = NF4.above(levels), NF4.below(levels)
+def test_neighbors_are_those_of_the_table_and_one_gap_beyond_its_ends(nf4: Codebook) -> None:
+    levels = torch.tensor(nf4.values)
+    above, below = nf4.above(levels), nf4.below(levels)
     assert torch.equal(above[:-1], levels[1:])
     assert torch.equal(below[1:], levels[:-1])
     torch.testing.assert_close(above[-1], 2 * levels[-1] - levels[-2], rtol=1e-6, atol=0)
     torch.testing.assert_close(below[0], 2 * levels[0] - levels[1], rtol=1e-6, atol=0)
     between = (levels[1:] + levels[:-1]) / 2
-    torch.testing.assert_close(NF4.step(between), levels.diff(), rtol=0, atol=0)
+    torch.testing.assert_close(nf4.step(between), levels.diff(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fmt", [VECTORS, SIGNED], ids=str)
@@ -104,9 +113,9 @@ def test_operators_round_to_a_table(name: str) -> None:
 @pytest.mark.parametrize(
     "p", [None, GPTQ(), FitScales(), AutoRound(iterations=10), AdaRound(iterations=10)], ids=lambda p: type(p).__name__
 )
-def test_weights_in_nf4_are_learned_and_stay_in_the_table(p: object) -> None:
+def test_weights_in_nf4_are_learned_and_stay_in_the_table(nf4: Codebook, p: object) -> None:
     model, data = mlp(), batches()
-    qmodel = quantize(model, QuantConfig(weight=groups(NF4), passes=() if p is None else (p,), target=TORCH), data)  # type: ignore[arg-type]
+    qmodel = quantize(model, QuantConfig(weight=groups(nf4), passes=() if p is None else (p,), target=TORCH), data)  # type: ignore[arg-type]
     assert bool((qmodel(data[0]) - model(data[0])).norm() < 0.15 * model(data[0]).norm())
     if p is not None:
         assert any(change.changed for row in qmodel.report().passes for change in row.changes)
@@ -127,9 +136,9 @@ def test_a_model_in_vectors_is_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(weight[slice(8, 24)].dequantize(), weight.dequantize()[8:24])
 
 
-def test_onnx_files_hold_nf4_as_a_table(tmp_path: Path) -> None:
+def test_onnx_files_hold_nf4_as_a_table(nf4: Codebook, tmp_path: Path) -> None:
     model, data = mlp(), batches()
-    qmodel = quantize(model, QuantConfig(weight=groups(NF4), target=ONNX), data)
+    qmodel = quantize(model, QuantConfig(weight=groups(nf4), target=ONNX), data)
     qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     (name,) = (i.name for i in session.get_inputs())

@@ -58,7 +58,7 @@ def test_a_short_last_group_has_a_factor_of_its_own() -> None:
 def test_scales_that_are_no_such_products_are_found_out() -> None:
     fmt = ScaleType.UINT6_FLOAT16.multiples
     assert fmt is not None
-    with pytest.raises(ValueError, match="1 groups have scales that are no whole numbers of 6 bits times a float16"):
+    with pytest.raises(ValueError, match="1 groups have scales that are not 6-bit integers times a float16"):
         units(torch.tensor([[1.0, 2.0, 3.0, 1.0 + 2.0**-20], [1.0, 2.0, 3.0, 4.0]]), fmt, 4)
 
 
