@@ -12,7 +12,8 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import images, quantize, rand, seeded
+from captured_once import quantize
+from tiny import images, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

@@ -15,7 +15,8 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from tiny import mlp, quantize, tokens
+from captured_once import quantize
+from tiny import mlp, tokens
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,

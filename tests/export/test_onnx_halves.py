@@ -9,9 +9,10 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from captured_once import quantize
 from onnx import TensorProto
 from test_onnx_blocks import MODELS
-from tiny import quantize, rand, seeded
+from tiny import rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

@@ -9,7 +9,8 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from tiny import quantize, rand
+from captured_once import quantize
+from tiny import rand
 from torch import Tensor, nn
 
 import quark_fx as qfx

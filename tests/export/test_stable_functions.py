@@ -8,7 +8,8 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import quantize, rand
+from captured_once import quantize
+from tiny import rand
 from torch import Tensor, nn
 
 import quark_fx as qfx

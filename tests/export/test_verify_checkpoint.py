@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from captured_once import quantize
 from safetensors.torch import load_file, save_file
 from test_huggingface import FLOAT_ENDS, IDS, quantized
-from tiny import quantize, rand
+from tiny import rand
 from torch import nn
 
 import quark_fx as qfx

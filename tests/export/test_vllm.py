@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from captured_once import quantize
 from safetensors.torch import load_file
-from tiny import quantize, record_of, seeded
+from tiny import record_of, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import quantize, rand, seeded
+from captured_once import quantize
+from tiny import rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
