@@ -272,6 +272,11 @@ def test_formats_by_kind_are_not_chosen_for_operators_that_only_their_kind_tells
         run(model, every, batches, budget=Budget(bits=6.0))
 
 
+def test_a_candidate_is_a_number_format_of_any_size() -> None:
+    specs = [candidate.config.weight for candidate in candidates_of(["int12", "fp7_e3m3", qfx.formats.INT4, INT8])]
+    assert [str(spec.format) for spec in specs if spec is not None] == ["int12", "fp7_e3m3", "int4", "int8"]
+
+
 def test_estimates_are_near_what_operators_add_alone_even_at_two_bits() -> None:
     model, batches = spoiled()
     session = Session(model, batches)

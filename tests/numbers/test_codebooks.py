@@ -19,6 +19,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FORMATS, INT4, Codebook, Format, parse_format, register_format
 from quark_fx.passes import GPTQ, AdaRound, AutoRound, FitScales
 from quark_fx.plan.weights import quantize_tensor
+from quark_fx.solvers.starts import Start
 from quark_fx.targets import ONNX, TORCH
 
 TABLE = torch.randint(1, 8, (16, 8), generator=torch.Generator().manual_seed(0)).float() / 4
@@ -111,7 +112,9 @@ def test_operators_round_to_a_table(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "p", [None, GPTQ(), FitScales(), AutoRound(iterations=10), AdaRound(iterations=10)], ids=lambda p: type(p).__name__
+    "p",
+    [None, GPTQ(), FitScales(), AutoRound(iterations=20, start=Start.CODES), AdaRound(iterations=10)],
+    ids=lambda p: type(p).__name__,
 )
 def test_weights_in_nf4_are_learned_and_stay_in_the_table(nf4: Codebook, p: object) -> None:
     model, data = mlp(), batches()

@@ -7,6 +7,7 @@ import torch
 from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
+import quark_fx as qfx
 from quark_fx import QuantConfig, TensorSpec
 from quark_fx.config.quant_config import Granularity
 from quark_fx.errors import CalibrationError, ConfigError
@@ -69,6 +70,14 @@ def test_solvers_keep_the_scales_of_blocks(p: object) -> None:
         if name.endswith("scale"):
             assert torch.equal(learned.graph_module.get_buffer(name), scale)
             assert len(scale.unique()) <= -(-len(scale) // 16) * scale.shape[1]
+
+
+def test_training_learns_scales_of_channels_but_not_those_of_blocks() -> None:
+    model = seeded(nn.Sequential(nn.Linear(40, 30)))
+    channels = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
+    for spec, learned in ((channels, True), (blocks(INT8, 16, 16), False)):
+        qat = qfx.prepare_qat(quantize(model, QuantConfig(weight=spec, target=TORCH), [rand(4, 40)]), scales=True)
+        assert any("scale" in name for name, _ in qat.named_parameters()) is learned
 
 
 def test_a_convolution_and_a_stack_share_scales_of_output_channels() -> None:
