@@ -163,6 +163,8 @@ def test_broken_models_are_far_away() -> None:
     x = torch.ones(2, 3)
     (found,) = compare(lambda x: x, lambda x: x * math.nan, [x])
     assert math.isnan(found.max_abs)
+    (found,) = compare(lambda x: x > 0, lambda x: x > 0, [x])
+    assert (found.max_abs, found.agreement) == (0, 1)
     (found,) = compare(lambda x: x * 0, lambda x: x * 100, [x])
     assert (found.sqnr, found.cosine) == (-math.inf, 0.0)
 

@@ -59,6 +59,7 @@ def verify(
         "runtime": found.runtime,
         "max_steps": found.max_steps,
         "limit": limit,
+        "verdict": found.verdict,
         "cause": found.cause,
         "skipped": found.skipped,
         "decode_steps": found.decode_steps,
@@ -67,7 +68,9 @@ def verify(
     }
     show(json, data, str(found))
     if not found.max_steps <= limit:
-        if found.unrelated:
+        if not found.comparable:
+            why = found.verdict
+        elif found.unrelated:
             why = "nothing in it resembles what torch computes: is it the file of this model?"
         elif found.decode_steps:
             why = f"the first to be more is {next(d.name for d in found.differences if not d.steps <= limit)}"

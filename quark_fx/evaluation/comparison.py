@@ -81,10 +81,11 @@ class _Sums:
                 f"output {name!r} has shape {tuple(a.shape)} in one model and {tuple(b.shape)} in the other; are they "
                 "the same model?"
             )
-        if a.dim():
+        a, b = a.double(), b.double()  # booleans, too
+        if a.dim() and a.shape[-1]:
             equal = a.argmax(-1) == b.argmax(-1)
             self.same, self.rows = self.same + int(equal.sum()), self.rows + equal.numel()
-        x, y = a.double().flatten(), b.double().flatten()
+        x, y = a.flatten(), b.flatten()
         furthest = float((x - y).abs().max()) if x.numel() else 0.0
         self.largest = furthest if math.isnan(furthest) else max(furthest, self.largest)
         self.left, self.right = self.left + float(x @ x), self.right + float(y @ y)

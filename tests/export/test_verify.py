@@ -113,7 +113,7 @@ def test_what_cannot_be_compared_is_named(fmt: str, tmp_path: Path) -> None:
     quantizers = tuple(node.name for node in calls(qmodel, "quark_fx.quantize"))
     assert [d.name for d in result.differences] == ["output"]
     assert result.skipped == quantizers
-    assert str(result).splitlines()[-1] == f"not compared: {', '.join(quantizers)}"
+    assert str(result).splitlines()[-2:] == [f"not compared: {', '.join(quantizers)}", "verdict: correct"]
     assert qfx.verify(qmodel, path, [rand(4, 8)]).skipped == ()
 
 
@@ -132,8 +132,9 @@ def test_an_output_may_be_called_like_a_quantizer(tmp_path: Path) -> None:
 def test_the_table_has_a_line_per_value(exported: tuple[qfx.QuantizedModel, Path]) -> None:
     qmodel, path = exported
     result = qfx.verify(qmodel, path, images(4), per_node=True)
-    header, *lines = str(result).splitlines()
+    header, *lines, verdict = str(result).splitlines()
     assert header.split()[0] == "name"
+    assert verdict == "verdict: correct"
     assert [line.split()[0] for line in lines] == [d.name for d in result.differences]
     assert result["output"].name == "output"
 
@@ -222,7 +223,7 @@ def test_values_that_are_nan_on_both_sides_are_counted_and_not_called_equal(tmp_
     assert [warning.filename for warning in found] == [__file__]
     assert [d.uncompared for d in result.differences] == [count, 0]
     assert result.max_steps <= 1
-    assert str(result).endswith(f": {count} values not compared, NaN in both")
+    assert f": {count} values not compared, NaN in both\nverdict: correct" in str(result)
 
 
 def test_noise_where_torch_computes_zero_is_not_a_perfect_signal(tmp_path: Path) -> None:
@@ -417,3 +418,105 @@ def test_an_output_that_was_not_compared_is_named() -> None:
         qfx.ConfigError, match=r"unknown output or node 'logit'; choose one of logits; did you mean 'log"
     ):
         verification["logit"]
+
+
+class Calculates(nn.Module):
+    """A linear layer, and what a function makes of it and the input."""
+
+    def __init__(self, function: Callable[[nn.Linear, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 4), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.linear, x)
+
+
+def verified(model: nn.Module, batches: list[Tensor], path: Path, **options: Any) -> Verification:
+    qmodel = quantize(model, "int8_static", batches)
+    return qfx.verify(qmodel, qfx.export.onnx(qmodel, path), batches, **options)
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_an_output_of_random_numbers_is_not_comparable(per_node: bool, tmp_path: Path) -> None:
+    batches = [rand(5, 6)]
+    noisy = seeded(Calculates(lambda linear, x: linear(x) + torch.randn_like(x[:, :4])))
+    found = verified(noisy, batches, tmp_path / "m.onnx", per_node=per_node)
+    where = "the model draws random numbers in aten.randn_like.default at %randn_like"
+    nothing_else = f"not comparable: {where}"
+    assert found.verdict.startswith(f"correct; not comparable are output: {where}" if per_node else nothing_else)
+    assert str(found).endswith(f"verdict: {found.verdict}")
+    assert not found.unrelated
+    assert found.first_wrong is None
+    both = seeded(Calculates(lambda linear, x: (linear(x), linear(x) * torch.rand_like(x[:, :4]))))
+    found = verified(both, batches, tmp_path / "m.onnx", per_node=per_node)
+    assert found.verdict.startswith("correct; not comparable are output_1: the model draws")
+    off = seeded(Calculates(lambda linear, x: nn.functional.scaled_dot_product_attention(*[linear(x)[None]] * 3)))
+    assert verified(off, batches, tmp_path / "m.onnx", per_node=per_node).verdict == "correct"
+
+
+def test_an_output_of_rounding_noise_alone_is_correct(tmp_path: Path) -> None:
+    """A norm of one value is 0 but for rounding, which differs; a layer that computes something else is still wrong."""
+    for model, batch in (
+        (nn.GroupNorm(1, 1), rand(4, 1, 1, 1)),
+        (nn.GroupNorm(1, 1), rand(4, 1, 1, 1, seed=2)),
+        (Calculates(lambda linear, x: linear(x).softmax(-1).sum(-1)), rand(5, 6)),
+    ):
+        found = verified(nn.Sequential(model).eval(), [batch], tmp_path / "m.onnx")
+        assert found.max_steps <= 1
+        assert found.verdict == "correct"
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for index in range(30):
+        convolution = nn.Conv2d(16 if index else 3, 16, 3, padding=1)
+        nn.init.kaiming_normal_(convolution.weight)
+        layers += [convolution, nn.ReLU()]
+    return nn.Sequential(*layers).eval()
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_a_deep_network_is_judged_by_its_nodes_and_by_what_rounding_moves(
+    runtime: Literal["onnxruntime", "openvino"], tmp_path: Path
+) -> None:
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
+    batches = [rand(2, 3, 16, 16, seed=i) for i in range(2)]
+    qmodel = quantize(deep(), "int8_static", batches)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    found = qfx.verify(qmodel, path, batches, runtime=runtime)
+    assert found.max_steps > 1
+    assert found.verdict == "correct up to rounding in a deep network"
+
+    def turned(codes: Any) -> Any:
+        codes[3] = -codes[3]
+        return codes
+
+    tamper(path, lambda t: t.name == "10.weight_codes", turned)
+    found = qfx.verify(qmodel, path, batches, runtime=runtime)
+    assert not found.unrelated
+    # The codes that the sixth convolution makes are the seventh that are made.
+    wrong = calls(qmodel, "quark_fx.quantize")[6].name if runtime == "onnxruntime" else "output"
+    assert found.verdict == f"wrong, from {wrong} on"
+
+
+def test_parts_of_a_joint_output_are_judged_by_their_own_range(tmp_path: Path) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.box, self.score = nn.Linear(8, 4), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.box(x).exp() * 160, self.score(x).sigmoid()], -1)
+
+    batches = [rand(8, 8)]
+    qmodel = quantize(seeded(Head()), "int8_static", batches)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    found = qfx.verify(qmodel, path, batches)
+    assert found.verdict == "correct"
+    tamper(path, lambda t: t.name == "score.weight_codes", lambda codes: codes[::-1])
+    found = qfx.verify(qmodel, path, batches)
+    assert found["output"].steps > 20
+    assert found["output"].step < 0.01
+    assert found.verdict == "wrong, from output on"

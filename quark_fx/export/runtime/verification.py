@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,8 +21,10 @@ from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.checkpoint_verification import checkpoint_answers, is_checkpoint
 from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
+from quark_fx.export.runtime.rounding_noise import disturbed_outputs, random_draws
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
-from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, parameter, results_of, target_name
+from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, parameter, results_of, static_size, target_name
+from quark_fx.graph.operators import argument
 from quark_fx.graph.signature import split_batch
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import parse_format
@@ -81,6 +83,8 @@ class Verification:
         shipped: by node, of those outputs that the file as it is makes otherwise than with its codes shown. ONNX
             Runtime fuses less where codes are outputs, so that the kernels compared by node are not all those that
             run.
+        draws: Where the model draws the random numbers that each output depends on, by output.
+        wrong: The first value that differs by more than rounding explains; empty if none does.
     """
 
     differences: tuple[Difference, ...]
@@ -89,11 +93,35 @@ class Verification:
     shipped: tuple[Difference, ...] = ()
     runtime: Runtime = "onnxruntime"
     decode_steps: int = 0
+    draws: Mapping[str, str] = field(default_factory=dict)
+    wrong: str = ""
+
+    @property
+    def comparable(self) -> tuple[Difference, ...]:
+        """The differences of values that depend on no random numbers."""
+        return tuple(d for d in (*self.differences, *self.shipped) if d.name not in self.draws)
 
     @property
     def first_wrong(self) -> Difference | None:
         """The first difference of more than one quantization step; `None` if there is none."""
-        return next((d for d in (*self.differences, *self.shipped) if not d.steps <= 1), None)
+        return next((d for d in self.comparable if not d.steps <= 1), None)
+
+    @property
+    def verdict(self) -> str:
+        """`"correct"`, `"correct up to rounding in a deep network"`, `"wrong"`, or `"not comparable"`, and why.
+
+        A difference of more than one quantization step is rounding if each quantized value is within a step of what
+        torch computes from the same codes, where the runtime shows these, and if the outputs of torch move as far
+        once every operator rounds a little differently.
+        """
+        drawn = f"the model draws random numbers in {', '.join(dict.fromkeys(self.draws.values()))}"
+        if not self.comparable:
+            return f"not comparable: {drawn}"
+        if self.wrong:
+            return f"wrong, from {self.wrong} on"
+        found = "correct" if self.first_wrong is None else "correct up to rounding in a deep network"
+        others = [d.name for d in self.differences if d.name in self.draws]
+        return f"{found}; not comparable are {', '.join(others)}: {drawn}" if others else found
 
     @property
     def max_steps(self) -> float:
@@ -103,8 +131,8 @@ class Verification:
     @property
     def unrelated(self) -> bool:
         """Whether nothing in the file resembles what torch computes, for no cause that is known."""
-        apart = all(d.sqnr < _UNRELATED_BELOW_DB for d in self.differences)
-        return apart and self.max_steps > 1 and not self.cause
+        apart = all(d.sqnr < _UNRELATED_BELOW_DB for d in self.comparable)
+        return apart and bool(self.wrong) and not self.cause
 
     def __getitem__(self, name: str) -> Difference:
         """Return the difference of an output or a node; raises `ConfigError` for a name that was not compared."""
@@ -136,7 +164,8 @@ class Verification:
         left_out = [
             f"{d.name}: {d.uncompared} values not compared, NaN in both" for d in self.differences if d.uncompared
         ]
-        return "\n".join([header, *lines, *left_out, *skipped, *([self.cause] if self.cause else [])])
+        verdict = f"verdict: {self.verdict}"
+        return "\n".join([header, *lines, *left_out, *skipped, *([self.cause] if self.cause else []), verdict])
 
 
 @checked_call
@@ -220,11 +249,13 @@ def verify(
         raise ExportError(f"{path} cannot be loaded: {error}; {again}") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
     _require_output_names([name for name in names if name not in shown], qmodel, path)
-    steps = _known_steps(qmodel) | dict.fromkeys(shown, 1.0)
-    compared, shipped = _Comparison(steps), _Comparison(steps)
+    steps, parts = _known_steps(qmodel) | dict.fromkeys(shown, 1.0), _joined_parts(qmodel)
+    compared, shipped = _Comparison(steps, parts), _Comparison(steps, parts)
     count = 0
+    first: list[Any] = []
     for batch in as_called(batches):
         leaves = qmodel.signature.flatten(*split_batch(batch))
+        first = first or leaves
         feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         _require_values(feed, count)
         if len(inputs) != len(feed):
@@ -260,12 +291,84 @@ def verify(
         tuple(name for name in quantizers if name not in shown),
         shipped=tuple(d for d in shipped.differences() if d not in differences),
         runtime=runtime,
+        draws=random_draws(qmodel.graph_module, qmodel.signature.output_names),
     )
+    if result.first_wrong is not None:
+        moved = _moved_by_rounding(qmodel, first, [name for name in names if name not in shown])
+        shows = per_node or runtime != "onnxruntime"
+        nodes = () if shows else _first_batch_by_node(qmodel, path, first, optimize, session_options)
+        result = _judged(result, moved, nodes)
     if runtime == "onnxruntime" and result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
         result = replace(result, cause=cause)
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
         warn(f"values that are NaN in torch and in the file were not compared: {unsaid}")
     return result
+
+
+def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: list[str]) -> dict[str, Difference]:
+    """Return how far each output of a batch moves in torch if every operator rounds a little differently."""
+    gm = qmodel.graph_module
+    moved = _Comparison({}, _joined_parts(qmodel))
+    with torch.no_grad():
+        own = [value for value in gm(*leaves) if isinstance(value, Tensor)]
+    for seed in range(_ROUNDINGS):
+        for name, one, other in zip(
+            names, own, (v for v in disturbed_outputs(gm, leaves, seed) if isinstance(v, Tensor)), strict=True
+        ):
+            moved.add(name, one, other)
+    return {difference.name: difference for difference in moved.differences()}
+
+
+def _first_batch_by_node(
+    qmodel: QuantizedModel, path: str | os.PathLike[str], leaves: list[Any], optimize: bool | None, session_options: Any
+) -> tuple[Difference, ...]:
+    """Return the differences of every quantized value of a batch, each computed from the same codes."""
+    shown = set[str]()
+    session = _open(Path(path), qmodel, optimize, session_options, partial(_show_codes, _quantizers(qmodel), shown))
+    feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(session.get_inputs(), feed, strict=True)}
+    results = _run(session, feeds, path, 0)
+    codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
+    compared = _Comparison(_known_steps(qmodel) | dict.fromkeys(shown, 1.0), _joined_parts(qmodel))
+    follower = _Follower(qmodel.graph_module, codes)
+    try:
+        with torch.no_grad():
+            expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
+    except ExportError:  # codes of other sizes: the file is another model's, which its outputs say
+        return ()
+    for name, (own, theirs) in follower.compared.items():
+        compared.add(name, own, theirs)
+    for name, own in zip([name for name in results if name not in shown], expected, strict=True):
+        compared.add(name, own, torch.from_numpy(np.asarray(results[name])))
+    return compared.differences()
+
+
+def _judged(result: Verification, moved: Mapping[str, Difference], nodes: Sequence[Difference]) -> Verification:
+    """Return a result with the first value that rounding does not explain.
+
+    An output of rounding noise alone has no range to measure steps by: its step is how far noise moves it.
+    """
+
+    def with_own_step(difference: Difference) -> Difference:
+        noise = moved.get(difference.name)
+        if noise is None or noise.sqnr >= _UNRELATED_BELOW_DB:
+            return difference
+        return replace(difference, step=max(difference.step, 2 * noise.max_abs))
+
+    def is_rounding(difference: Difference) -> bool:
+        noise = moved.get(difference.name)
+        if difference.steps <= 1 or noise is None:
+            return difference.steps <= 1
+        return difference.sqnr >= min(noise.sqnr, _EXACT_FROM_DB) - _SPREAD_DB
+
+    result = replace(
+        result,
+        differences=tuple(map(with_own_step, result.differences)),
+        shipped=tuple(map(with_own_step, result.shipped)),
+    )
+    by_node = [with_own_step(d) for d in nodes if d.name not in result.draws]
+    wrong = next((d.name for d in by_node if not d.steps <= 1), "")
+    return replace(result, wrong=wrong or next((d.name for d in result.comparable if not is_rounding(d)), ""))
 
 
 def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -> Verification:
@@ -284,7 +387,7 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
                     f"the model of {path} returns no {name or 'lone tensor'}: it was made of another model"
                 )
             compared.add(name or "output", own, found[name])
-    return Verification(compared.differences(), runtime="transformers")
+    return _as_it_is(Verification(compared.differences(), runtime="transformers"))
 
 
 def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decode_steps: int) -> Verification:
@@ -297,7 +400,12 @@ def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decod
             compared.add(name, own, theirs)
     if not compared.pairs:
         raise ExportError(_NO_BATCH)
-    return Verification(compared.differences(), decode_steps=decode_steps)
+    return _as_it_is(Verification(compared.differences(), decode_steps=decode_steps))
+
+
+def _as_it_is(result: Verification) -> Verification:
+    """Return a result whose first difference of more than a step counts as wrong, whatever explains it."""
+    return replace(result, wrong=result.first_wrong.name if result.first_wrong is not None else "")
 
 
 def _open(
@@ -348,6 +456,15 @@ def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batc
 
 _UNRELATED_BELOW_DB = 3.0
 """Signal to noise below which two values have nothing in common: the noise has half of the signal's power."""
+
+_ROUNDINGS = 3
+"""Times that a batch runs with other roundings: one code in many may lie near the middle between two values."""
+
+_EXACT_FROM_DB = 60.0
+"""Signal to noise from which roundings count as having moved nothing."""
+
+_SPREAD_DB = 10.0
+"""How much further than those few times rounding may move an output in the batches that are compared."""
 
 _AGAIN = "write it with qfx.export.onnx again"
 _NO_BATCH = "no batch to verify with; pass at least one"
@@ -449,21 +566,29 @@ class _Comparison:
 
     Args:
         steps: Quantization steps of values, by name, where they are known.
+        parts: Dimension and sizes of what an output joins, by name. Each part has a range of its own, and the one that
+            differs most stands for the output.
     """
 
-    def __init__(self, steps: Mapping[str, float]) -> None:
-        self.steps = steps
-        self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    def __init__(self, steps: Mapping[str, float], parts: Mapping[str, tuple[int, list[int]]] | None = None) -> None:
+        self.steps, self.parts = steps, parts or {}
+        self.pairs: dict[str, list[list[tuple[Tensor, Tensor]]]] = {}
 
     def add(self, name: str, expected: Tensor, got: Tensor) -> None:
         if got.shape != expected.shape:
             shapes = f"{tuple(got.shape)} in the file and {tuple(expected.shape)} in torch"
             raise ExportError(f"{name} has shape {shapes}: the file is not this model's export; {_AGAIN}")
-        pair = (expected.detach().cpu().double().flatten(), got.cpu().double().flatten())
-        self.pairs.setdefault(name, []).append(pair)
+        dim, sizes = self.parts.get(name, (0, expected.shape[:1] if expected.dim() else ()))
+        both = [(value,) if not expected.dim() else value.split(list(sizes), dim) for value in (expected, got)]
+        parts = self.pairs.setdefault(name, [[] for _ in both[0]])
+        for part, own, theirs in zip(parts, *both, strict=True):
+            part.append((own.detach().cpu().double().flatten(), theirs.cpu().double().flatten()))
 
     def differences(self) -> tuple[Difference, ...]:
-        return tuple(self._difference(name, pairs) for name, pairs in self.pairs.items())
+        return tuple(
+            max((self._difference(name, pairs) for pairs in parts), key=lambda difference: difference.steps)
+            for name, parts in self.pairs.items()
+        )
 
     def _difference(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Difference:
         a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
@@ -517,6 +642,19 @@ def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
             if scale.op == "get_attr" and parameter(gm, scale).numel() == 1:
                 steps[name] = float(parameter(gm, scale))
     return steps
+
+
+def _joined_parts(qmodel: QuantizedModel) -> dict[str, tuple[int, list[int]]]:
+    """Return the dimension and sizes of what each output joins, such as boxes in pixels and scores."""
+    found: dict[str, tuple[int, list[int]]] = {}
+    for name, node in zip(qmodel.signature.output_names, results_of(qmodel.graph_module), strict=True):
+        if isinstance(node, Node) and target_name(node) == "aten.cat.default":
+            dim = argument(node, 1) or 0
+            sizes = [static_size(part.meta["val"].shape[dim]) for part in argument(node, 0)]
+            known = [size for size in sizes if size is not None]
+            if len(known) == len(sizes):
+                found[name] = (dim, known)
+    return found
 
 
 def _show_codes(quantizers: list[str], shown: set[str], model: ir.Model) -> None:
