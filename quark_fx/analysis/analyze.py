@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,16 @@ from typing import Any
 
 from torch import nn
 from torch.export import ExportedProgram
+from tqdm import tqdm
 
 from quark_fx.analysis.remedies import Estimates
-from quark_fx.analysis.report import Analysis, Contribution
+from quark_fx.analysis.report import Analysis, Contribution, Remedy
 from quark_fx.analysis.switches import RoundedValue, SwitchedGraph
-from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
+from quark_fx.analysis.trials import Metric, Trials, metric_of, parts_of, samples_in
 from quark_fx.config.named import PRESETS
-from quark_fx.config.quant_config import QuantConfig, takes_configuration
+from quark_fx.config.quant_config import QuantConfig, TensorSpec, takes_configuration
 from quark_fx.errors import ConfigError
+from quark_fx.numbers.formats import INT16
 from quark_fx.plan.placement import Plan
 from quark_fx.quantization import resolve
 from quark_fx.session import Session, divisible
@@ -28,8 +30,18 @@ from quark_fx.system.isolation import isolated
 _NOTABLE = 0.02
 """Share of the error below which an operator gets no remedy."""
 
+_HELPS = 0.01
+"""Share of the error that a change has to take away to be proposed."""
+
+_MUCH = 0.5
+"""Share of the error that 16-bit activations may leave to be worth a word."""
+
 _CULPRIT = 1.5
 """Times the average of all operators that one adds before leaving it in float is proposed."""
+
+
+_Row = tuple[Contribution, list[str], list[int]]
+"""An operator, its node unless none has weights, and the places of what counts to it."""
 
 
 @isolated
@@ -39,19 +51,21 @@ def analyze(
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
     calibration_data: Iterable[Any] | None = None,
     *,
-    metric: str = "error",
+    metric: str | Metric = "error",
     samples: int = 32,
     top: int = 3,
     dynamic_shapes: Any = None,
+    progress: bool = True,
 ) -> Analysis:
     """Return where the error that `quantize` would make comes from, operator by operator, and what helps.
 
     The model is captured and calibrated once. One forward and backward pass with everything rounded gives the
     derivative of the error by how far each value and each weight is rounded, which says what each adds to the error.
     These are estimates, for all operators, and as good as the model is linear in its rounding errors. Measured are, for
-    the `top` of them, the error of their roundings alone and the error without them (`in_float`), and the error of the
-    configuration that is proposed. What other remedies gain is estimated by what the operator alone makes of a few
-    samples.
+    the `top` of them, the error of their roundings alone and the error without them (`in_float`). What other remedies
+    gain is estimated by what the operator alone makes of a few samples. The configuration that is proposed has only
+    changes that were measured to help, each on top of those before it. `advice` says whether to analyze again, and what
+    16-bit activations would bring.
 
     Passes on the float graph run as in `quantize`. Passes that learn codes (`GPTQ`, `AdaRound`, …) do not: the
     analysis is of rounding to nearest, which says where learning is needed.
@@ -61,14 +75,18 @@ def analyze(
         config: as for `quantize`.
         calibration_data: as for `quantize`; ranges are measured on all of it.
         metric: `"error"`, the squared error of the outputs over their square, averaged over outputs, or `"kl"`, the
-            divergence of the classes that the first output's logits say.
+            divergence of the classes that the first output's logits say; or a function of two lists, the tensors of the
+            outputs and those of the float model, that returns a differentiable scalar. With a function, parts of one
+            output can be weighted, such as boxes and scores.
         samples: that errors are measured on, the last ones; whole batches where these cannot be divided.
         top: how many operators are measured and get remedies.
         dynamic_shapes: as for `quantize`.
+        progress: Show how many configurations were measured.
 
     Raises:
-        ConfigError: for an unknown metric, `samples` or `top` that are no counts, a model that returns no floats that
-            depend on its inputs, a quantized one whose outputs are not finite, and as `quantize`.
+        ConfigError: for an unknown metric, or one without a derivative, `samples` or `top` that are no counts, a model
+            that returns no floats that depend on its inputs, a quantized one whose outputs are not finite, and as
+            `quantize`.
         CalibrationError: if there is no data, it is unusable, or the float model's outputs on it are not finite.
         CaptureError: if the model cannot be captured.
 
@@ -76,7 +94,7 @@ def analyze(
         The derivative along the line from float to rounded is the attribution of Sundararajan et al. 2017, with one
         step; for an error that is quadratic in the roundings one step is exact.
     """
-    measure = metric_of(metric)
+    metric, measure = metric_of(metric)
     for name, count in (("samples", samples), ("top", top)):
         if type(count) is not int or count < 1:
             raise ConfigError(f"{name} is a number of at least 1, not {count!r}")
@@ -84,19 +102,22 @@ def analyze(
     config = resolve(config)
     lacking = "analyze compares outputs on data; pass calibration_data, real inputs"
     session = Session.of(model, calibration_data, dynamic_shapes, lacking=lacking)
-    with session.run(config) as context:
+    shown = "{desc}: {n_fmt} configurations measured [{elapsed}]"
+    bar = tqdm(desc="analyze", bar_format=shown, disable=not progress, leave=False)
+    with bar, session.run(config) as context:
         trials = Trials(session, context, measure, *parts_of(context, samples, divisible=divisible(session.captured)))
         start = time.perf_counter()
-        found = _analyzed(trials, config, top)
+        found = _analyzed(trials, config, top, bar.update)
         seconds = time.perf_counter() - start
     return replace(found, metric=metric, preset=preset, seconds=seconds, forward_seconds=trials.forward_seconds)
 
 
-def _analyzed(trials: Trials, config: QuantConfig, top: int) -> Analysis:
+def _analyzed(trials: Trials, config: QuantConfig, top: int, measured: Callable[[], object]) -> Analysis:
     trials.targets()
     base = trials.convert(config)
     graph = SwitchedGraph(base.float_graph, base.gm, base.plan)
     error, errors = _estimated(trials, graph)
+    measured()
     rows = _rows(base.plan, graph.rounded, errors)
     estimates = Estimates(base.float_graph, config, graph.rounded, errors, trials.parts[0], trials.kept[0])
     looked_at = [row for row in rows[:top] if row[0].error >= _NOTABLE * error]
@@ -105,24 +126,83 @@ def _analyzed(trials: Trials, config: QuantConfig, top: int) -> Analysis:
     ended = [estimates.ended(next(r.exclude for r in remedies if r.exclude)) for remedies in found]
     alone = trials.compare(graph.only(()), [graph.only(places) for *_, places in looked_at])
     without = trials.compare(graph.only(everything), [graph.only(everything - places) for places in ended])
-    proposed = config
+    proposed, remedied = config, error
     for i, (row, operators, places) in enumerate(looked_at):
-        best = found[i][0]
-        if not best.exclude or row.error >= _CULPRIT * error / len(rows):
-            with suppress(ConfigError):  # what two remedies ask for may not go together
-                proposed = best.applied(proposed)
-        measured = (replace(r, measured=error - without[i]) if r.exclude else r for r in found[i])
-        rows[i] = replace(row, alone=alone[i], remedies=tuple(measured)), operators, places
-    remedied = error if proposed == config else trials.error(proposed)
-    if remedied > error:
-        proposed, remedied = config, error
+        remedies = [replace(r, measured=error - without[i]) if r.exclude else r for r in found[i]]
+        for place, remedy in enumerate(remedies):
+            harmless = not remedy.exclude or (row.error >= _CULPRIT * error / len(rows) and remedy.best_known > 0)
+            changed = _applied(remedy, proposed)
+            if changed is None or not harmless:
+                continue
+            tried = trials.error(changed)
+            measured()
+            if not remedy.exclude:
+                remedies[place] = replace(remedy, measured=remedied - tried)
+            if tried <= (1 - _HELPS) * remedied:
+                proposed, remedied = changed, tried
+                remedies.insert(0, remedies.pop(place))
+                break
+        rows[i] = replace(row, alone=alone[i], remedies=tuple(remedies)), operators, places
+    left = [row for row, *_ in rows[len(looked_at) :] if row.error >= _NOTABLE * remedied > 0]
     return Analysis(
         error=error,
         rows=tuple(row for row, *_ in rows),
         config=proposed,
         remedied=remedied,
+        advice=(*_again(len(left), top, proposed != config), *_wider(trials, proposed, remedied, rows, measured)),
         samples=sum(map(samples_in, trials.parts)),
     )
+
+
+def _applied(remedy: Remedy, config: QuantConfig) -> QuantConfig | None:
+    """Return a configuration with a remedy; `None` if it has it, or does not go together with it."""
+    try:
+        changed = remedy.applied(config)
+    except ConfigError:
+        return None
+    return None if changed == config else changed
+
+
+def _again(left: int, top: int, changed: bool) -> Iterator[str]:
+    """Yield what to do about operators that were not looked at and add much of what is left."""
+    if left:
+        what = (
+            f"{left} more operator{'s add' if left > 1 else ' adds'} at least {_NOTABLE:.0%} of the error that is left"
+        )
+        how = (
+            "analyze the proposed configuration: analyze(model, analysis.config, data)"
+            if changed
+            else f"top={top + left}"
+        )
+        yield f"{what}; to look at more, {how if changed else f'call analyze again with {how}'}"
+
+
+def _wider(
+    trials: Trials, config: QuantConfig, error: float, rows: Sequence[_Row], measured: Callable[[], object]
+) -> Iterator[str]:
+    """Yield what 16-bit activations would bring, if they bring much."""
+    if sum(row.activation for row, *_ in rows) <= sum(row.weight for row, *_ in rows):
+        return
+    with suppress(ConfigError):  # the target has none
+        wide = config.replace(
+            **{key: _in_16_bits(getattr(config, key)) for key in ("input", "output")},
+            overrides=tuple(
+                replace(o, input=_in_16_bits(o.input), output=_in_16_bits(o.output)) for o in config.overrides
+            ),
+        )
+        if wide != config:
+            found = trials.error(wide)
+            measured()
+            if found <= _MUCH * error:
+                yield (
+                    f"16-bit activations everywhere bring the error to {found:.3g} ({found / error:.1%} of what is "
+                    "left, measured): give `input` and `output` format='int16', or take them where most is added"
+                )
+
+
+def _in_16_bits(spec: Any) -> Any:
+    narrow = isinstance(spec, TensorSpec) and spec.format.is_integer and spec.format.bits < INT16.bits
+    return spec.replace(format=INT16) if narrow else spec
 
 
 def _estimated(trials: Trials, graph: SwitchedGraph) -> tuple[float, list[float]]:
@@ -136,10 +216,6 @@ def _estimated(trials: Trials, graph: SwitchedGraph) -> tuple[float, list[float]
         )
     # The derivative of a square is twice itself; the rest of the factor is what is not linear.
     return error, (slopes * (error / added if added > 0 else 0.0)).tolist()
-
-
-_Row = tuple[Contribution, list[str], list[int]]
-"""An operator, its node unless none has weights, and the places of what counts to it."""
 
 
 def _rows(plan: Plan, rounded: Sequence[RoundedValue], errors: Sequence[float]) -> list[_Row]:

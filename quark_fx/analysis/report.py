@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -103,12 +104,13 @@ class Analysis:
     """Where the error of a configuration comes from; `str(analysis)` is a table. See `quark_fx.analyze`.
 
     Attributes:
-        metric: `"error"`, squared over the square of the float outputs, or `"kl"`, in nats.
+        metric: `"error"`, squared over the square of the float outputs, `"kl"`, in nats, or the name of a function.
         error: of the configuration, measured.
         rows: every operator that rounds something, the one that adds most first. They add up to `error`.
-        config: with the first remedies of the operators that were looked at, to paste: `to_yaml`. One is left in
-            float only if it adds half more than operators do on average.
+        config: with remedies of the operators that were looked at, each measured to help, to paste: `to_yaml`. One is
+            left in float only if it adds half more than operators do on average.
         remedied: error of `config`, measured.
+        advice: What else would help: another round of `analyze`, or 16-bit activations.
         preset: the name of the configuration that was analyzed, empty if it has none.
         samples: that errors are measured on.
         seconds: what it took, capturing the model left out.
@@ -120,6 +122,7 @@ class Analysis:
     rows: tuple[Contribution, ...]
     config: QuantConfig
     remedied: float
+    advice: tuple[str, ...] = ()
     preset: str = ""
     samples: int = 0
     seconds: float = field(default=math.nan, compare=False)
@@ -144,7 +147,8 @@ class Analysis:
         """Return plain data, the configuration as `to_yaml` has it."""
         rows = [asdict(row) | {"remedies": [self._plain(r) for r in row.remedies]} for row in self.rows]
         plain = {key: getattr(self, key) for key in ("metric", "error", "remedied", "samples", "seconds")}
-        return plain | {"forward_seconds": self.forward_seconds, "rows": rows, "config": yaml.safe_load(self.to_yaml())}
+        plain |= {"forward_seconds": self.forward_seconds, "advice": [*self.advice]}
+        return plain | {"rows": rows, "config": yaml.safe_load(self.to_yaml())}
 
     @staticmethod
     def _plain(remedy: Remedy) -> dict[str, Any]:
@@ -158,6 +162,7 @@ class Analysis:
             "from weights": weight,
             "from activations": activation,
             "with the proposed configuration": format_error(self.remedied, self.metric),
+            **({"what else would help": "; ".join(self.advice)} if self.advice else {}),
         }
 
     def figures(self) -> dict[str, Figure]:
@@ -252,6 +257,7 @@ class Analysis:
                 "",
                 "weight, activations, error: estimated shares. alone: with nothing else rounded; in float: what",
                 "leaving it in float changes; both measured.",
+                *(textwrap.fill(line, 120) for line in self.advice),
                 f"with this configuration the error is {format_error(self.remedied, self.metric)} "
                 f"({self._share(self.remedied - self.error)}, measured):",
                 "",
@@ -274,8 +280,8 @@ def yaml_of(config: QuantConfig, preset: str) -> str:
 
 def format_error(error: float, metric: str) -> str:
     """Return an error as text, with its unit."""
-    if metric == "kl":
-        return f"{error:.3g} nats"
+    if metric != "error":
+        return f"{error:.3g} {'nats' if metric == 'kl' else f'of {metric}'}"
     return f"{error:.3g} of the outputs' square, {_decibel(error):.1f} dB"
 
 

@@ -53,15 +53,46 @@ METRICS: Mapping[str, Callable[[Sequence[Any], Sequence[Any]], Tensor]] = {"erro
 """How outputs are compared with those of the float model, by name."""
 
 
-def metric_of(name: Any) -> Callable[[Sequence[Any], Sequence[Any]], Tensor]:
-    """Return how outputs are compared with those of the float model.
+Metric = Callable[[Sequence[Any], Sequence[Any]], Tensor]
+"""Compares the outputs of a quantized model, flat, with those of the float model; returns a differentiable scalar."""
+
+
+def metric_of(given: Any) -> tuple[str, Metric]:
+    """Return the name of a metric, and how it compares outputs with those of the float model.
+
+    Args:
+        given: A name in `METRICS`, or a function.
 
     Raises:
-        ConfigError: for a name that is not in `METRICS`.
+        ConfigError: For a name that is not in `METRICS`.
     """
-    if not isinstance(name, str) or name not in METRICS:
-        raise unknown("metric", name, METRICS)
-    return METRICS[name]
+    if callable(given):
+        return getattr(given, "__name__", type(given).__name__), _checked(given)
+    if not isinstance(given, str) or given not in METRICS:
+        raise unknown("metric", given, METRICS)
+    return given, METRICS[given]
+
+
+def _checked(metric: Metric) -> Metric:
+    """Return a user's metric that refuses results nothing can be derived from."""
+
+    def compare(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
+        value: Any = metric(outputs, targets)
+        derived = any(isinstance(y, Tensor) and y.requires_grad for y in outputs)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            raise ConfigError(
+                f"metric returned {type(value).__name__}{shape}; it takes two lists, the outputs and those of the "
+                "float model, and returns a floating-point tensor with one value, larger for larger errors"
+            )
+        if derived and not value.requires_grad:
+            raise ConfigError(
+                "metric has no derivative by the outputs, which says what each operator adds; compute it with "
+                "differentiable functions of torch, without argmax, item(), detach() or numpy"
+            )
+        return value.reshape(())
+
+    return compare
 
 
 @dataclass(frozen=True)
@@ -101,7 +132,7 @@ class Trials:
 
     session: Session
     context: Context
-    metric: Callable[[Sequence[Any], Sequence[Any]], Tensor]
+    metric: Metric
     parts: Sequence[list[Any]]
     names: Sequence[str]
     kept: Sequence[Positions | None] = field(init=False)
@@ -316,6 +347,7 @@ def samples_in(leaves: Sequence[Any]) -> int:
 __all__ = [
     "METRICS",
     "Converted",
+    "Metric",
     "Trials",
     "divergence",
     "metric_of",

@@ -100,7 +100,7 @@ class Search:
         winner: `"mixed"`, or the name of the candidate that is as good for all operators.
         preset: that `config` starts from, empty if from none.
         budget: that it keeps.
-        metric: `"error"`, squared over the square of the float outputs, or `"kl"`, in nats.
+        metric: `"error"`, squared over the square of the float outputs, `"kl"`, in nats, or the name of a function.
         candidates: their names.
         verified: what was really quantized and measured, the winner first.
         curve: from the smallest size, or latency, to the largest, each better than those before.
@@ -189,7 +189,7 @@ class Search:
         title, across = "The least error by bits", "bits per weight"
         if self.float_latency is not None:
             title, across = "The least error by latency", "milliseconds of a call"
-        unit = "nats" if self.metric == "kl" else "of the outputs' square"
+        unit = {"kl": "nats", "error": "of the outputs' square"}.get(self.metric, self.metric)
         names, bits = [choice.name for choice in self.choices], [choice.bits for choice in self.choices]
         return {
             "curve": frontier(title, curve, marks, across, f"error, {unit}"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from tqdm import tqdm
 
-from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
+from quark_fx.analysis.trials import Metric, Trials, metric_of, parts_of, samples_in
 from quark_fx.config.quant_config import QuantConfig, takes_configuration
 from quark_fx.engine.block_walk import compute_weights
 from quark_fx.engine.context import require_no_nan
@@ -57,7 +57,7 @@ def search(
     budget: Budget,
     data: Iterable[Any] | None = None,
     validation_data: Iterable[Any] | None = None,
-    metric: str = "error",
+    metric: str | Metric = "error",
     samples: int = 32,
     timed_batch: Any = None,
     dynamic_shapes: Any = None,
@@ -105,7 +105,7 @@ def search(
         QuarkError: without scipy (`pip install 'quark_fx[search]'`).
     """
     start = time.perf_counter()
-    measure = metric_of(metric)
+    metric, measure = metric_of(metric)
     if type(samples) is not int or samples < 1:
         raise ConfigError(f"samples is a number of at least 1, not {samples!r}")
     if not isinstance(budget, Budget):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -366,3 +367,98 @@ def test_samples_that_are_all_padding_are_dropped(metric: str) -> None:
     assert alone == beside
     with pytest.raises(CalibrationError, match="the last of calibration batch 1, are all padding"):
         analyze(model, "int8_weight_only", [whole, empty], metric=metric, samples=4)
+
+
+class Joint(nn.Module):
+    """Boxes in pixels and scores in one output; what is spoiled makes the scores alone wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
+        self.boxes, self.scores = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 6, 1)
+        with torch.no_grad():
+            self.scores.weight[:, 0] *= 300
+            self.body[2].weight[0] *= 0.003  # type: ignore[index, union-attr]
+            self.body[2].bias[0] = 0.01  # type: ignore[index, union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return torch.cat([self.boxes(y).exp() * 160, self.scores(y).sigmoid()], 1)
+
+
+def by_part(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
+    (y,), (t,) = outputs, targets
+    return sum(relative_error([y[:, part]], [t[:, part]]) for part in (slice(4), slice(4, 10))) / 2  # type: ignore[return-value]
+
+
+def test_a_function_weights_the_parts_of_one_output() -> None:
+    torch.manual_seed(0)
+    model, batches = Joint().eval(), [torch.rand(4, 3, 32, 32) for _ in range(3)]
+    plain = analyze(model, "int8_static", batches, progress=False)
+    weighted = analyze(model, "int8_static", batches, metric=by_part, progress=False)
+    assert weighted.metric == "by_part"
+    assert "of by_part" in str(weighted)
+
+    def scores(config: Any) -> float:
+        qmodel = quantize(model, config, batches)
+        with torch.no_grad():
+            return float(relative_error([qmodel(batches[0])[:, 4:]], [model(batches[0])[:, 4:]]))
+
+    assert scores(weighted.config) < 0.1 * scores(plain.config)
+    found = qfx.search(
+        model, ["int8_weight_only", "float"], budget=qfx.Budget(error=0.1), data=batches, metric=by_part, progress=False
+    )
+    assert found.metric == "by_part"
+    for metric, words in (
+        (lambda outputs, targets: 0.5, "metric returned float; it takes two lists"),
+        (lambda outputs, targets: outputs[0] - targets[0], r"metric returned Tensor of shape \(4, 10, 8, 8\)"),
+        (lambda outputs, targets: (outputs[0].argmax(1) != targets[0].argmax(1)).float().mean(), "has no derivative"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            analyze(model, "int8_static", batches, metric=metric, progress=False)
+
+
+def test_only_changes_that_were_measured_to_help_are_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiled = SPOILED["autoencoder"]()
+    found = analyze(spoiled.model, "int8_static", spoiled.batches, progress=False)
+    assert found.remedied < 0.5 * found.error
+    errors = Trials.error
+    # Were every change to hurt, none would be proposed, whatever was estimated to help.
+    monkeypatch.setattr(Trials, "error", lambda self, config: 1.003 * found.error)
+    worse = analyze(spoiled.model, "int8_static", spoiled.batches, progress=False)
+    assert worse.config == preset("int8_static")
+    assert worse.remedied == worse.error
+    assert any((r.measured or 0.0) < 0 for row in worse for r in row.remedies if not r.exclude)
+    # If one of them hurts, the others stand.
+    seen: list[qfx.QuantConfig] = []
+
+    def first_hurts(self: Trials, config: qfx.QuantConfig) -> float:
+        seen.append(config)
+        return 2 * found.error if len(seen) == 1 else errors(self, config)
+
+    monkeypatch.setattr(Trials, "error", first_hurts)
+    other = analyze(spoiled.model, "int8_static", spoiled.batches, progress=False)
+    assert other.config != seen[0]
+    assert other.remedied < other.error
+
+
+def test_advice_says_when_to_ask_again_and_what_16_bits_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(16, 16), nn.Tanh()))).eval()
+    batches = [rand(16, 16, seed=seed) for seed in range(2)]
+    one = analyze(model, "int8_static", batches, top=1)
+    assert "configurations measured" in capsys.readouterr().err
+    assert any("more operators add at least 2%" in line for line in one.advice)
+    every = analyze(model, "int8_static", batches, top=20, progress=False)
+    assert not capsys.readouterr().err
+    assert not any("more operator" in line for line in every.advice)
+    config = qfx.QuantConfig(
+        weight=qfx.TensorSpec(format="int16", granularity="channel"),  # type: ignore[arg-type]
+        input=qfx.TensorSpec(format="uint8"),  # type: ignore[arg-type]
+        target="torch",
+    )
+    found = analyze(model, config, batches, top=1, progress=False)
+    (line,) = [line for line in found.advice if "16-bit activations everywhere" in line]
+    assert line in " ".join(str(found).split("\n"))
+    assert found.to_dict()["advice"] == [*found.advice]
+    assert not any("16-bit" in line for line in analyze(model, "int8_weight_only", batches, progress=False).advice)
