@@ -187,9 +187,9 @@ def _unread(shell: Any, state: Mapping[str, Tensor]) -> dict[str, Callable[[], T
         stored = stored_names(directory) if directory is not None else set[str]()
     except CheckpointError:
         return {}
-    own = {name: tensor.detach().to("meta") for name, tensor in state.items()}
-    saved = as_saved(shell, own).keys()
-    unread = sorted(stored - saved - own.keys())
+    once = {id(tensor): name for name, tensor in reversed(state.items())}  # transformers refuses other ties
+    saved = as_saved(shell, {name: state[name].detach().to("meta") for name in once.values()}).keys()
+    unread = sorted(stored - saved - state.keys())
     if unread and saved <= stored:  # otherwise its tensors have other names
         warn(
             f"{directory} holds {len(unread)} tensors that {type(shell).__name__} does not read, and the output will "
