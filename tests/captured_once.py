@@ -31,7 +31,7 @@ def quantize(model: Any, config: Any, data: Iterable[Any] | None = None, **optio
     """Return `tiny.quantize(...)`, of an equal model that was captured before if there is one."""
     first = next(iter(data), None) if isinstance(data, list | tuple) else None
     key = _digest((model, first)) if first is not None and isinstance(model, nn.Module) and not options else None
-    if key is None or session.capture_graph is not capture_graph:
+    if key is None or vars(session)["capture_graph"] is not capture_graph:
         return tiny.quantize(model, config, data, **options)
     known, captured = _captures.get(key, (model, None))
     if captured is not None and _digest((known, first)) != key:  # a test changed the model that was captured

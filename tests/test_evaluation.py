@@ -107,8 +107,9 @@ def test_rows_of_padding_alone_have_no_vector() -> None:
 
 def test_labels_that_are_no_class_numbers_are_refused_with_what_to_pass() -> None:
     logits, numbers = torch.eye(3)[[0, 2]], torch.tensor([0, 2])
-    same = [Classification([(logits, labels)]) for labels in (numbers, [0, 2], numbers.numpy(), numbers.float())]
-    assert [qfx.evaluate(lambda x: x, task)["accuracy"] for task in same] == [1] * 4  # type: ignore[list-item]
+    some: Any = (numbers, [0, 2], numbers.numpy(), numbers.float())
+    same = [Classification([(logits, labels)]) for labels in some]
+    assert [qfx.evaluate(lambda x: x, task)["accuracy"] for task in same] == [1] * 4
     for labels, words in (
         (["cat", "ant"], "map names to the numbers that the model was trained with"),
         (logits.long(), r"labels of shape (2, 3) are one-hot, one for each logit; pass labels.argmax(-1)"),
@@ -581,13 +582,16 @@ def test_images_are_turned_upright(orientation: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
 def test_transparent_pixels_are_refused_and_opaque_ones_read(mode: str, tmp_path: Path) -> None:
-    image, plain = Image.new("RGBA", (2, 2), (60, 60, 60, 255)), {"mean": (0, 0, 0), "std": (1, 1, 1)}
+    image = Image.new("RGBA", (2, 2), (60, 60, 60, 255))
+    plain: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}
     for alpha in (255, 128):
         image.putpixel((0, 1), (60, 60, 60, alpha))
-        if mode == "RGB":  # one color that stands for transparency
-            image.convert("RGB").save(tmp_path / "a.png", **({"transparency": (60, 60, 60)} if alpha < 255 else {}))
-        else:
-            image.convert(mode).save(tmp_path / "a.png", **({"transparency": bytes([alpha])} if mode == "P" else {}))
+        options: dict[str, Any] = {}
+        if mode == "RGB" and alpha < 255:  # one color that stands for transparency
+            options["transparency"] = (60, 60, 60)
+        elif mode == "P":
+            options["transparency"] = bytes([alpha])
+        image.convert(mode).save(tmp_path / "a.png", **options)
         if alpha == 255:
             assert qfx.data.image_folder(tmp_path, **plain)[0].unique().tolist() == pytest.approx([60 / 255])
     with pytest.raises(qfx.CalibrationError, match=r"a\.png has transparent pixels.*or pass prepare="):

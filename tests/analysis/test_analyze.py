@@ -374,12 +374,14 @@ class Joint(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
+        second = nn.Conv2d(16, 16, 3, 2, 1)
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), second, nn.ReLU())
         self.boxes, self.scores = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 6, 1)
         with torch.no_grad():
             self.scores.weight[:, 0] *= 300
-            self.body[2].weight[0] *= 0.003  # type: ignore[index, union-attr]
-            self.body[2].bias[0] = 0.01  # type: ignore[index, union-attr]
+            second.weight[0] *= 0.003
+            assert second.bias is not None
+            second.bias[0] = 0.01
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x)
@@ -409,11 +411,12 @@ def test_a_function_weights_the_parts_of_one_output() -> None:
         model, ["int8_weight_only", "float"], budget=qfx.Budget(error=0.1), data=batches, metric=by_part, progress=False
     )
     assert found.metric == "by_part"
-    for metric, words in (
+    metrics: Any = (
         (lambda outputs, targets: 0.5, "metric returned float; it takes two lists"),
         (lambda outputs, targets: outputs[0] - targets[0], r"metric returned Tensor of shape \(4, 10, 8, 8\)"),
         (lambda outputs, targets: (outputs[0].argmax(1) != targets[0].argmax(1)).float().mean(), "has no derivative"),
-    ):
+    )
+    for metric, words in metrics:
         with pytest.raises(ConfigError, match=words):
             analyze(model, "int8_static", batches, metric=metric, progress=False)
 
@@ -455,8 +458,7 @@ def test_advice_says_when_to_ask_again_and_what_16_bits_bring(capsys: pytest.Cap
     config = qfx.QuantConfig(
         weight=qfx.TensorSpec(format="int16", granularity="channel"),  # type: ignore[arg-type]
         input=qfx.TensorSpec(format="uint8"),  # type: ignore[arg-type]
-        target="torch",
-    )
+    ).replace(target="torch")
     found = analyze(model, config, batches, top=1, progress=False)
     (line,) = [line for line in found.advice if "16-bit activations everywhere" in line]
     assert line in " ".join(str(found).split("\n"))

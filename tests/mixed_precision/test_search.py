@@ -216,7 +216,11 @@ def test_a_size_is_that_of_the_files_that_are_written(output: Any, tmp_path: Pat
     def write(config: Any, folder: Path) -> int:
         qmodel = qfx.quantize(model, config, batches[:3], progress=False)
         folder.mkdir()
-        writers = {"checkpoint": qfx.export.huggingface, "onnx": qfx.export.onnx, "saved": lambda q, path: q.save(path)}
+        writers: dict[str, Any] = {
+            "checkpoint": qfx.export.huggingface,
+            "onnx": qfx.export.onnx,
+            "saved": lambda q, path: q.save(path),
+        }
         writers[output](qmodel, folder / ("model.onnx" if output == "onnx" else "model"))
         return _files(folder)
 

@@ -103,7 +103,9 @@ def test_operators_round_to_a_table(name: str) -> None:
     assert torch.equal(value, wanted)
     assert torch.equal(ops.dequantize(codes, scale.detach(), zero, name, 1, 32), wanted)
     value.sum().backward()
+    assert x.grad is not None
     assert bool(x.grad.any())
+    assert scale.grad is not None
     assert bool(scale.grad.isfinite().all())
     with torch._subclasses.FakeTensorMode():
         empty = torch.empty(5, 2)

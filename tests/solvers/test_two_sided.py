@@ -278,7 +278,7 @@ def test_memory_for_the_outputs_is_predicted() -> None:
 
 
 def test_the_error_is_the_distance_to_the_target_on_both_sides() -> None:
-    seen = list[tuple[float, float, float]]()
+    seen = list[tuple[float, ...]]()
 
     @solver
     @dataclass(frozen=True, kw_only=True)
@@ -295,7 +295,8 @@ def test_the_error_is_the_distance_to_the_target_on_both_sides() -> None:
             expected = form(weight.outputs[0], (value - target)[0], seen_.h[0]) / form(
                 weight.outputs[0], target[0], seen_.h[0]
             )
-            seen.append((weight.error(value, seen_.h), weight.error(target, seen_.h), expected))
+            errors = (weight.error(value, seen_.h), weight.error(target, seen_.h), expected)
+            seen.append(tuple(float(error) for error in errors))
             return Skip("only asked")
 
     config = QuantConfig(weight=WEIGHT, input=None, exclude=("head",), passes=(AskingForErrors(),))
