@@ -158,6 +158,7 @@ class Analysis:
         """Return what to know first, for a page."""
         weight, activation, _ = self._parts(self.rows)
         return {
+            **({"configuration": self.preset} if self.preset else {}),
             "error": format_error(self.error, self.metric),
             "from weights": weight,
             "from activations": activation,

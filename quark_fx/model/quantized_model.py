@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from quark_fx.config.named import PRESETS
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import own_tensors
@@ -61,7 +62,12 @@ class QuantizedModel(nn.Module):
         self.graph_module = graph_module
         self.signature = signature
         self.config = config
-        self._report = Report(tuple(rows), tuple(passes), tuple(histograms))
+        named = next(
+            (name for name, known in PRESETS.items() if known == config), f"no preset, weights {config.weight}"
+        )
+        about = {"model": type(source).__name__} if source is not None else {}
+        about |= {"configuration": named, "target": config.target.name}
+        self._report = Report(tuple(rows), tuple(passes), tuple(histograms), about)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ import html
 import io
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def write_page(
     tables: Sequence[Table],
     texts: Mapping[str, str],
 ) -> None:
-    """Write a page that loads nothing from elsewhere.
+    """Write a page that loads nothing from elsewhere, and names the version of this package.
 
     Args:
         path: of the file.
@@ -176,6 +177,7 @@ def write_page(
     Raises:
         QuarkError: if the file cannot be written.
     """
+    facts = {**facts, "quark_fx": sys.modules["quark_fx"].__version__}
     tiles = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items())
     drawn = "".join(f"<figure>{_svg(figure, i)}</figure>" for i, figure in enumerate(figures))
     listed = "".join(_section(table) for table in tables)

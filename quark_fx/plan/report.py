@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
@@ -128,11 +128,13 @@ class Report:
         rows: of the operators.
         passes: in the order they ran.
         histograms: of activations whose observers count values; a stored model has none.
+        about: What the page says of the run, such as the model's class and the configuration.
     """
 
     rows: tuple[Row, ...]
     passes: tuple[PassRecord, ...] = ()
     histograms: tuple[Histogram, ...] = field(default=(), compare=False)
+    about: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -253,6 +255,7 @@ class Report:
 
         t = self.totals
         facts = {
+            **self.about,
             "quantized": f"{t['quantized']} of {t['operators']} operators",
             "weights": f"{t['bytes_before'] / 1024:,.1f} KiB → {t['bytes_after'] / 1024:,.1f} KiB ({t['ratio']:.2f}×)",
         }
