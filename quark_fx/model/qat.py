@@ -471,7 +471,7 @@ def _scheme(stored: QuantizedTensor, specs: Iterable[TensorSpec | Any]) -> Schem
 
 def _spec_of(stored: QuantizedTensor) -> TensorSpec:
     """Return a spec of the format and granularity of a weight."""
-    size = stored.codes.shape[stored.axis] if stored.axis is not None else 0
+    size = stored.layout.shape[stored.axis] if stored.axis is not None else 0
     if 0 < stored.block_size < size:
         return TensorSpec(format=stored.format, granularity=Granularity.GROUP, group_size=stored.block_size)
     return TensorSpec(format=stored.format, granularity=Granularity.CHANNEL)

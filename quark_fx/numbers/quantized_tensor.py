@@ -92,11 +92,6 @@ class QuantizedTensor:
         return 0 if self.layout.flat else self.layout.block
 
     @property
-    def is_float(self) -> bool:
-        """True if the codes are floats."""
-        return self.format.is_float
-
-    @property
     def is_symmetric(self) -> bool:
         """True if every zero point is zero, and not an offset."""
         return not self.format.is_integer or not (self.has_offsets or bool(self.zero_point.any()))

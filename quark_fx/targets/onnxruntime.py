@@ -26,7 +26,7 @@ def _has_no_type(spec: TensorSpec, operand: Operand) -> bool:
     if fmt.onnx_container != fmt:
         # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
         return fmt.bits > 16 or (not constant and fmt.activation_container.bits != 8)
-    if fmt.vector > 1:
+    if fmt.vector > 1 or fmt.bits > 8:
         return True
     return not constant and (spec.group_size is None or not (fmt.is_float or fmt.sign_magnitude))
 

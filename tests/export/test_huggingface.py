@@ -27,7 +27,19 @@ from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Tar
 from quark_fx.export.checkpoints.experts import as_saved
 from quark_fx.export.checkpoints.values import unholdable
 from quark_fx.export.packing import pack, pack_awq, pack_columns
-from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT3, INT4, INT8, UINT4, UINT8
+from quark_fx.numbers.formats import (
+    FP4_E2M1,
+    FP6_E2M3,
+    FP8_E4M3,
+    FP8_E5M2,
+    INT3,
+    INT4,
+    INT8,
+    UINT4,
+    UINT8,
+    Codebook,
+    register_format,
+)
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.passes import GPTQ, Rotate
 from quark_fx.presets import (
@@ -622,6 +634,25 @@ def test_linears_that_servers_fuse_share_the_global_scale(passes: tuple[GPTQ, ..
 def test_groups_of_floats_that_have_no_schema_are_refused(weight: TensorSpec, message: str, tmp_path: Path) -> None:
     with pytest.raises(qfx.ExportError, match=message):
         qfx.export.huggingface(quantized(small_floats(weight)), tmp_path)
+
+
+def test_tables_are_refused(tmp_path: Path) -> None:
+    book = register_format(Codebook("sixteen", tuple(i / 8 - 1 for i in range(16))))
+    for spec, form, message in (
+        (
+            TensorSpec(format=book, granularity=Granularity.GROUP, group_size=32),
+            "compressed-tensors",
+            "sixteen in groups of 32; it holds",
+        ),
+        (
+            TensorSpec(format=book, granularity=Granularity.CHANNEL),
+            "compressed-tensors",
+            "sixteen in groups of None; it holds",
+        ),
+        (TensorSpec(format=book, granularity=Granularity.GROUP, group_size=32), "gptq", "GPTQ holds linear layers"),
+    ):
+        with pytest.raises(qfx.ExportError, match=message):
+            qfx.export.huggingface(quantized(small_floats(spec)), tmp_path, format=form)
 
 
 def test_patterns_are_the_bits_of_small_floats() -> None:

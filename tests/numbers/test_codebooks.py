@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx import QuantConfig, TensorSpec, ops
 from quark_fx.config.quant_config import Granularity
-from quark_fx.errors import ConfigError
+from quark_fx.errors import ConfigError, ExportError
 from quark_fx.numbers.formats import FORMATS, INT4, Codebook, Format, parse_format, register_format
 from quark_fx.passes import GPTQ, AdaRound, AutoRound, FitScales
 from quark_fx.plan.weights import quantize_tensor
@@ -133,6 +133,8 @@ def test_a_model_in_vectors_is_saved_and_loaded(tmp_path: Path) -> None:
     notes = [change.what for row in qmodel.report().passes for change in row.changes]
     assert notes
     assert all("8 values in a code" in note for note in notes)
+    with pytest.raises(ExportError, match="without an ONNX type"):
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     qmodel.save(tmp_path / "model")
     again = qfx.load(tmp_path / "model")
     assert torch.equal(again(data[0]), qmodel(data[0]))
@@ -141,14 +143,21 @@ def test_a_model_in_vectors_is_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(weight[slice(8, 24)].dequantize(), weight.dequantize()[8:24])
 
 
-def test_onnx_files_hold_nf4_as_a_table(nf4: Codebook, tmp_path: Path) -> None:
+def test_onnx_files_hold_tables_of_up_to_8_bits(nf4: Codebook, tmp_path: Path) -> None:
     model, data = mlp(), batches()
-    qmodel = quantize(model, QuantConfig(weight=groups(nf4), target=ONNX), data)
-    qfx.export.onnx(qmodel, tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    (name,) = (i.name for i in session.get_inputs())
-    result = torch.from_numpy(session.run(None, {name: data[0].numpy()})[0])
-    torch.testing.assert_close(result, qmodel(data[0]), rtol=1e-4, atol=1e-4)
+    sizes = ((2, 1), (5, 3), (20, 5), (200, 8), (257, 9))
+    books = [Codebook(f"table{bits}", tuple(torch.linspace(-1, 1, count).tolist())) for count, bits in sizes]
+    for book in (nf4, *map(register_format, books)):
+        if book.bits > 8:
+            with pytest.raises(ConfigError, match="no ONNX type"):
+                QuantConfig(weight=groups(book), target=ONNX)
+            continue
+        qmodel = quantize(model, QuantConfig(weight=groups(book), target=ONNX), data)
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+        session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+        (name,) = (i.name for i in session.get_inputs())
+        result = torch.from_numpy(session.run(None, {name: data[0].numpy()})[0])
+        torch.testing.assert_close(result, qmodel(data[0]), rtol=1e-4, atol=1e-4)
 
 
 def test_tables_that_are_none_are_refused() -> None:

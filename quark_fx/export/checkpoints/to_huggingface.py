@@ -385,26 +385,26 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     if weight.has_offsets:
         raise ExportError(NO_OFFSETS)
     strategy = "group" if group_size(weight) else "tensor" if weight.scale.numel() == 1 else "channel"
-    dense = layer.is_linear and not layer.stack
+    dense, integer = layer.is_linear and not layer.stack, weight.format.is_integer
     if not weight.is_symmetric and (activation is not None or not dense or strategy == "tensor"):
         raise ExportError(
             "zero points, which it holds for weights of linear layers per channel or group, beside float activations "
             "and of no experts; use symmetry='symmetric'"
         )
-    weights = _arguments(weight.format.bits, weight.is_float, weight.is_symmetric, strategy, False)
+    weights = _arguments(weight.format.bits, not integer, weight.is_symmetric, strategy, False)
     weights["group_size"] = group_size(weight)
-    if weight.is_float and (group_size(weight) or weight.format.bits < 8):
+    if not integer and (group_size(weight) or weight.format.bits < 8):
         return _block_scheme(layer, weights)
-    if weight.is_float and weight.format != FP8_E4M3:
+    if not integer and weight.format != FP8_E4M3:
         raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
     if activation is None:
         # transformers finds no `weight` of an embedding whose codes are packed, and fails.
-        plain = weight.is_float or not layer.is_linear
+        plain = not integer or not layer.is_linear
         kind = "naive-quantized" if plain else "pack-quantized"
         return {"weights": weights, "input_activations": None, "format": kind}
     fmt = parse_format(activation.format) if activation.format else None
     bits = (weight.format.bits, fmt.bits) if fmt is not None and fmt.is_integer else ()
-    if fmt is None or not (fmt == FP8_E4M3 if weight.is_float else bits == (8, 8)):
+    if fmt is None or not (bits == (8, 8) if integer else fmt == FP8_E4M3):
         raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
     if activation.block_size > 0 or activation.scale_type != ScaleType.FLOAT32:
         raise ExportError(
@@ -415,8 +415,8 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     zero = activation.zero_point
     symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == fmt.middle
     per = "token" if activation.per_token else "tensor"
-    inputs = _arguments(8, weight.is_float, symmetric or weight.is_float, per, activation.scale is None)
-    kind = "float-quantized" if weight.is_float else "int-quantized"
+    inputs = _arguments(8, not integer, symmetric or not integer, per, activation.scale is None)
+    kind = "int-quantized" if integer else "float-quantized"
     return {"weights": weights, "input_activations": inputs, "format": kind}
 
 
@@ -525,7 +525,7 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
 
     def check(layer: Layer) -> dict[str, Tensor]:
         weight = layer.weight
-        if not isinstance(layer.module, nn.Linear) or weight.is_float or weight.format.bits not in bits:
+        if not isinstance(layer.module, nn.Linear) or not weight.format.is_integer or weight.format.bits not in bits:
             raise ExportError(f"{form} holds linear layers of {' or '.join(map(str, bits))}-bit integers, no experts")
         if layer.input is not None:
             raise ExportError(f"{form} has no place for quantized activations")
@@ -543,7 +543,7 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
 
 def _groups_of(layers: Iterable[Layer]) -> set[int]:
     """Return the group sizes of integer layers with several groups in a row."""
-    return {size for weight in (x.weight for x in layers) if not weight.is_float and (size := group_size(weight))}
+    return {size for weight in (x.weight for x in layers) if weight.format.is_integer and (size := group_size(weight))}
 
 
 def _row_or_group(weight: QuantizedTensor, groups: set[int]) -> int:

@@ -190,7 +190,7 @@ def stored_weight(node: ir.Node) -> tuple[StoredCodes, QuantizedTensor] | None:
 
 def _spell_out_weight(model: ir.Model, node: ir.Node, weight: StoredCodes, stored: QuantizedTensor) -> None:
     do, axis, size = _Before(model, node), stored.axis, stored.block_size
-    codes = stored.codes.float() if stored.is_float else stored.codes
+    codes = stored.codes.float() if stored.format.is_float else stored.codes
     if axis is None or not size:
         scale = stored.layout.spread(stored.scale)
         put_node(node, ir.node("Mul", [_values(do, weight, codes), _scales(do, weight, scale)]))
@@ -224,7 +224,7 @@ def _cut(x: Tensor, axis: int, size: int, fill: int | None) -> Tensor:
 def _values(do: _Before, weight: StoredCodes, codes: Tensor) -> ir.Value:
     """Store codes and return the float32 values they stand for."""
     fmt, name, model = weight.format, f"{weight.name}_{weight.format}", do.model
-    if fmt.bits == 8:
+    if fmt.bits == 8 and (fmt.is_integer or fmt.is_float):
         dtype = ir.DataType.INT8 if fmt.is_integer else float_type(fmt)
         return do("Cast", add_array(model, name, codes.numpy().astype(dtype.numpy())), to=ir.DataType.FLOAT)
     function, found = values_function(fmt, do.opset), fmt.patterns(codes)

@@ -370,7 +370,7 @@ def _is_built(node: Node, fmt: Format) -> bool:
         return fmt.activation_container.bits == 8 or target_name(node) == DEQUANTIZE
     grouped = target_name(node) == QUANTIZE and len(node.args) > 5 and node.args[5]
     constant = target_name(node) == DEQUANTIZE
-    return bool(grouped or constant) and held == fmt
+    return bool(grouped or constant) and held == fmt and fmt.vector == 1
 
 
 def _unmeasured(node: Node) -> str:
