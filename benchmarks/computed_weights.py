@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import quark_fx as qfx
 from benchmarks.common import environment, publish, table
@@ -96,8 +97,8 @@ class Weight(nn.Module):
         for name, size in sizes(shape).items():
             self.register_parameter(name, nn.Parameter(torch.randn(*size)))
 
-    def forward(self) -> Tensor:
-        """Return the weight."""
+    def forward(self, _: Tensor | None = None) -> Tensor:
+        """Return the weight; a parametrization is given the parameter in whose place it is."""
         return self.compute(self)
 
 
@@ -191,12 +192,28 @@ def model_of(way: str, name: str) -> nn.Module:
     return NORMS[way](reader.module()).eval()
 
 
+def module_of(way: str, name: str) -> nn.Module | None:
+    """Return a module of torch that computes its weight as a parametrization; `None` if none has the operator."""
+    reader = READERS[name]
+    if reader.module is None:
+        return None
+    torch.manual_seed(0)
+    module = reader.module()
+    if way in NORMS:
+        return NORMS[way](module).eval()
+    parametrize.register_parametrization(module, "weight", Weight(way, reader.shape))
+    return module.eval()
+
+
 def verdicts(way: str, name: str, forms: tuple[str, ...] = FORMS) -> dict[str, str]:
     """Return what becomes of the weight of a case, by form.
 
     Raises:
         AssertionError: If a result is wrong, or a weight in float has no row.
     """
+    if "checkpoint" in forms and len(forms) > 1:
+        others = tuple(form for form in forms if form != "checkpoint")
+        return verdicts(way, name, others) | verdicts(way, name, ("checkpoint",))
     model = _as_transformers(way, name) if "checkpoint" in forms else nn.Sequential(model_of(way, name)).eval()
     torch.manual_seed(1)
     batches = [READERS[name].inputs() for _ in range(2)]
@@ -239,7 +256,7 @@ def _checked(form: str, model: nn.Module, qmodel: qfx.QuantizedModel, x: Tensor,
 
 
 def _as_transformers(way: str, name: str) -> nn.Module:
-    """Return a model of transformers that calls the model of a case."""
+    """Return a model of transformers whose module was parametrized after it was made, or computes its weight itself."""
     import transformers
 
     class Wraps(transformers.PreTrainedModel):  # type: ignore[misc]
@@ -248,7 +265,8 @@ def _as_transformers(way: str, name: str) -> nn.Module:
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.inner = model_of(way, name)
+            module = READERS[name].module
+            self.inner = model_of(way, name) if module is None else module()
             self.post_init()
 
         def _init_weights(self, module: nn.Module) -> None:
@@ -258,7 +276,9 @@ def _as_transformers(way: str, name: str) -> nn.Module:
             y: Tensor = self.inner(x)
             return y
 
-    wrapped: nn.Module = Wraps(transformers.PretrainedConfig()).eval()
+    model: Any = Wraps(transformers.PretrainedConfig())
+    model.inner = module_of(way, name) or model.inner
+    wrapped: nn.Module = model.eval()
     return wrapped
 
 
@@ -271,8 +291,10 @@ def _cell(found: dict[str, str]) -> str:
 
 _LEGEND = (
     "A cell says *codes* if the weight is in codes and `eager()`, the stored model, and the ONNX file are right; "
-    "otherwise it names the other forms. Checkpoints are in the first table alone: they hold weights of `nn.Linear` "
-    "and `nn.Embedding` that are stored parameters, and refuse the others."
+    "otherwise it names the other forms. For checkpoints, the weight is a parametrization of a module of torch where "
+    "one has the operator. A checkpoint holds the codes under the module's own name (`layer.weight_packed`), where "
+    "transformers reads them into the class without the parametrization. It holds `nn.Linear` and `nn.Embedding` in "
+    "every row, and refuses convolutions and operators that are no modules: no reader has a place for these."
 )
 
 

@@ -27,11 +27,20 @@ def test_a_computed_weight_has_its_codes_in_every_form(way: str, name: str) -> N
     assert verdicts(way, name, ("eager", "save", "onnx")) == dict.fromkeys(("eager", "save", "onnx"), "codes")
 
 
-def test_checkpoints_hold_stored_weights_and_refuse_computed_ones_with_the_remedy() -> None:
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("as stored", "linear"), ("LoRA", "linear"), ("orthogonal", "linear"), ("concatenation", "embedding")],
+)
+def test_checkpoints_hold_the_codes_of_parametrized_modules(way: str, name: str) -> None:
     pytest.importorskip("compressed_tensors")
-    assert verdicts("weight norm", "linear", FORMS[3:])["checkpoint"].partition(": ")[0] == "refused"
-    refused = verdicts("LoRA", "linear", FORMS[3:])["checkpoint"]
+    assert verdicts(way, name, FORMS[3:])["checkpoint"] == "codes"
+
+
+def test_checkpoints_refuse_computed_weights_that_no_module_stores() -> None:
+    pytest.importorskip("compressed_tensors")
+    refused = verdicts("LoRA", "matmul", FORMS[3:])["checkpoint"]
     assert "its weight is computed from inner.computed.w, inner.computed.a, inner.computed.b; before" in refused
+    assert "inner.weight: the kernel of a convolution" in verdicts("weight norm", "conv2d", FORMS[3:])["checkpoint"]
 
 
 def test_the_cases_cover_every_operator_in_every_way() -> None:

@@ -27,6 +27,7 @@ from quark_fx.model.module_slices import ModuleCall, ModuleSlice, calls_around, 
 from quark_fx.model.parts import Part, whole_of
 from quark_fx.model.rounded_attention import RoundedAttention, place_attentions
 from quark_fx.model.rounded_modules import RoundedModules, place_rounding
+from quark_fx.model.stored_weights import StoredWeight, storable, with_stored_weights
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Correspondence:
         computed: By the path of a module in `slices` whose parameters cannot hold what it computes with, the parameters
             that its weights are computed from; none if its code computes what is folded into its weights.
         parts: Names of parameters that are several constants in the graph.
+        stored: By name, the computed parameters that the model is to store; see `quark_fx.model.stored_weights`.
         maps: affine maps that are folded into the one operator of a module, and that the model's code applies again:
             the path of the module, the operator, and the map, in the order of folding.
     """
@@ -55,6 +57,7 @@ class Correspondence:
     borrowed: set[str] = field(default_factory=set)
     computed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parts: set[str] = field(default_factory=set)
+    stored: dict[str, StoredWeight] = field(default_factory=dict)
     maps: list[tuple[str, Linear, AbsorbedMap]] = field(default_factory=list)
 
 
@@ -96,7 +99,8 @@ def correspond(
     """
     view = FloatView(gm)
     _name_modules_once(model, view)
-    found = Correspondence()
+    found = Correspondence(stored=storable(model, view))
+    model = with_stored_weights(model, found.stored)
     wholes, computed = _folded_codes(model, view)
     _place_rewrites(model, view, gm, found)
     _place_computed(view, computed, found)

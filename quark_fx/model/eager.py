@@ -31,6 +31,7 @@ from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_attention import RoundedAttention, RoundedFactor
 from quark_fx.model.rounded_modules import Activation, Branch, Factor
+from quark_fx.model.stored_weights import drop_hooks, with_stored_weights
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.untrusted import brief
 
@@ -408,9 +409,7 @@ def _compute_with(module: nn.Module, rewritten: Rewritten) -> None:
         for leaf, value in inner._parameters.items():
             if value is not None and value.is_meta:
                 inner._parameters[leaf] = None
-        for key, hook in list(inner._forward_pre_hooks.items()):
-            if hasattr(hook, "compute_weight"):  # the older parametrizations of torch.nn.utils
-                del inner._forward_pre_hooks[key]
+        drop_hooks(inner)
     module.add_module("rewritten", rewritten)
     wrap_forward(module, lambda _, *args, **kwargs: rewritten(*args, **kwargs))
 
@@ -478,7 +477,8 @@ def placed(
                 "this quantized model does not know the module it was made of (it was loaded, or made of an "
                 "ExportedProgram or of a module that cannot be copied); pass a float model of the same architecture"
             )
-        return qmodel.source, correspond(qmodel.source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
+        found = correspond(qmodel.source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
+        return with_stored_weights(qmodel.source, found.stored), found
     if not isinstance(model, nn.Module):
         raise QuarkError(f"eager() takes a float model of the architecture that was quantized, not {brief(model)}")
     model = unwrapped(model)
@@ -490,7 +490,8 @@ def placed(
     _require_same_modules(qmodel, model)
     try:
         source = shell_of(model, qmodel.graph_module, qmodel.kept)
-        return source, correspond(source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
+        found = correspond(source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
+        return with_stored_weights(source, found.stored), found
     except QuarkError:
         raise
     except Exception as error:  # what the notes of a damaged graph break is anyone's guess

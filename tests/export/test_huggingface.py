@@ -888,3 +888,84 @@ def test_a_checkpoint_without_other_tensors_is_not_mentioned(tmp_path: Path) -> 
         qmodel = quantized(QuantConfig(weight=FOURS, exclude=FLOAT_ENDS), load(tmp_path / "float").eval())
         with warnings.catch_warnings(action="error"):
             qfx.export.huggingface(qmodel, tmp_path / str(tied))
+
+
+class Parametrized(transformers.PreTrainedModel):
+    """A model whose linear layers may be parametrized when it is constructed."""
+
+    config_class = transformers.PretrainedConfig
+    main_input_name = "x"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed, self.inner, self.head = nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 4, bias=False)
+        if getattr(config, "parametrized", False):
+            nn.utils.parametrizations.weight_norm(self.inner)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.inner(self.embed(x)).relu())
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_the_codes_of_a_parametrized_weight_take_the_place_of_its_sources(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    norms = nn.utils.parametrizations, nn.utils.parametrizations, nn.utils
+    tokens = torch.tensor([[0, 3, 5], [7, 1, 2]])
+    int4 = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=8)
+    configs = [INT8_WEIGHT_ONLY, INT8_WEIGHT_ONLY.replace(weight=int4), INT8_WEIGHT_ONLY]
+    for index, (module, config) in enumerate(zip(norms, configs, strict=True)):
+        model: Any = seeded(Parametrized(transformers.PretrainedConfig()))
+        module.weight_norm(model.inner)
+        if index:
+            module.spectral_norm(model.head)
+        model.eval()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        qmodel, path = quantize(model, config, [tokens]), tmp_path / str(index)
+        with pytest.warns(
+            UserWarning, match=r"inner\.weight for inner\.(parametrizations\.weight\.original1|weight_v)"
+        ):
+            qfx.export.huggingface(qmodel, path)
+        stored = load_file(path / "model.safetensors")
+        assert {name for name in stored if "weight" in name and name.startswith("inner")} <= {
+            *("inner.weight_packed", "inner.weight_scale", "inner.weight_shape"),
+        }
+        read = Parametrized.from_pretrained(path, dtype=torch.float32).eval()
+        torch.testing.assert_close(read(tokens), qmodel(tokens))
+        eager: Any = qmodel.eager()
+        torch.testing.assert_close(eager(tokens), qmodel(tokens), rtol=0, atol=0)
+        torch.testing.assert_close(read.inner.weight, eager.inner.weight, rtol=0, atol=0)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, before[name])
+
+
+def test_a_class_that_parametrizes_weights_itself_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = seeded(Parametrized(transformers.PretrainedConfig(parametrized=True)))
+    qmodel = quantize(model, INT8_WEIGHT_ONLY, [torch.tensor([[0, 3, 5]])])
+    with pytest.raises(qfx.QuarkError, match=r"the class has to construct inner\.weight without parametrizations"):
+        qfx.export.huggingface(qmodel, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_parametrization_whose_tensors_something_else_reads_stays(tmp_path: Path) -> None:
+    class Reads(Parametrized):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(self.inner(self.embed(x)) * self.inner.parametrizations.weight.original0.mean())
+            return y
+
+    model = seeded(Reads(transformers.PretrainedConfig(parametrized=True)))
+    tokens = torch.tensor([[0, 3, 5]])
+    qmodel = quantize(model, INT8_WEIGHT_ONLY, [tokens])
+    torch.testing.assert_close(qmodel.eager()(tokens), qmodel(tokens))
+    with pytest.raises(qfx.QuarkError, match="inner: its weight is computed from"):
+        qfx.export.huggingface(qmodel, tmp_path)
+    model = seeded(Parametrized(transformers.PretrainedConfig()))
+    nn.utils.parametrizations.weight_norm(model.inner).eval()
+    qmodel = quantize(model, INT8_WEIGHT_ONLY.replace(passes=()), [tokens])
+    with pytest.raises(qfx.QuarkError, match=r"remove the parametrizations of inner\.weight before quantizing"):
+        qfx.export.huggingface(qmodel, tmp_path)

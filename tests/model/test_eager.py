@@ -14,7 +14,7 @@ import transformers
 from tiny import Residual, calls, images, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
@@ -634,6 +634,37 @@ def test_a_parametrized_module_computes_with_codes_in_eager(make: Callable[[], n
     qmodel = quantize(model, INT8_STATIC, [rand(*shape)])
     assert [row.weight for row in qmodel.report()] == ["int8 channel"]
     require_same(qmodel, qmodel.eager(), rand(*shape, seed=3))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_parametrized_module_stores_the_codes_of_its_weight(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = weight_norm(nn.Linear(6, 6)), old_weight_norm(nn.Linear(6, 6))
+            self.c = prune.random_unstructured(nn.Conv1d(3, 6, 1), "weight", 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.c(self.b(self.a(self.a(x).relu())).relu())
+            return y
+
+    model, x = seeded(Twice()), rand(2, 3, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    qmodel = quantize(model, INT8_WEIGHT_ONLY, [x])
+    eager: Any = qmodel.eager()
+    require_same(qmodel, eager, rand(2, 3, 6, seed=3))
+    names = {name for name in eager.state_dict() if name.startswith("b.")}
+    assert names == {"b.bias", *(f"b.parametrizations.weight.{n}" for n in ("original", "0.scale", "0.zero_point"))}
+    qmodel.save(tmp_path)
+    require_same(qmodel, qfx.load(tmp_path).eager(seeded(Twice(), 5)), rand(2, 3, 6, seed=3))
+    report = qmodel.eager(kernels=True).kernel_report
+    assert [row.reason for row in report if row.name == "b"] == [""], str(report)
+    trained = qfx.prepare_qat(qmodel)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.1)
+    torch.testing.assert_close(trained.eager()(x), trained(x))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

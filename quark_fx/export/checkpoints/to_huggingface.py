@@ -6,7 +6,7 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -41,6 +41,7 @@ from quark_fx.export.packing import (
 )
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_modules import UNROTATED
+from quark_fx.model.stored_weights import computed_leaves
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, parse_format
 from quark_fx.numbers.qparams import ScaleType, Symmetry, recover_global_scale
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -151,7 +152,7 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     if format == _DEFAULT and (whole or not checkpoint.stacks):
-        _require_found(shell, directory)
+        _require_found(shell, directory, checkpoint.computed)
 
 
 def _without_invalid_generation(shell: Any) -> Any:
@@ -168,7 +169,7 @@ def _without_invalid_generation(shell: Any) -> Any:
     return None
 
 
-def _require_found(shell: Any, directory: Path) -> None:
+def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> None:
     """Let transformers load a checkpoint without its data.
 
     Raises:
@@ -184,10 +185,13 @@ def _require_found(shell: Any, directory: Path) -> None:
         else:
             missing = sorted(found["missing_keys"])
             why = f"it does not find {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}" * bool(missing)
+    left = [f"{path}.{leaf}" for path, module in shell.named_modules() for leaf in sorted(computed_leaves(module))]
+    remedy = f"the class has to construct {', '.join([*computed][:3])} without parametrizations; or " * bool(computed)
+    remedy += f"remove the parametrizations of {', '.join(left[:3])} before quantizing; or " * bool(left)
     if why:
         raise ExportError(
-            f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; leave these layers "
-            "in float (exclude=), of experts all, choose another format, or use qmodel.save(directory)"
+            f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; {remedy}leave these "
+            "layers in float (exclude=), of experts all, choose another format, or use qmodel.save(directory)"
         )
 
 

@@ -87,6 +87,7 @@ class Checkpoint:
         float_caches: names of the modules whose attention has them in float, where some have not.
         fused: of `CheckpointFiles`.
         unread: Tensors in the source checkpoint that the class does not have, by name, each read when it is called.
+        computed: By the name of a parametrized weight that is stored, the tensors that are left out for it.
     """
 
     shell: Any
@@ -99,6 +100,7 @@ class Checkpoint:
     float_caches: list[str]
     fused: Mapping[str, tuple[str, ...]]
     unread: Mapping[str, Callable[[], Tensor]]
+    computed: Mapping[str, tuple[str, ...]]
 
     @property
     def head(self) -> str:
@@ -174,8 +176,18 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     stacks = {name: names for name, names in apart.items() if names}
     rows = {layer.stack: partial(stacked_rows, found.constants[layer.stack]) for layer in layers if layer.stack}
     floats = [row.name for row in qmodel.report() if row.kind == ATTENTION.kind and row.reason]
-    unread = _unread(shell, state)
-    return Checkpoint(shell, layers, tensors, stacks, rows, rotations, found.attentions, floats, files.fused, unread)
+    computed = {name: stored.sources for name, stored in found.stored.items()}
+    if computed:
+        shown = [f"{name} for {', '.join(sources)}" for name, sources in computed.items()]
+        warn(
+            f"the checkpoint stores computed weights, not what they are computed from: {some_of(shown)}; it loads into "
+            "the class without these parametrizations"
+        )
+    left_out = {name for sources in computed.values() for name in sources}
+    unread = {name: read for name, read in _unread(shell, state).items() if name not in left_out}
+    return Checkpoint(
+        *(shell, layers, tensors, stacks, rows, rotations, found.attentions, floats, files.fused, unread, computed)
+    )
 
 
 def _unread(shell: Any, state: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
@@ -396,7 +408,8 @@ _LISTED = 16
 
 def _apart_unless_declared(shell: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors that share memory unless readers tie them: each name then has the values."""
-    declared = dict(shell.all_tied_weights_keys) if shell.config.get_text_config().tie_word_embeddings else {}
+    ties = getattr(shell.config.get_text_config(), "tie_word_embeddings", False)
+    declared = dict(shell.all_tied_weights_keys) if ties else {}
     tied, known, found = {*declared, *declared.values()}, set[int](), dict[str, Tensor]()
     for name, tensor in tensors.items():
         place = tensor.untyped_storage().data_ptr()
