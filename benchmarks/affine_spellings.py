@@ -5,7 +5,8 @@
 A cell is a network of an operator, a map of one factor and one offset per channel, a ReLU, and another operator; in
 `before` the map is in front of the first operator. The batch norm of the same numbers is the reference: a cell is right
 if the file has its kernels in integers, and the error is within half a decibel. With `--models`, the backbones and
-heads of torchvision's detection and segmentation models are compared, with frozen batch norms and with ordinary ones.
+heads of torchvision's detection and segmentation models, and whole detectors of transformers, are compared with frozen
+batch norms and with ordinary ones.
 """
 
 from __future__ import annotations
@@ -244,6 +245,68 @@ class Raw(nn.Module):
         return self.head(list(self.backbone(x).values()))
 
 
+def thawed(model: nn.Module) -> nn.Module:
+    """Return a copy with ordinary batch norms in the place of frozen ones, of whatever class these are."""
+    model = copy.deepcopy(model)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if "FrozenBatchNorm" in type(child).__name__:
+                state = {**child.state_dict(), "num_batches_tracked": torch.tensor(0)}
+                norm = nn.BatchNorm2d(len(state["weight"]))
+                norm.load_state_dict(state)
+                setattr(module, name, norm)
+    return model.eval()
+
+
+class Boxes(nn.Module):
+    """A detector of transformers: scores and boxes of its queries."""
+
+    def __init__(self, detector: nn.Module) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found: Any = self.detector(pixel_values=x)
+        return found.logits, found.pred_boxes
+
+
+def detectors() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """Yield detectors of transformers with frozen norms, and seeded weights and statistics, by name."""
+    import transformers
+
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1] * 4, "layer_type": "basic"}
+    stages = ["stage2", "stage3", "stage4"]
+    both = {"d_model": 32, "num_queries": 5, "num_labels": 3, "encoder_layers": 2, "decoder_layers": 2}
+    sides = {
+        f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("attention_heads", 2), ("ffn_dim", 32))
+    }
+    hybrid = {"encoder_hidden_dim": 32, "encoder_in_channels": [16, 24, 32], "decoder_in_channels": [32] * 3}
+    plain = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
+    options: dict[str, dict[str, Any]] = {
+        "Detr": plain,
+        "ConditionalDetr": plain,
+        "DeformableDetr": {**plain, "num_feature_levels": 3},
+        "RTDetr": {**hybrid, "num_denoising": 0},
+    }
+    for name, special in options.items():
+
+        def make(name: str = name, special: dict[str, Any] = special) -> nn.Module:
+            torch.manual_seed(0)
+            kind = "RTDetrResNetConfig" if name == "RTDetr" else "ResNetConfig"
+            single = name in ("Detr", "ConditionalDetr")
+            backbone = getattr(transformers, kind)(**sizes, out_features=stages[-1:] if single else stages)
+            config = getattr(transformers, f"{name}Config")(backbone_config=backbone, **both, **sides, **special)
+            model: nn.Module = getattr(transformers, f"{name}ForObjectDetection")(config)
+            for key, value in model.state_dict().items():
+                if key.endswith("running_var"):
+                    value.uniform_(0.3, 3)
+                elif key.endswith("running_mean"):
+                    value.normal_(0, 0.3)
+            return Boxes(model).eval()
+
+        yield f"{name}ForObjectDetection", make
+
+
 def models() -> Iterator[tuple[str, nn.Module]]:
     """Yield torchvision's networks with batch norms and seeded weights."""
     plain = {"weights": None, "weights_backbone": None}
@@ -260,24 +323,33 @@ def models() -> Iterator[tuple[str, nn.Module]]:
         yield name, getattr(segmentation, name)(**plain, num_classes=5)
 
 
+def pairs(words: list[str]) -> Iterator[tuple[str, int, nn.Module, nn.Module]]:
+    """Yield the name of each model that has one of some words, a batch size, and both versions of the model."""
+    for name, model in models():
+        if words and not any(word in name for word in words):
+            continue
+        with torch.no_grad():
+            model.train()(torch.randn(4, 3, 64, 64))
+        yield name, 1, model.eval(), frozen(model)
+    for name, make in detectors():
+        if not words or any(word in name for word in words):
+            yield name, 2, thawed(make()), make()
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="words of cells or models, separated by commas")
-    parser.add_argument("--models", action="store_true", help="torchvision's models")
+    parser.add_argument("--models", action="store_true", help="detectors and segmentation models")
     options = parser.parse_args()
     torch.set_num_threads(1)
     words = [word for word in options.only.split(",") if word]
     rows: list[tuple[str, ...]] = []
     if options.models:
-        for name, model in models():
-            if words and not any(word in name for word in words):
-                continue
+        for name, samples, plain, frozen_model in pairs(words):
             torch.manual_seed(0)
-            batches = [torch.randn(1, 3, 64, 64) for _ in range(2)]
-            with torch.no_grad():
-                model.train()(torch.randn(4, 3, 64, 64))
-            both = [measured(version, batches) for version in (model.eval(), frozen(model))]
+            batches = [torch.randn(samples, 3, 64, 64) for _ in range(2)]
+            both = [measured(version, batches) for version in (plain, frozen_model)]
             counts = [f"{sum(found[1].values())} of {sum((found[1] + found[2]).values())}" for found in both]
             right = "right" if both[0][1] == both[1][1] else "WRONG"
             rows.append((name, counts[0], counts[1], *(f"{found[0]:.1f}" for found in both), right))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from benchmarks import affine_spellings
 from benchmarks.affine_spellings import Cell
+from quark_fx.graph.nodes import module_path
 from quark_fx.graph.pass_manager import run_passes
 from quark_fx.passes import fold_batch_norm
 from quark_fx.presets import INT8_WEIGHT_ONLY
@@ -283,6 +284,18 @@ def test_a_residual_network_with_frozen_norms_has_the_kernels_of_one_with_batch_
     frozen = affine_spellings.measured(affine_spellings.frozen(cnn()), images())
     assert frozen[1:] == plain[1:]
     assert abs(frozen[0] - plain[0]) < 0.5
+
+
+def test_frozen_norms_of_a_detector_of_transformers_fold_and_its_attention_holds_codes() -> None:
+    model = dict(affine_spellings.detectors())["DetrForObjectDetection"]()
+    frozen = {name for name, module in model.named_modules() if "FrozenBatchNorm" in type(module).__name__}
+    qmodel = quantize(model, INT8_WEIGHT_ONLY, [rand(2, 3, 64, 64)])
+    nodes = [node for node in qmodel.graph_module.graph.nodes if node.op == "call_function"]
+    assert len(frozen) == 12
+    assert frozen.isdisjoint(module_path(node) for node in nodes)
+    rows = {row.name: row.weight for row in qmodel.report() if not row.reason}
+    assert len(rows) == len(list(qmodel.report()))
+    assert {f"detector.model.encoder.layers.0.self_attn.{n}_proj" for n in "qkv"} <= rows.keys()
 
 
 def test_analyze_measures_a_frozen_norm_as_a_batch_norm() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quark_fx as qfx
+from benchmarks import heads
 from quark_fx.plan.placement import plan_quantization
 from quark_fx.presets import INT8_STATIC, INT8_WEIGHT_ONLY, W4A16_RTN
 
@@ -78,6 +79,32 @@ def test_heads_of_transformers_stay_in_float(kind: str, heads: list[str]) -> Non
     plan = plan_quantization(qfx.capture_graph(model, batch).module, W4A16_RTN, quiet=True)
     found = {op.name: getattr(op, "reason", "") for op in plan.operators if "head" in op.kinds}
     assert found == dict.fromkeys(heads, "excluded by 'op:head'")
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("mistral", "MistralForSequenceClassification"),
+        ("gpt2", "GPT2ForTokenClassification"),
+        ("albert", "AlbertForPreTraining"),
+        ("vit", "ViTForMaskedImageModeling"),
+    ],
+)
+def test_what_autograd_records_as_a_head_stays_in_float(family: str, kind: str) -> None:
+    found = heads.measured(family, kind)
+    assert found.names
+    assert found.others
+    assert not found.quantized
+
+
+def test_every_class_of_a_family_has_heads_to_measure() -> None:
+    assert len(heads.FAMILIES) >= 10
+    assert {"bert", "llama", "vit"} <= {family for family, _ in heads.cases()}
+    model, inputs = heads.model_of("bert", heads.classes("bert")["BertForPreTraining"]), heads.inputs_of("bert", "")
+    assert set(heads.heads_of(model, inputs)) == {
+        "cls.seq_relationship.weight",
+        "bert.embeddings.word_embeddings.weight",
+    }
 
 
 def test_an_adapter_stays_in_float_next_to_its_operator() -> None:
