@@ -143,7 +143,7 @@ def quantize(
         if verify and example is None:
             raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
         captured, model = session.captured, session.model
-        sample = None if example is None else sample_of(captured.module, example)
+        sample = None if example is None else sample_of(captured.module, captured.signature, example)
         inputs, example = example if verify else None, None  # a batch may be large
         with session.run(config, shelf) as context:
             context.progress = progress

@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from quark_fx.graph.nodes import placeholders, static_size
+from quark_fx.graph.signature import Signature
 
 Sample = tuple[Any, ...]
 """Flat inputs of a graph, on the CPU."""
 
 
-def sample_of(gm: GraphModule, leaves: Sequence[Any]) -> Sample:
-    """Copy a batch to the CPU, cut to its first samples if all inputs share one free batch dimension."""
-    count = _fewest(gm)
+def sample_of(gm: GraphModule, signature: Signature, leaves: Sequence[Any]) -> Sample:
+    """Copy a batch to the CPU, cut to its first samples if all inputs share one batch dimension of any size."""
+    count = None if signature.input_multiples else _fewest(gm)
     return tuple(
         leaf[slice(count) if leaf.dim() else ...].detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
         for leaf in leaves

@@ -123,9 +123,10 @@ def test_the_file_runs_once_on_the_first_samples_of_the_first_batch(
 
 def test_a_sample_is_cut_only_where_all_inputs_share_a_free_batch_dimension() -> None:
     def shapes(model: nn.Module, *inputs: Tensor, **options: Any) -> list[tuple[int, ...]]:
-        gm = quantize(model, "int8_static", [inputs], **options).graph_module
+        qmodel = quantize(model, "int8_static", [inputs], **options)
+        gm = qmodel.graph_module
         assert [tuple(value.shape) for value in made_up_sample(gm)] == [tuple(value.shape) for value in inputs]
-        return [tuple(value.shape) for value in sample_of(gm, inputs)]
+        return [tuple(value.shape) for value in sample_of(gm, qmodel.signature, inputs)]
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -140,6 +141,8 @@ def test_a_sample_is_cut_only_where_all_inputs_share_a_free_batch_dimension() ->
     assert shapes(model, rand(8, 6), rand(8, 6)) == [(2, 6), (2, 6)]
     assert shapes(model, rand(8, 6), rand(8, 6), dynamic_shapes={"x": None, "y": None}) == [(8, 6), (8, 6)]
     assert shapes(model, rand(8, 6), rand(6), dynamic_shapes={"x": {0: AUTO}, "y": None}) == [(8, 6), (6,)]
+    regrouped = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(0, (-1, 4))).eval()
+    assert shapes(regrouped, rand(8, 6)) == [(8, 6)]  # a batch is a multiple of 4
     assert shapes(model, rand(8, 5, 6), rand(5, 6)) in ([(8, 5, 6), (5, 6)], [(2, 5, 6), (5, 6)])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from captured_once import quantize
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.errors import ExportError
+from quark_fx.export.to_onnx import formats as formats_of_files
+from quark_fx.export.to_onnx.rules import TRANSLATED, onnx_rule
 
 
 class Calls(nn.Module):
@@ -139,3 +142,60 @@ def test_signed_codes_of_every_rank_are_multiplied(shape: tuple[int, ...], tmp_p
             for format in ("qdq", "vitis") if name == "bias in float" else ("qdq", "qoperator", "vitis"):
                 file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=format)
                 assert qfx.verify(qmodel, file, batches).max_steps < 1.001, (product, name, format)
+
+
+def test_every_format_reads_the_order_of_a_transposition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no earlier rule removed or stored it: one weight is read as it is and in another order."""
+    earlier = [rule for rule in TRANSLATED if rule.name not in ("drop_idle_transpose", "transpose_weight")]
+    assert len(earlier) == len(TRANSLATED) - 2
+    monkeypatch.setattr(formats_of_files, "TRANSLATED", tuple(earlier))
+    for order in ((0, 1), (1, 0)):
+        one_scale = qfx.presets.INT8_STATIC.replace(weight=qfx.TensorSpec(format=qfx.formats.INT8))
+        cases: list[tuple[Any, str, Callable[[Calls, Tensor], Tensor]]] = [
+            (one_scale, "qoperator", lambda m, x: (x @ m.weight).relu()),
+            ("int4_weight_only", "matmul_nbits", lambda m, x: m.linear(x).relu()),
+        ]
+        for preset, format, function in cases[: 2 if order == (0, 1) else 1]:  # scales then vary along the columns
+
+            @onnx_rule("MatMul", "Gemm")
+            def permute(model: ir.Model, node: ir.Node, order: tuple[int, ...] = order) -> bool:
+                step = ir.node("Transpose", [node.inputs[1]], {"perm": list(order)})
+                step.outputs[0].shape, step.outputs[0].type = node.inputs[1].shape, node.inputs[1].type
+                model.graph.insert_before(node, [step])
+                node.replace_input_with(1, step.outputs[0])
+                return True
+
+            monkeypatch.setattr(formats_of_files, "TRANSLATED", (*earlier, permute))
+            given = quantize(Calls(function, 16, 16).eval(), preset, BATCHES)
+            file = qfx.export.onnx(given, tmp_path / "model.onnx", format=format)
+            steps = qfx.verify(given, file, BATCHES).max_steps
+            assert steps < 1.001 if order == (0, 1) else steps > 20, (order, format)
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "rrelu": lambda y: F.rrelu(y, 0.1, 0.3),
+    "rrelu by default": F.rrelu,
+    "cumprod": lambda y: y.cumprod(-1),
+    "cumprod of channels": lambda y: y.cumprod(1),
+    "cumprod of numbers": lambda y: (y > 0).cumprod(2) + y,
+    "adaptive maxima": lambda y: F.adaptive_max_pool2d(y, (4, 3)),
+    "adaptive maxima of some": lambda y: F.adaptive_max_pool2d(y, (None, 3)),  # type: ignore[arg-type]
+    "adaptive maxima of a sequence": lambda y: F.adaptive_max_pool1d(y.flatten(2), 5),
+    "adaptive maxima of a volume": lambda y: F.adaptive_max_pool3d(y.unsqueeze(2), (1, 3, 4)),
+}
+
+
+def test_operators_without_a_lowering_of_torch_are_spelled_in_others(tmp_path: Path) -> None:
+    class Made(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.convolution, self.function = nn.Conv2d(3, 4, 1), function
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(self.convolution(x))
+
+    batches = [rand(2, 3, 7, 8)]
+    for name, function in MADE.items():
+        qmodel = quantize(Made(function).eval(), "int8_weight_only", batches)
+        file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+        assert qfx.verify(qmodel, file, batches).max_steps < 0.01, name

@@ -143,6 +143,8 @@ def _run(session: Any, failure: str, model: ir.Model, qmodel: QuantizedModel) ->
     try:
         session.run(None, feeds)
     except Exception as error:
+        if not _runs_in_torch(gm, sample):
+            return "its sample does not run in torch either; run qfx.verify with a batch"
         raise ExportError(
             f"{failure} on one sample: {error}{_where(error, model, gm)}\nReplace the operator, or exclude a layer "
             "beside it from quantization"

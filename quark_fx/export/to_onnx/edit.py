@@ -129,6 +129,11 @@ def made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
     return producer if producer is not None and producer.op_type in operators else None
 
 
+def permutation(transpose: ir.Node, rank: int) -> tuple[int, ...]:
+    """Return the axis of the input that each axis of a `Transpose` is: by default they are reversed."""
+    return tuple(transpose.attributes.get_ints("perm", ())) or tuple(reversed(range(rank)))
+
+
 def narrowed(value: ir.Value | None) -> str | None:
     """Return, as a reason, that a dequantized activation is cast to a half; `None` if it is not."""
     cast = made_by(value, "Cast")

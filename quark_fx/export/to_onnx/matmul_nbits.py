@@ -25,6 +25,7 @@ from quark_fx.export.to_onnx.edit import (
     array_of,
     erase_unread,
     made_by,
+    permutation,
     put_node,
     without_trailing_none,
 )
@@ -189,16 +190,21 @@ def _multiplied(node: ir.Node) -> StoredCodes | None:
 
 
 def _constant_behind(value: ir.Value | None) -> StoredCodes | None:
-    turned = cast = False
+    steps: list[ir.Node] = []
     while (step := made_by(value, "Transpose", "Cast")) is not None:
-        turned ^= step.op_type == "Transpose"
-        cast |= step.op_type == "Cast"
+        steps.append(step)
         value = step.inputs[0]
     weight = dequantized(made_by(value, "DequantizeLinear"))
     array = array_of(weight.codes) if weight is not None else None
     if weight is None or array is None or array.ndim < 2:
         return None
-    return replace(weight, turned=turned, cast=cast)
+    order = stored = tuple(range(array.ndim))
+    for step in reversed(steps):
+        order = tuple(order[axis] for axis in permutation(step, array.ndim)) if step.op_type == "Transpose" else order
+    if order not in (stored, (*stored[:-2], stored[-1], stored[-2])):
+        return None
+    cast = any(step.op_type == "Cast" for step in steps)
+    return replace(weight, turned=order != stored, cast=cast)
 
 
 def _use_product(model: ir.Model, node: ir.Node, weight: StoredCodes, accuracy_level: int) -> None:

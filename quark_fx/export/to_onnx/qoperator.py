@@ -26,6 +26,7 @@ from quark_fx.export.to_onnx.edit import (
     made_by,
     narrowed,
     only_reader,
+    permutation,
     put_node,
     without_trailing_none,
 )
@@ -162,6 +163,8 @@ def _turned(codes: Codes, transpose: ir.Node) -> Codes:
     """Transpose codes instead of the matrix they stand for: a weight that is read both ways is stored once."""
     if array_of(codes.values) is None or codes.values.shape is None or codes.values.shape.rank() != 2:
         raise DeclinedError("its weight is transposed, and is no constant matrix")
+    if permutation(transpose, 2) == (0, 1):
+        return codes
     new = ir.node("Transpose", [codes.values], {"perm": [1, 0]})
     new.outputs[0].dtype, new.outputs[0].shape = codes.dtype, ir.Shape(tuple(codes.values.shape)[::-1])
     assert transpose.graph is not None

@@ -71,6 +71,10 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return None
     if name == "aten.batch_norm.default" and argument(node, 5):
         return None
+    if name == "aten.rrelu.default":
+        return None if argument(node, 3) else _mean_slope
+    if name in _ADAPTIVE_MAXIMA and _has_unequal_windows(gm, node):
+        return _maxima_of_windows
     if name.startswith("aten.conv_transpose") and value_of(gm, node).dim() != value_of(gm, argument(node, 1)).dim():
         return None  # a lone sample, of which the general convolution has no form
     return spell_out_layers if name in KINDS else _WITHOUT_LOWERING.get(name)
@@ -79,6 +83,9 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
 _ANTIALIASED = frozenset(
     f"aten._upsample_{kind}2d_aa.{overload}" for kind in ("bilinear", "bicubic") for overload in ("default", "vec")
 )
+
+
+_ADAPTIVE_MAXIMA = frozenset(f"aten.adaptive_max_pool{rank}d.default" for rank in (1, 2, 3))
 
 
 def _refuse(reason: str) -> Rule:
@@ -210,6 +217,62 @@ def _transposed_convolution(gm: GraphModule, node: Node) -> Node:
     return call(gm, convolve, *operands, stride, padding, dilation, True, beyond, groups, like=node)
 
 
+def _mean_slope(gm: GraphModule, node: Node) -> Node:
+    """Write `rrelu` as it computes in eval mode: the slope is the middle of its range."""
+    value, lower, upper = (argument(node, position) for position in range(3))
+    low, high = 1 / 8 if lower is None else lower, 1 / 3 if upper is None else upper
+    return call(gm, aten.leaky_relu.default, value, (low + high) / 2, like=node)
+
+
+def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
+    """Multiply by what is 1, 2, 4, … places before: after log2(size) products each place holds all before it."""
+    value: Node = argument(node, 0)
+    dim = argument(node, 1)
+    made = value_of(gm, node)
+    if not made.dim():
+        return call(gm, aten.mul.Tensor, value, 1, like=node)
+    dim, size = dim % made.dim(), static_size(made.shape[dim % made.dim()])
+    if size is None:
+        raise ExportError(f"{describe(node)}: cumprod needs a size that does not vary along its dimension")
+    if value_of(gm, value).dtype != made.dtype:
+        value = call(gm, aten.to.dtype, value, made.dtype, like=node)
+    shift = 1
+    while shift < size:
+        before = call(gm, aten.slice.Tensor, value, dim, 0, size - shift, like=node)
+        ones = call(gm, aten.slice.Tensor, value, dim, 0, shift, like=node)
+        ones = call(gm, aten.ones_like.default, ones, like=node)
+        value = call(gm, aten.mul.Tensor, value, call(gm, aten.cat.default, [ones, before], dim, like=node), like=node)
+        shift *= 2
+    return value
+
+
+def _maxima_of_windows(gm: GraphModule, node: Node) -> tuple[Node, ...]:
+    """Write an adaptive maximum pool as maxima over slices, one dimension at a time."""
+    value, sizes = argument(node, 0), argument(node, 1)
+    for dim, windows in zip(range(-len(sizes), 0), sizes, strict=True):
+        size = static_size(value_of(gm, value).shape[dim])
+        if size is None:
+            raise ExportError(f"{describe(node)}: windows of unequal size need a size that does not vary")
+        if windows == size:
+            continue
+        maxima = []
+        for window in range(windows):
+            first, last = window * size // windows, -(-(window + 1) * size // windows)
+            part = call(gm, aten.slice.Tensor, value, dim, first, last, like=node)
+            maxima.append(call(gm, aten.amax.default, part, [dim], True, like=node))
+        value = call(gm, aten.cat.default, maxima, dim, like=node)
+    return (value,)
+
+
+def _has_unequal_windows(gm: GraphModule, node: Node) -> bool:
+    """Tell whether only the maxima of an adaptive pool are read, not their places, and its windows differ in size."""
+    if any(result.args[1] != 0 for result in node.users):
+        return False
+    windows = argument(node, 1)
+    sizes = [static_size(size) for size in value_of(gm, argument(node, 0)).shape[-len(windows) :]]
+    return any(size is None or size % count for size, count in zip(sizes, windows, strict=True))
+
+
 def _reversed(gm: GraphModule, node: Node) -> Node:
     value = argument(node, 0)
     return call(gm, aten.permute.default, value, list(range(value_of(gm, value).dim()))[::-1], like=node)
@@ -220,5 +283,6 @@ _WITHOUT_LOWERING: dict[str, Rule] = {
     "aten.batch_norm.default": _normalized,
     **{f"aten.conv_transpose{kind}": _transposed_convolution for kind in ("1d.default", "2d.input", "3d.input")},
     "aten.numpy_T.default": _reversed,
+    "aten.cumprod.default": _products_by_doubling,
 }
 """Operators without an ONNX lowering: left as they are, any of them makes torch trace and decompose the whole graph."""

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import DeclinedError, made_by, replace_node
+from quark_fx.export.to_onnx.edit import DeclinedError, made_by, permutation, replace_node
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 
 @onnx_rule("Transpose")
 def drop_idle_transpose(model: ir.Model, node: ir.Node) -> bool:
     """Remove a `Transpose` that keeps the order of the axes: of a matrix, each one left exchanges rows and columns."""
-    order = node.attributes.get_ints("perm", ())
-    if not order or list(order) != sorted(order):
-        return False
     value = node.inputs[0]
     assert value is not None
+    order = permutation(node, 2 if value.shape is None else value.shape.rank())
+    if list(order) != sorted(order):
+        return False
     if node.outputs[0].is_graph_output() and (value.is_graph_output() or value.producer() is None):
         return False  # an output needs a value of its own
     replace_node(node, value)
@@ -37,7 +37,10 @@ def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
         return False
     if gemm and not (node.attributes.get_int("transB", 0) and dequantize.attributes.get_int("block_size", 0)):
         return False
-    transpose_dequantized(dequantize, (1, 0) if gemm else node.attributes.get_ints("perm", ()))
+    codes = dequantize.inputs[0]
+    assert codes is not None
+    assert codes.shape is not None
+    transpose_dequantized(dequantize, (1, 0) if gemm else permutation(node, codes.shape.rank()))
     if gemm:
         node.attributes["transB"] = ir.AttrInt64("transB", 0)
     else:
@@ -57,7 +60,7 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
 
     Args:
         node: The `DequantizeLinear`.
-        order: Permutation of the axes, as `Transpose` takes it; empty reverses them.
+        order: Permutation of the axes, as `Transpose` takes it.
 
     Raises:
         DeclinedError: If another node reads the weight or one of the constants, such as a tied embedding.
@@ -68,7 +71,6 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
     codes = constants[0].shape
     assert codes is not None
     rank = codes.rank()
-    order = tuple(order) or tuple(reversed(range(rank)))
     for value in constants:
         tensor = value.const_value
         assert tensor is not None
