@@ -73,7 +73,7 @@ def metric_of(given: Any) -> tuple[str, Metric]:
     return given, METRICS[given]
 
 
-def _checked(metric: Metric) -> Metric:
+def _checked(metric: Callable[..., Any]) -> Metric:
     """Return a user's metric that refuses results nothing can be derived from."""
 
     def compare(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
