@@ -42,8 +42,14 @@ if importlib.util.find_spec("quark_fx.system.accelerator") is None:  # a commit 
     sys.modules["quark_fx.system.accelerator"] = _module
     _spec.loader.exec_module(_module)
     setattr(importlib.import_module("quark_fx.system"), "accelerator", _module)  # noqa: B010
-    _generator = torch.Generator
-    setattr(torch, "Generator", lambda device=None: _generator())  # noqa: B010
+
+    class _OnHost(torch.Generator):
+        """A generator on the host, which is where the pretend GPU computes."""
+
+        def __new__(cls, device: object = None) -> _OnHost:
+            return super().__new__(cls)
+
+    setattr(torch, "Generator", _OnHost)  # noqa: B010
 
 from pretend_gpu import PretendGPU  # which replaces functions of that module
 

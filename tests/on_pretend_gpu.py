@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,16 +113,24 @@ def test_half_of_the_free_memory_keeps_activations() -> None:
         cache.close()
 
 
-@pytest.mark.parametrize("name", ["w4a16_gptq", "w4a16_awq", "fit"])
+@pytest.mark.parametrize("name", ["w4a16_gptq", "w4a16_awq", "fit", "smooth"])
 def test_waits_and_copies_do_not_grow_with_the_batches(
     name: str, pretend_gpu: PretendGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How many scales AWQ tries follows from their errors, so let it try one.
-    monkeypatch.setattr(scaling, "search", lambda errors, sizes: (errors([(9, 9)]), (9, 9))[1])
-    base = PRESETS["w4a16_gptq"]
-    config = base.replace(passes=(passes.FitScales(),)) if name == "fit" else PRESETS[name]
-    few, many = counts(pretend_gpu, config, 8), counts(pretend_gpu, config, 12)
-    assert few[0] == many[0] <= (3 + 1) * LINEAR  # and one to store a weight where the model is
+    def first(errors: Callable[[list[tuple[int, ...]]], object], sizes: list[int]) -> tuple[int, ...]:
+        errors([point := tuple(size // 2 for size in sizes)])
+        return point
+
+    monkeypatch.setattr(scaling, "search", first)
+    static = PRESETS["int8_static"]
+    with_pass = {
+        "fit": PRESETS["w4a16_gptq"].replace(passes=(passes.FitScales(),)),
+        "smooth": static.replace(passes=(*static.passes, passes.SmoothQuant())),
+    }
+    few, many = (counts(pretend_gpu, with_pass.get(name) or PRESETS[name], count) for count in (8, 12))
+    # One more stores a weight where the model is; calibration waits for the ranges of activations.
+    assert few[0] == many[0] <= (3 + (3 if name == "smooth" else 1)) * LINEAR
     assert many[1] - few[1] == 4
 
 
@@ -215,3 +224,17 @@ def test_ranks_make_the_same_tensors_on_the_device() -> None:
         config = configurations()[name]
         made = qfx.quantize(there, config, progress=False)
         assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)
+
+
+@pytest.mark.parametrize(("name", "before"), [("w4a16_best", 40), ("AdaRound", 60)])
+def test_a_run_continues_where_the_device_is_full(name: str, before: int, pretend_gpu: PretendGPU) -> None:
+    config = next(found for known, found in configurations().items() if known.startswith(name))
+    here = qfx.quantize(seeded(Net()), config, batches(4), progress=False)
+    pretend_gpu.refused = [before, 0]  # that allocation, and the next
+    there = qfx.quantize(seeded(Net()), config, batches(4), device=DEVICE, progress=False)
+    assert pretend_gpu.refused == []
+    assert_same_tensors(here, there, name)
+    told = [c.what for record in there.report().passes for c in record.changes if c.name == "device memory"]
+    assert len(told) == 2
+    assert "of activations moved to the host" in told[0]
+    assert "pieces of 1/2 the size" in told[1]

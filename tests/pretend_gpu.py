@@ -213,7 +213,8 @@ class PretendGPU(TorchDispatchMode):
         total_bytes: of its memory.
         used_bytes: of these, by tensors.
         peak_bytes: the largest value of `used_bytes`.
-        largest: bytes of a single tensor above which an allocation fails, for tests of what follows.
+        refused: for each allocation that fails, for lack of memory elsewhere, how many larger than a kilobyte come
+            before it.
         stream: that operators run on now.
         races: found where nothing could be raised; leaving the block raises the first of them.
     """
@@ -224,7 +225,7 @@ class PretendGPU(TorchDispatchMode):
         """Begin with no waits."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits, self.copies, self.streamed = Counter[str](), Counter[str](), Counter[str]()
-        self.total_bytes, self.used_bytes, self.peak_bytes, self.largest = total_bytes, 0, 0, total_bytes
+        self.total_bytes, self.used_bytes, self.peak_bytes, self.refused = total_bytes, 0, 0, list[int]()
         self.streams = [_MAIN]  # kept, so that no id is used twice
         self.stream = _MAIN
         self.host = _HOST
@@ -296,7 +297,10 @@ class PretendGPU(TorchDispatchMode):
         key, size = held.untyped_storage().data_ptr(), held.untyped_storage().nbytes()
         known = self._memories.get(key) if key else None
         if known is None:
-            if size > self.largest or self.used_bytes + size > self.total_bytes:
+            if self.refused and size > 1024:
+                self.refused[0] -= 1
+            if self.used_bytes + size > self.total_bytes or (self.refused and self.refused[0] < 0):
+                self.refused = self.refused[1:]
                 raise torch.OutOfMemoryError(f"PRETEND out of memory. Tried to allocate {size} bytes")
             known = _Memory(self, size)
             known.written[id(self.stream)] = self.stream.clock.get(id(self.stream), 0)

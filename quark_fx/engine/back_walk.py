@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.engine.block_walk import Streams, lift, release
 from quark_fx.engine.blocks import Block
 from quark_fx.engine.context import Context
+from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import results_of, set_parameter, stored_tensors, tensor_of
 from quark_fx.graph.straight_through import run_with_gradients
@@ -54,7 +56,7 @@ class BackWalk:
         """Return what the graph makes of a batch; keep what enters each block, unless nothing is to go back."""
         self._streams = streams = Streams(self.gm, self.context, [batch], (self.stream,))
         for block in self.blocks:
-            part = lift(self.gm, block, self.nodes, self.context.device)
+            part = with_room(self.context, partial(lift, self.gm, block, self.nodes, self.context.device))
             streams.advance(self.stream, block, part)
             release(part)
             if not keep:
@@ -83,7 +85,7 @@ class BackWalk:
             entering = streams.values(self.stream, block.inputs, batch)
             streams.forget(set(block.inputs) - set(before))
             if pending:
-                pending, found = self._through(block, entering, pending)
+                pending, found = with_room(self.context, partial(self._through, block, entering, pending))
                 yield from found.items()
 
     def _results(self) -> list[tuple[str | None, Any]]:

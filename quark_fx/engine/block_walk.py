@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tqdm.auto import tqdm
 from quark_fx.engine.blocks import Block, Unit, carriers, extract, find_blocks
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_activations import activation_scales
+from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import (
     DEQUANTIZE,
@@ -107,7 +109,8 @@ class BlockRun:
         sums = torch.zeros(len(self.block.made), 3, dtype=torch.float64, device=self._context.device)
         with torch.no_grad():
             for batch in self._context.validation:
-                for i, noise, signal in _squares((outputs or self.outputs)(batch), self.targets(batch)):
+                made = with_room(self._context, partial(outputs or self.outputs, batch))
+                for i, noise, signal in _squares(made, self.targets(batch)):
                     sums[i] += torch.stack((noise, signal, torch.ones_like(noise)))
         self._context.ranks.add(sums)
         read = torch.cat((sums.flatten(), sums.new_zeros(1) if training is None else training.view(1))).cpu()
@@ -280,7 +283,10 @@ class Streams:
             for batch in self.batches:
                 give_back()
                 with running(self.context.number_of(batch)):
-                    outputs = module(*self.values(stream, block.inputs, batch))
+                    outputs = with_room(
+                        self.context,
+                        lambda batch=batch: module(*self.values(stream, block.inputs, batch)),  # type: ignore[misc]
+                    )
                 for name, value in zip(block.outputs, outputs, strict=True):
                     if name in new and not (stream == "quantized" and name in self.shared):
                         self.cache.put((stream, name, batch), value)
@@ -323,11 +329,11 @@ def walk_blocks(
         bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
         for index, block in enumerate(bar):
             give_back()
-            part = lift(reference, block, float_nodes, context.device)
+            part = with_room(context, partial(lift, reference, block, float_nodes, context.device))
             if side_by_side:
                 streams.shared |= block.shared
                 streams.advance("float", block, part)
-            module = lift(gm, block, quantized_nodes, context.device)
+            module = with_room(context, partial(lift, gm, block, quantized_nodes, context.device))
             known = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
             free = tuple(name for name in activation_scales(module) if name not in settled)
             settled.update(free)
@@ -343,7 +349,7 @@ def walk_blocks(
             if known is None:
                 context.keep_block(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
-                values = _with_weights(run.module)
+                values = with_room(context, partial(_with_weights, run.module))
                 streams.advance("quantized", block, values)
                 release(values)
                 streams.forget(set(block.inputs) - set(block.outputs))
@@ -434,7 +440,7 @@ def walk_float_blocks(
         ):
             give_back()
             streams.shared |= block.shared
-            part = lift(gm, block, nodes, context.device, watches.values())
+            part = with_room(context, partial(lift, gm, block, nodes, context.device, watches.values()))
             yield FloatRun(block, part, streams)
             if watched is not None or index + 1 < len(blocks):
                 streams.advance("float", block, part)

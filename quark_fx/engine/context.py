@@ -124,6 +124,7 @@ class Context:
         first: number of the first of them among the batches of all ranks.
         shapes: of each batch's flat inputs.
         unread: the flat inputs of the batches where these are not kept, because they are read once.
+        halvings: how often pieces of weights were halved, for lack of device memory.
         known: what runs before found out about the same float graph on the same batches, where runs share that.
     """
 
@@ -147,6 +148,7 @@ class Context:
     remark: str = ""
     guidance: Guidance | None = None
     known: Known | None = None
+    halvings: int = 0
     _kept: dict[tuple[int, int], Positions | None] = field(default_factory=dict)
     _walks: int = 0
     _given: int = 0

@@ -150,7 +150,8 @@ class TuneScales(Selective):
                 if (gradient := gradients.get(scales.weight.scale_name)) is not None:
                     slope += gradient.flatten()
         context.ranks.add(flat)
-        for slope, scales in zip(slopes, tuned, strict=True):
+        # In one piece: a copy for each weight would make the host wait for each.
+        for slope, scales in zip(flat.to(tuned[0].offset.device).split(sizes), tuned, strict=True):
             scales.offset.grad = slope.view(scales.offset.shape).to(scales.offset) * scales.now
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from quark_fx.errors import CalibrationError
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Columns
+from quark_fx.system import accelerator
 
 DAMPING = 0.01
 """Share of a Hessian's mean diagonal that is added to it before it is factored, unless a pass says otherwise."""
@@ -199,12 +200,12 @@ def _reverse(x: Tensor) -> None:
 def at_once(h: Tensor) -> list[slice]:
     """Return which matrices of a stack `h`, shape (groups, inputs, inputs), are worth factoring together."""
     groups, inputs, _ = h.shape
-    most = _together(inputs, on_cpu=h.is_cpu)
+    most = max(1, accelerator.values_at_once(h, _FACTORED, 6) // inputs**2)
     return [slice(first, first + most) for first in range(0, groups, most)]
 
 
-def _together(inputs: int, *, on_cpu: bool = True) -> int:
-    return max(1, (_FACTORED if on_cpu else _FACTORED << 6) // inputs**2)
+def _together(inputs: int) -> int:
+    return max(1, _FACTORED // inputs**2)
 
 
 def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -241,7 +242,7 @@ def pieces(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
     """
     groups, rows, inputs = weight.shape
     inputs = max(inputs, least)
-    most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 7
+    most = accelerator.values_at_once(weight, _AT_ONCE, 7)
     matrices, lines = max(1, most // (rows * inputs)), max(1, most // inputs)
     for group in range(0, groups, matrices):
         for row in range(0, rows, lines if matrices == 1 else rows):

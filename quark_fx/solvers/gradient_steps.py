@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quark_fx.engine.block_walk import BlockRun, energies, relative_error
 from quark_fx.engine.context import Context
+from quark_fx.engine.room import with_room
 from quark_fx.solvers.minibatches import MiniBatches, Piece
 from quark_fx.solvers.schedule import Schedule
 from quark_fx.solvers.trainable import Codes, Trainable
@@ -86,8 +88,7 @@ class Steps:
             steps = range(first, min(first + every, last + 1))
             error = torch.zeros(())
             for step, pieces in zip(steps, self.batches.draw(steps), strict=True):
-                self.optimizer.zero_grad(set_to_none=True)
-                error = self._differentiate(pieces, step / last)
+                error = with_room(self.context, partial(self._differentiate, pieces, step / last))
                 self.optimizer.step()
                 self.decay.step()
                 with torch.no_grad():
@@ -96,7 +97,8 @@ class Steps:
             yield steps[-1], error
 
     def _differentiate(self, pieces: Sequence[Piece], progress: float) -> Tensor:
-        """Add the gradient of a mini-batch of all ranks to the parameters'; return what it is the gradient of."""
+        """Make the gradients of the parameters those of a mini-batch of all ranks; return what they are of."""
+        self.optimizer.zero_grad(set_to_none=True)
         targets = [self.batches.targets(piece) for piece in pieces]
         signals = self._signals(targets)
         total = torch.zeros((), device=self.context.device, dtype=torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from quark_fx.engine.block_walk import FloatRun, walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
+from quark_fx.engine.room import with_room
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes, has_scales_apart
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
@@ -349,7 +350,8 @@ def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Cont
             continue
         linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.how
         if (key := Entrance.key(linear, mapping)) not in known:
-            known[key] = Hessian.of_parts(context, Entrance(run.module, linear, mapping, run.inputs))
+            entrance = Entrance(run.module, linear, mapping, run.inputs)
+            known[key] = with_room(context, partial(Hessian.of_parts, context, entrance))
         found[reader] = known[key]
     return found
 

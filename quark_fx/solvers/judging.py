@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
+from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError, PassError, QuarkError
 from quark_fx.graph.pass_manager import Change
 from quark_fx.solvers.folds import InputHessian, Reading
@@ -55,16 +57,16 @@ class FormJudge:
         """Choose the weights of operators that read one value."""
         context, began = self.context, time.perf_counter()
         parts = [place for place in places if isinstance(place, Part)]
-        seen = judge = self.reading.measure(parts, context, context.calibration)
+        seen = judge = with_room(context, lambda: self.reading.measure(parts, context, context.calibration))
         if context.has_validation:
-            judge = self.reading.measure(parts, context, context.validation)
+            judge = with_room(context, lambda: self.reading.measure(parts, context, context.validation))
         self._loads = self._loads or [0.0] * context.ranks.count
         owners = context.ranks.owners([part.real.numel() * seen.h.shape[-1] for part in parts], self._loads)
         own = [part for part, owner in zip(parts, owners, strict=True) if owner == context.ranks.index]
         changes = list[Change]()
         failed: QuarkError | None = None
         try:
-            answers = [(part, self._answer(part, seen, judge)) for part in own]
+            answers = [(part, with_room(context, partial(self._answer, part, seen, judge))) for part in own]
             judged = self._judged(answers, seen, judge)
             few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
             again = context.has_validation and few
@@ -112,6 +114,9 @@ class FormJudge:
             found.append((part, _Judged(answer.proposal, before, after) if after < before else refused))
         return found
 
+    def _solved(self, part: Part, seen: Hessian) -> object:
+        return _solved(self.solve, part, self.reading.now(part, self.context), seen)
+
     def _kept(self, judged: Sequence[tuple[Part, _Judged | Change]], all_rows: Hessian | None) -> list[Change]:
         """Store what was accepted, learned once more from `all_rows` if that is given; return what to note."""
         wider = dict[str, object]()
@@ -119,9 +124,7 @@ class FormJudge:
             if isinstance(answer, _Judged):
                 give_back()
                 wider[part.weight.node.name] = (
-                    None
-                    if all_rows is None
-                    else _solved(self.solve, part, self.reading.now(part, self.context), all_rows)
+                    None if all_rows is None else with_room(self.context, partial(self._solved, part, all_rows))
                 )
         offers = [
             (part, offer)
@@ -208,7 +211,7 @@ class BlockJudge:
             self._run, self._error = run, run.validation_error()
         began = time.perf_counter()
         try:
-            seen = self.reading.measure(places, self.context, self.context.calibration)
+            seen = with_room(self.context, lambda: self.reading.measure(places, self.context, self.context.calibration))
         except (CalibrationError, ValueError) as error:
             raise blamed(places, error) from error
         for place in places:
@@ -222,7 +225,7 @@ class BlockJudge:
     def _tried(self, run: BlockRun, place: Place, seen: object, before: float) -> Change:
         """Store a proposal if the block is better with it; return what to note."""
         give_back()
-        answer = self.context.ranks.first(lambda: self._answer(place, seen))
+        answer = self.context.ranks.first(lambda: with_room(self.context, lambda: self._answer(place, seen)))
         if isinstance(answer, Skip):
             return _skipped(place, answer)
         tensors, what = answer

@@ -13,6 +13,7 @@ from quark_fx.numbers.layout import Columns
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.numbers.quantized_tensor import decode
 from quark_fx.solvers.error_feedback import Factor
+from quark_fx.system import accelerator
 
 _CHUNK = 128
 """Inputs whose errors are weighed together for rounding to nearest. What inputs further apart have in common is left
@@ -118,7 +119,7 @@ def fit_scales_to_feedback(
     transfer = factor.feedback.square()
     curvature = factor.curvature_by_input.unsqueeze(-2)
     scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
-    most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 8
+    most = accelerator.values_at_once(weight, _AT_ONCE, 8)
     lines = max(1, most // (len(weight) * weight.shape[-1]))
     found = []
     for first in range(0, weight.shape[1], lines):

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch.fx import GraphModule
 
 from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
+from quark_fx.engine.room import with_room
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.plan.placement import Coded
@@ -164,14 +166,16 @@ class ScalingSolver(Selective, ABC):
     ) -> Iterator[Chosen]:
         for number, found in measured:
             with naming_failures(self, sites[number].name):
-                settled = self._settle(self.judge(gm, sites[number], found), sites[number], context)
+                settled = with_room(context, partial(self._settled_site, gm, sites[number], found, context))
             del found  # before the next site is measured
             # All ranks have to take the same; another processor may see a tie otherwise.
             yield number, *context.ranks.gather(settled)[0]
 
-    def _settle(self, trial: Trial[Any], site: PlannedSite[Any], context: Context) -> tuple[Tensor | None, Change]:
+    def _settled_site(
+        self, gm: GraphModule, site: PlannedSite[Any], found: Any, context: Context
+    ) -> tuple[Tensor | None, Change]:
         """Return the scale of a site, `None` if none is better, and what to note."""
-        began, grid = time.perf_counter(), self.grid
+        began, grid, trial = time.perf_counter(), self.grid, self.judge(gm, site, found)
         if trial.refusal:
             return None, Change(site.name, f"skipped: {trial.refusal}", changed=False)
 

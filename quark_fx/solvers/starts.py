@@ -14,6 +14,7 @@ from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.blocks import extract
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import QuantizedWeight
+from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
@@ -54,11 +55,16 @@ def descend(run: BlockRun, context: Context, weights: Sequence[QuantizedWeight],
         mapping = weight.linear.matrices
         if mapping is None or mapping.stacked or not weight.is_plain:
             continue
-        real, grid = tensor_of(run.reference, weight.weight).detach().float(), weight.grid(run.module)
-        scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
-        error = _output_error(run, context, weight, mapping, seed)
-        codes = round_by_descent(mapping.matrix(real), error, replace(grid, scale=scale, zero_point=zero_point))
-        run.store(weight.codes, weight.storable(mapping.restore(codes, real)))
+        run.store(weight.codes, with_room(context, partial(_descended, run, context, weight, mapping, seed)))
+
+
+def _descended(run: BlockRun, context: Context, weight: QuantizedWeight, mapping: LinearMap, seed: int) -> Tensor:
+    """Return the codes of coordinate descent, as they are stored."""
+    real, grid = tensor_of(run.reference, weight.weight).detach().float(), weight.grid(run.module)
+    scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
+    error = _output_error(run, context, weight, mapping, seed)
+    codes = round_by_descent(mapping.matrix(real), error, replace(grid, scale=scale, zero_point=zero_point))
+    return weight.storable(mapping.restore(codes, real))
 
 
 def feed_back(
@@ -84,7 +90,7 @@ def feed_back(
 
 def _feed_back_product(product: Product, context: Context, fits_scales: bool) -> dict[str, Tensor]:
     give_back()
-    seen = product.hessian(context, shifted=True, batches=context.calibration)
+    seen = with_room(context, lambda: product.hessian(context, shifted=True, batches=context.calibration))
     factors = partial(seen.factors, damping=DAMPING, by_activation=True)
     rounded = {}
     try:

@@ -64,6 +64,24 @@ def read(values: Sequence[Tensor], checks: Sequence[Check] = ()) -> list[float]:
     return found[: len(values)]
 
 
+_HALVINGS: ContextVar[int] = ContextVar("halvings", default=0)
+
+
+@contextmanager
+def smaller_pieces(halvings: int) -> Iterator[None]:
+    """Halve the pieces of `values_at_once` so often meanwhile."""
+    token = _HALVINGS.set(halvings)
+    try:
+        yield
+    finally:
+        _HALVINGS.reset(token)
+
+
+def values_at_once(like: Tensor, on_cpu: int, doublings: int) -> int:
+    """Return how many values to compute together: on a device that many times twice what suits a processor's caches."""
+    return on_cpu if like.is_cpu else on_cpu << max(0, doublings - _HALVINGS.get())
+
+
 def new_generator(device: torch.device) -> torch.Generator:
     """Return a random generator for tensors on `device`."""
     return torch.Generator(device)
@@ -202,4 +220,6 @@ __all__ = [
     "read",
     "require",
     "return_unused",
+    "smaller_pieces",
+    "values_at_once",
 ]

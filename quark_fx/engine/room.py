@@ -1,0 +1,46 @@
+"""Continue where the device has no memory left: activations move to the host, then solvers take smaller pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from quark_fx.engine.context import Context
+from quark_fx.graph.pass_manager import Change
+from quark_fx.system import accelerator
+
+T = TypeVar("T")
+
+_HALVINGS = 7
+"""How often pieces are halved: as small as on a processor, whose caches are smaller than the memory of a device."""
+
+
+def with_room(context: Context, work: Callable[[], T]) -> T:
+    """Return what `work`, which changes nothing, returns; try again with more room if the device has no memory left.
+
+    First activations move to the host and stay there, then pieces of weights are halved. The report notes both. Ranks
+    compute sums together, so that one of several does not try again.
+
+    Raises:
+        OutOfMemoryError: If there is no room even so.
+    """
+    while True:
+        try:
+            with accelerator.smaller_pieces(context.halvings):
+                return work()
+        except torch.OutOfMemoryError:
+            if not context.ranks.alone or context.halvings == _HALVINGS:
+                raise
+        # Out of the handler, since the exception keeps the tensors of `work`.
+        if moved := context.cache.offload():
+            what = f"full; {moved / 2**20:.1f} MiB of activations moved to the host"
+        else:
+            context.halvings += 1
+            what = f"full; weights are rounded in pieces of 1/{1 << context.halvings} the size"
+        accelerator.return_unused(context.device)
+        context.note(Change("device memory", what, changed=False))
+
+
+__all__ = ["with_room"]
