@@ -112,3 +112,98 @@ def test_hooks_of_the_model_are_refused_where_only_weights_are_stored(tmp_path: 
     # Those that transformers or torch attach come back with the model's class.
     model(**batches[0], output_hidden_states=True)
     qfx.check(model, rounded, batches)
+
+
+def small_llama(kind: Any = None) -> Any:
+    t = transformers()
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = t.LlamaConfig(**shape, vocab_size=32, eos_token_id=1, pad_token_id=0, use_cache=False)
+    return seeded((kind or t.LlamaForCausalLM)(config))
+
+
+def with_adapter(model: Any) -> Any:
+    """Return a model like those of PEFT, which may not be installed."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_model, self.config = model, model.config
+
+        def save_pretrained(self) -> None: ...
+
+        def merge_and_unload(self) -> Any:
+            return self.base_model
+
+        def forward(self, input_ids: Tensor) -> Any:
+            return self.base_model(input_ids=input_ids)
+
+    return Adapted().eval()
+
+
+def with_other_epsilon(model: Any) -> Any:
+    model.model.norm.variance_epsilon = 0.5
+    return model
+
+
+def with_other_activation(model: Any) -> Any:
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+    return model.eval()
+
+
+def with_longer_head(model: Any) -> Any:
+    model.lm_head = nn.Sequential(seeded(nn.Linear(32, 32)), model.lm_head)
+    return model.eval()
+
+
+def with_parameter(model: Any) -> Any:
+    model.model.layers[0].mlp.gain = nn.Parameter(torch.ones(3))
+    return model
+
+
+BATCH = [{"input_ids": torch.arange(1, 9)[None]}]
+DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "adapter": (with_adapter, r"has adapters, .* model\.merge_and_unload\(\) returns"),
+    "epsilon": (with_other_epsilon, r"model\.norm\.variance_epsilon: 0\.5 instead of 1e-06"),
+    "activation": (with_other_activation, r"act_fn: torch\.nn\S*ReLU instead of \S*SiLU"),
+    "head": (with_longer_head, r"lm_head: torch\.nn\S*Sequential instead of \S*Linear\n(?!.*lm_head\.0)"),
+    "parameter": (with_parameter, r"mlp\.gain: shape \(3,\) instead of None"),
+}
+
+
+@pytest.mark.parametrize("export", ["compressed-tensors", "gguf"])
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_models_that_readers_build_in_another_way_are_refused(name: str, export: str) -> None:
+    change, message = DIFFERENCES[name]
+    model, config = change(small_llama()), qfx.presets.W4A16_RTN.replace(group_size=32)
+    with pytest.raises(qfx.ExportError, match=message):
+        qfx.check(model, config, BATCH, export=export)
+    if name == "adapter":
+        qfx.check(model.merge_and_unload(), config, BATCH, export=export)  # the remedy
+
+
+def test_a_class_that_readers_do_not_find_is_refused_unless_it_is_registered() -> None:
+    t = transformers()
+
+    class Doubled(t.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().forward(*args, **kwargs)
+            found.logits = found.logits * 2
+            return found
+
+    config = qfx.presets.W4A16_RTN.replace(group_size=32)
+    with pytest.raises(qfx.ExportError, match=r"do not find the class \S*Doubled; register it"):
+        qfx.check(small_llama(Doubled), config, BATCH)
+    mapping = t.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    t.AutoModelForCausalLM.register(t.LlamaConfig, Doubled, exist_ok=True)
+    try:
+        qfx.check(small_llama(Doubled), config, BATCH)
+    finally:
+        mapping._extra_content.clear()
+
+
+def test_a_forward_that_replaces_the_one_of_a_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = transformers().models.llama.modeling_llama.LlamaMLP
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x) * 2)
+    with pytest.raises(qfx.ExportError, match="forward of LlamaMLP patched with"):
+        qfx.check(small_llama(), qfx.presets.W4A16_RTN.replace(group_size=32), BATCH)

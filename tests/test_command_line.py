@@ -201,6 +201,18 @@ def test_a_dry_run_says_what_is_going_to_happen_and_writes_nothing(folder: Path)
     assert sorted(p for p in folder.iterdir() if p.name != "__pycache__") == before
 
 
+def test_a_dry_run_asks_the_format_and_errors_are_json(folder: Path) -> None:
+    before = sorted(folder.iterdir())
+    options = ("--preset", "int8_static", "--data", "x.npy", "-o", "q", "--format", "gptq", "--dry-run")
+    result = call("quantize", "factories:cnn", *options, "--json", code=1)
+    error = json.loads(result.stdout)["error"]
+    assert error["type"] == "ExportError"
+    assert "is not a Transformers model" in error["message"]
+    assert error["message"] in result.stderr
+    assert not call("quantize", "factories:cnn", *options, code=1).stdout
+    assert sorted(p for p in folder.iterdir() if p.name != "__pycache__") == before
+
+
 def test_a_target_is_quantized_for_and_the_file_verified_in_its_runtime(folder: Path) -> None:
     pytest.importorskip("openvino")
     options = ("--preset", "int8_static", "--data", "x.npy", "--target", "openvino")
@@ -829,6 +841,10 @@ USAGE = {
         "both formats of",
     ),
     "a file that nothing writes": (
+        ("quantize", "a:b", "--preset", "fp16", "-o", "q.TXT"),
+        "q.TXT: write to .onnx, .gguf, or a directory",
+    ),
+    "a program": (
         ("quantize", "a:b", "--preset", "fp16", "-o", "q.pte"),
         "q.pte: write to .onnx, .gguf, or a directory",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
+        as_json = "--json" in ctx.args
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", UserWarning)
@@ -37,6 +39,9 @@ class Commands(TyperGroup):
             except QuarkError as error:
                 notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
                 typer.echo(f"error: {error}{notes}", err=True)
+                if as_json:
+                    said = {"type": type(error).__name__, "message": f"{error}{notes}"}
+                    typer.echo(json.dumps({"error": said}, indent=2))
                 raise typer.Exit(1) from None
 
 

@@ -94,7 +94,27 @@ def require_opset(opset: int | None, outputs: Sequence[Output], target: Target) 
     require_known(opset, target)
 
 
-_NOT_WRITTEN = (".pte", ".engine", ".plan", ".pt", ".pt2", ".pth", ".bin", ".xml", ".tflite", ".safetensors", ".zip")
+_NOT_WRITTEN = frozenset(
+    {
+        *(".pte", ".engine", ".plan", ".pt", ".pt2", ".pth", ".bin", ".xml", ".tflite", ".safetensors", ".zip", ".pb"),
+        *(
+            ".txt",
+            ".json",
+            ".yaml",
+            ".yml",
+            ".csv",
+            ".html",
+            ".md",
+            ".log",
+            ".py",
+            ".npz",
+            ".npy",
+            ".pkl",
+            ".tar",
+            ".gz",
+        ),
+    }
+)
 """Suffixes of files that nothing here writes, and that no directory should have."""
 
 

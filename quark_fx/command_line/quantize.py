@@ -96,6 +96,10 @@ def quantize(
         dtype = dtype or ("float32" if _too_narrow(source, outputs) else None)
         plan = Plan(source, chosen, batches, outputs, dtype)
         opened = _opened(source, dtype, scratch)
+        learns = any(map(learns_from_data, chosen.passes))
+        # Files of weights have no place for some models; ONNX files are quick to write after calibration.
+        asked = [one for one in outputs if learns or dry_run or (one.kind != "ONNX" and needs_data(chosen))]
+        _require_formats(opened, chosen, batches, asked)
         if dry_run:
             expected = qfx.predict(opened, chosen, batches, device=device, streamed=stream)
             data = plan.to_dict() | {
@@ -103,7 +107,6 @@ def quantize(
             }
             show(json, data, plan.table(), str(expected))
             return
-        _require_formats(opened, chosen, batches, outputs)
         qmodel = qfx.quantize(
             opened,
             chosen,
@@ -196,9 +199,7 @@ def _opened(source: Subject, dtype: str | None, scratch: str) -> Any:
 
 
 def _require_formats(model: Any, config: QuantConfig, batches: list[Any], outputs: Iterable[Output]) -> None:
-    """Ask the formats before hours of learning whether they can hold the result."""
-    if not any(map(learns_from_data, config.passes)):
-        return
+    """Raise if a format cannot hold the result, before calibration."""
     for output in outputs:
         if output.checked is not None:
             say(f"checking that {output} can hold the result")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,9 @@ def hooks_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
         found |= {f"{kind} {_name(hook)}": hook for hook in hooks.values()}
     if "forward" in vars(module):
         found[f"patched forward {_name(vars(module)['forward'])}"] = vars(module)["forward"]
+    forward = inspect.unwrap(type(module).forward)
+    if _owner(forward) not in {base.__module__.partition(".")[0] for base in type(module).__mro__}:
+        found[f"forward of {type(module).__name__} patched with {_name(forward)}"] = forward
     return found
 
 

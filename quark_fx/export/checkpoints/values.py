@@ -26,6 +26,7 @@ from quark_fx.config.selection import without_numbers
 from quark_fx.config.target import Unrotated
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.checkpoints.experts import as_saved, matrices, stacked_rows, taken_apart
+from quark_fx.export.checkpoints.plain_model import require_plain, require_reader
 from quark_fx.export.packing import matrix_of
 from quark_fx.graph.operators import ATTENTION
 from quark_fx.model.correspondence import Correspondence
@@ -149,8 +150,8 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     """
     try:
         given = qmodel.source if model is None else model
-        if given is not None and not hasattr(given, "save_pretrained"):
-            raise ExportError(f"{type(given).__name__} is not a Transformers model; use qmodel.save(directory)")
+        if given is not None:
+            require_reader(given)
         require_no_hooks(qmodel, model)
         source, found = placed(qmodel, model, at_readers=True)
     except QuarkError as error:
@@ -162,6 +163,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
         )
     files = qmodel.config.target.checkpoints
     layers = _layers(source, found, head=_head(source), unrotated=files.unrotated)
+    require_plain(source)
     read = found.rounding.inputs.items()
     rotations = {path: _whole(activation.factors[0]) for path, activation in read if activation.factors}
     shell: Any = copy.deepcopy(source)

@@ -1,0 +1,108 @@
+"""Whether a checkpoint can represent a model: its reader builds the class from the configuration and loads weights."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from quark_fx.checkpoints.open_checkpoint import without_weights
+from quark_fx.errors import ExportError
+from quark_fx.system.isolation import quiet
+
+_LISTED = 6
+_LIBRARIES = ("transformers", "transformers_modules")
+"""Packages whose classes readers find: transformers, and code from a repository that a checkpoint names."""
+
+
+def require_reader(model: nn.Module) -> None:
+    """Raise `ExportError` unless readers of a checkpoint find the class of a model."""
+    kind: Any = type(model)
+    name = kind.__name__
+    if hasattr(model, "merge_and_unload"):
+        raise ExportError(
+            f"{name} has adapters, for which a checkpoint has no place; quantize the model that "
+            "model.merge_and_unload() returns"
+        )
+    transformers = importlib.import_module("transformers")
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ExportError(f"{name} is not a Transformers model; use qmodel.save(directory)")
+    if kind.__module__.partition(".")[0] in _LIBRARIES or kind._auto_class is not None:
+        return
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    mappings = [value for key, value in vars(auto).items() if key.endswith("_MAPPING")]
+    registered = [kinds for mapping in mappings for kinds in getattr(mapping, "_extra_content", {}).values()]
+    if not any(kind is one or (isinstance(one, tuple) and kind in one) for one in registered):
+        raise ExportError(
+            f"readers of a checkpoint do not find the class {kind.__module__}.{name}; register it "
+            f"(AutoModelForCausalLM.register({type(model.config).__name__}, {name}, exist_ok=True), or "
+            f"{name}.register_for_auto_class), or use qmodel.save(directory)"
+        )
+
+
+def require_plain(model: Any) -> None:
+    """Raise `ExportError` unless the class, built from the configuration, has the modules and tensors of `model`."""
+    name = type(model).__name__
+    with quiet():
+        try:
+            built = without_weights(lambda: type(model)(copy.deepcopy(model.config)))
+        except Exception as error:  # whatever the model's own code raises
+            raise ExportError(
+                f"{name} cannot be built from its configuration, as readers of a checkpoint do: "
+                f"{type(error).__name__}: {error}; use qmodel.save(directory)"
+            ) from error
+    if found := list(_differences(model, built)):
+        more = f"\n  and {len(found) - _LISTED} more" * (len(found) > _LISTED)
+        raise ExportError(
+            f"readers of a checkpoint build {name} from config.json, and this model differs:\n  "
+            + "\n  ".join(found[:_LISTED])
+            + f"{more}\nUndo that and quantize again (merge adapters: model.merge_and_unload(); change the "
+            "configuration instead of a module), or use qmodel.save or export.onnx, which store what it computes"
+        )
+
+
+def _differences(model: nn.Module, built: nn.Module) -> Iterator[str]:
+    """Yield how the modules of a model differ from those that a reader builds."""
+    ours, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (model, built))
+    for name, module in ours.items():
+        where, other = name or "the model", theirs.get(name)
+        parent = name.rpartition(".")[0]
+        if other is None:
+            if type(theirs.get(parent)) is type(ours[parent]):  # otherwise that one is named
+                yield f"{where}: an additional {type(module).__name__}"
+        elif type(other) is not type(module):
+            yield f"{where}: {_named(module)} instead of {_named(other)}"
+        else:
+            mine, other_tensors = _tensors(module), _tensors(other)
+            for part in mine.keys() | other_tensors.keys():
+                if mine.get(part) != other_tensors.get(part):
+                    yield f"{where}.{part}: shape {mine.get(part)} instead of {other_tensors.get(part)}"
+            if name and not isinstance(module, nn.modules.dropout._DropoutNd):
+                yield from (f"{where}.{difference}" for difference in _other_numbers(module, other))
+    yield from (f"{name}: missing" for name in theirs.keys() - ours.keys() if name.rpartition(".")[0] in ours)
+
+
+def _tensors(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters and buffers that a checkpoint stores of a module itself."""
+    tensors = module._parameters | {
+        k: t for k, t in module._buffers.items() if k not in module._non_persistent_buffers_set
+    }
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+
+
+def _named(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _other_numbers(module: nn.Module, other: nn.Module) -> Iterator[str]:
+    """Yield attributes that are other numbers, such as an epsilon or a factor."""
+    for name, value in vars(other).items():
+        mine = vars(module).get(name)
+        if isinstance(value, float) and isinstance(mine, float) and value != mine:
+            yield f"{name}: {mine:g} instead of {value:g}"
+
+
+__all__ = ["require_plain", "require_reader"]
