@@ -890,7 +890,7 @@ def test_a_checkpoint_without_other_tensors_is_not_mentioned(tmp_path: Path) -> 
             qfx.export.huggingface(qmodel, tmp_path / str(tied))
 
 
-class Parametrized(transformers.PreTrainedModel):
+class Parametrized(transformers.PreTrainedModel):  # type: ignore[misc]
     """A model whose linear layers may be parametrized when it is constructed."""
 
     config_class = transformers.PretrainedConfig
@@ -955,7 +955,8 @@ def test_a_class_that_parametrizes_weights_itself_is_refused(tmp_path: Path) -> 
 def test_a_parametrization_whose_tensors_something_else_reads_stays(tmp_path: Path) -> None:
     class Reads(Parametrized):
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.head(self.inner(self.embed(x)) * self.inner.parametrizations.weight.original0.mean())
+            inner: Any = self.inner
+            y: Tensor = self.head(self.inner(self.embed(x)) * inner.parametrizations.weight.original0.mean())
             return y
 
     model = seeded(Reads(transformers.PretrainedConfig(parametrized=True)))

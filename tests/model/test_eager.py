@@ -658,7 +658,7 @@ def test_a_parametrized_module_stores_the_codes_of_its_weight(tmp_path: Path) ->
     assert names == {"b.bias", *(f"b.parametrizations.weight.{n}" for n in ("original", "0.scale", "0.zero_point"))}
     qmodel.save(tmp_path)
     require_same(qmodel, qfx.load(tmp_path).eager(seeded(Twice(), 5)), rand(2, 3, 6, seed=3))
-    report = qmodel.eager(kernels=True).kernel_report
+    report: Any = qmodel.eager(kernels=True).kernel_report
     assert [row.reason for row in report if row.name == "b"] == [""], str(report)
     trained = qfx.prepare_qat(qmodel)
     with torch.no_grad():

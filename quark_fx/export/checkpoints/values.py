@@ -201,7 +201,7 @@ def _unread(shell: Any, state: Mapping[str, Tensor]) -> dict[str, Callable[[], T
         stored = stored_names(directory) if directory is not None else set[str]()
     except CheckpointError:
         return {}
-    once = {id(tensor): name for name, tensor in reversed(state.items())}  # transformers refuses other ties
+    once = {id(tensor): name for name, tensor in reversed(list(state.items()))}  # transformers refuses other ties
     saved = as_saved(shell, {name: state[name].detach().to("meta") for name in once.values()}).keys()
     unread = sorted(stored - saved - state.keys())
     if unread and saved <= stored:  # otherwise its tensors have other names
