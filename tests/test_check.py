@@ -12,6 +12,7 @@ from tiny import rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx.export.checkpoints.plain_model import require_plain
 
 W4 = qfx.presets.W4A16_GPTQ.replace(group_size=16)
 IDS = torch.arange(3, 19).reshape(2, 8)
@@ -179,6 +180,18 @@ def test_models_that_readers_build_in_another_way_are_refused(name: str, export:
         qfx.check(model, config, BATCH, export=export)
     if name == "adapter":
         qfx.check(model.merge_and_unload(), config, BATCH, export=export)  # the remedy
+
+
+def test_a_model_larger_than_memory_is_compared_without_its_weights() -> None:
+    t = transformers()
+    config = t.MixtralConfig(hidden_size=2**14, intermediate_size=2**17, num_hidden_layers=1, vocab_size=8)
+    config.num_local_experts = 2**10  # 16 TiB
+    with torch.device("meta"):
+        model = t.MixtralForCausalLM(config)
+    require_plain(model)
+    model.model.norm.variance_epsilon = 0.5
+    with pytest.raises(qfx.ExportError, match=r"norm\.variance_epsilon"):
+        require_plain(model)
 
 
 def test_a_class_that_readers_do_not_find_is_refused_unless_it_is_registered() -> None:

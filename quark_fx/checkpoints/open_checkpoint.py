@@ -72,7 +72,7 @@ def open_checkpoint(
 def _made(
     files: CheckpointFiles, factory: Callable[[], nn.Module], shelf: Shelf, dtype: torch.dtype | None
 ) -> nn.Module:
-    model = without_weights(factory)
+    model = _without_weights(factory)
     if dtype is not None:
         model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # `to` makes complex numbers real
     stored = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
@@ -85,7 +85,7 @@ def _made(
     return model
 
 
-def without_weights(factory: Callable[[], nn.Module]) -> nn.Module:
+def _without_weights(factory: Callable[[], nn.Module]) -> nn.Module:
     """Return the model that a factory makes, with parameters on the meta device.
 
     Raises:
@@ -489,5 +489,4 @@ __all__ = [
     "require_unrotated",
     "stage",
     "unread_tensors",
-    "without_weights",
 ]

@@ -7,9 +7,9 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-from quark_fx.checkpoints.open_checkpoint import without_weights
 from quark_fx.errors import ExportError
 from quark_fx.model.stored_weights import computed_leaves
 from quark_fx.system.isolation import quiet
@@ -51,7 +51,8 @@ def require_plain(model: Any) -> None:
     name = type(model).__name__
     with quiet():
         try:
-            built = without_weights(lambda: type(model)(copy.deepcopy(model.config)))
+            with torch.device("meta"):  # transformers' readers do the same; a stack of experts may take all memory
+                built = type(model)(copy.deepcopy(model.config))
         except Exception as error:  # whatever the model's own code raises
             raise ExportError(
                 f"{name} cannot be built from its configuration, as readers of a checkpoint do: "

@@ -192,7 +192,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     )
 
 
-def _unread(shell: Any, state: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
     """Return the tensors in the source that the class does not have; warn of those that are not kept."""
     if (opened := unread_tensors(shell)) is not None:
         return {name: partial(opened.tensor, name) for name in opened.files if name not in state}
