@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 collect_ignore = ["passes", "observers", "export"]
+if "pretend_gpu" not in sys.modules:  # registers a device for the whole process: test_pretend_gpu.py starts others
+    collect_ignore += ["tests/pretend_gpu.py", "tests/on_pretend_gpu.py"]
 
 # A capture makes so many objects that Python walks all those of torch and transformers again and again: 7 to 14 % of
 # the processor time of the files that capture most.

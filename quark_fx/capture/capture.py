@@ -243,7 +243,10 @@ _SHAPED_LIKE = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_lik
 
 
 def _is_table(made: Tensor) -> bool:
-    """Tell whether a tensor that the traced forward made does not depend on the batch."""
+    """Tell whether a tensor that the traced forward made stays as it is for other batches.
+
+    What depends on sizes of the batch alone is computed for each batch; what depends on its values is of the first batch.
+    """
     if any(static_size(size) is None for size in made.shape):
         return False
     proxies: Any = importlib.import_module("torch.fx.experimental.proxy_tensor")
@@ -254,9 +257,17 @@ def _is_table(made: Tensor) -> bool:
         node = pending.pop()
         if node not in seen and not target_name(node).startswith(_SHAPED_LIKE):
             seen.add(node)
-            pending += node.all_input_nodes
-    inputs = [node.meta.get("val") for node in seen if node.op == "placeholder"]
-    return not any(isinstance(x, Tensor) and any(static_size(size) is None for size in x.shape) for x in inputs)
+            pending += [] if _is_size(node) else node.all_input_nodes
+    return not any(map(_is_size, seen)) or any(node.op == "placeholder" and _varies(node) for node in seen)
+
+
+def _is_size(node: Node) -> bool:
+    return target_name(node).startswith("aten.sym_") or isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _varies(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and any(static_size(size) is None for size in value.shape)
 
 
 def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
