@@ -71,7 +71,10 @@ class CompiledModel(nn.Module):
             QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
         """
         # One memory layout, without gradients: torch compiles again for each.
-        leaves = [leaf.detach().contiguous() for leaf in self.signature.flatten(args, kwargs)]
+        leaves = [
+            leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf
+            for leaf in self.signature.flatten(args, kwargs)
+        ]
         # Packed weights are constants to the kernels, which torch asks for while it compiles a call of new sizes.
         pre_pass = inductor.post_grad_custom_pre_pass or self._pre_pass  # a pass of the user's own stays
         with torch.no_grad(), inductor.patch(freezing=self._freezing, post_grad_custom_pre_pass=pre_pass):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Cnn, calls, constant, rand, seeded
+from tiny import Cnn, calls, constant, quantize, rand, seeded
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from transformers.pytorch_utils import Conv1D
@@ -597,3 +597,17 @@ def test_any_number_of_layouts_and_sizes_runs() -> None:
     (message,) = [str(warning.message) for warning in seen if "sizes" in str(warning.message)]
     assert "for 8 sizes of its inputs, its limit" in message
     assert "call compile(dynamic=True)" in message
+
+
+def test_arguments_that_are_no_tensors_are_accepted() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 8)
+
+        def forward(self, x: Tensor, factor: int, mask: Tensor | None = None) -> Tensor:
+            return self.linear(x) * factor if mask is None else self.linear(x) * mask
+
+    qmodel = quantize(Scaled().eval(), "int8_weight_only", [(rand(2, 32), 3, None)])
+    compiled = qmodel.compile(backend="eager")
+    torch.testing.assert_close(compiled(rand(2, 32), 3, None), qmodel(rand(2, 32), 3, None))
