@@ -118,7 +118,7 @@ def _is_of_checkpoint(name: str) -> bool:
     return name in ("config.json", "generation_config.json") or bool(_WEIGHTS.fullmatch(name))
 
 
-_WEIGHTS = re.compile(r"model.*[.](safetensors|safetensors[.]index[.]json)")
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?[.]safetensors|model[.]safetensors[.]index[.]json")
 
 
 def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, format: str, tokenizer: Any) -> None:
