@@ -245,7 +245,8 @@ def stored_names(directory: Path) -> set[str]:
     Raises:
         CheckpointError: If they cannot be read.
     """
-    if not (directory / _PICKLED).exists() and not (directory / _PICKLED_INDEX).exists():
+    pickled = (directory / _PICKLED).exists() or (directory / _PICKLED_INDEX).exists()
+    if not pickled or (directory / _WHOLE).exists() or (directory / _INDEX).exists():  # the order of transformers
         return set(CheckpointFiles.of(directory).files)
     try:
         if (directory / _PICKLED).exists():
