@@ -561,6 +561,9 @@ def test_hidden_and_empty_folders_are_no_classes(tmp_path: Path) -> None:
     ((batch, labels),) = pairs
     assert (len(batch), labels.tolist()) == (3, [0, 1, 2])
     assert len(qfx.data.image_folder(tmp_path)[0]) == 3
+    (tmp_path / "ant" / "again").symlink_to(tmp_path)
+    assert len(qfx.data.image_folder(tmp_path)[0]) == 3
+    (tmp_path / "ant" / "again").unlink()
     numbers = tmp_path / "numbers"
     for name in ("7", "11", ".cache"):
         (numbers / name).mkdir(parents=True)

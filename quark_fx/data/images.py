@@ -167,7 +167,12 @@ def image_files(directory: Path) -> list[Path]:
         raise CalibrationError(f"{directory} is no folder of images")
     found = []
     for folder, subfolders, names in os.walk(directory, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        place = Path(folder).resolve()  # a link to a folder around it would be followed again and again
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".") and not place.is_relative_to(Path(folder, name).resolve())
+        ]
         visible = (Path(folder, name) for name in names if not name.startswith("."))
         found += [file for file in visible if file.suffix.lower() in IMAGE_SUFFIXES]
     if not found:
@@ -180,7 +185,7 @@ def _opaque(image: Any) -> Any:
     whole = image.convert("RGBA")
     if whole.getchannel("A").getextrema()[0] < 255:
         raise CalibrationError(
-            f"{image.filename} has transparent pixels, and nothing says what is behind them; put it on the background "
+            f"{image.filename} has transparent pixels, and their background is unknown; put it on the background "
             "that the model was trained with, and save it without transparency, or pass prepare="
         )
     return whole.convert("RGB")
