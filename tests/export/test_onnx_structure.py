@@ -199,3 +199,9 @@ def test_operators_without_a_lowering_of_torch_are_spelled_in_others(tmp_path: P
         qmodel = quantize(Made(function).eval(), "int8_weight_only", batches)
         file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
         assert qfx.verify(qmodel, file, batches).max_steps < 0.01, name
+    free: Any = {"x": {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}}
+    qmodel = quantize(
+        Made(lambda y: F.adaptive_max_pool2d(y, 1)).eval(), "int8_weight_only", batches, dynamic_shapes=free
+    )
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert qfx.verify(qmodel, file, [rand(2, 3, 5, 9)]).max_steps < 0.01

@@ -225,17 +225,17 @@ def _mean_slope(gm: GraphModule, node: Node) -> Node:
 
 
 def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
-    """Multiply by what is 1, 2, 4, … places before: after log2(size) products each place holds all before it."""
+    """Multiply by the value 1, 2, 4, … places before: after log2(size) products each place has all factors."""
     value: Node = argument(node, 0)
     dim = argument(node, 1)
     made = value_of(gm, node)
+    if value_of(gm, value).dtype != made.dtype:
+        value = call(gm, aten.to.dtype, value, made.dtype, like=node)
     if not made.dim():
         return call(gm, aten.mul.Tensor, value, 1, like=node)
     dim, size = dim % made.dim(), static_size(made.shape[dim % made.dim()])
     if size is None:
         raise ExportError(f"{describe(node)}: cumprod needs a size that does not vary along its dimension")
-    if value_of(gm, value).dtype != made.dtype:
-        value = call(gm, aten.to.dtype, value, made.dtype, like=node)
     shift = 1
     while shift < size:
         before = call(gm, aten.slice.Tensor, value, dim, 0, size - shift, like=node)
@@ -250,6 +250,9 @@ def _maxima_of_windows(gm: GraphModule, node: Node) -> tuple[Node, ...]:
     """Write an adaptive maximum pool as maxima over slices, one dimension at a time."""
     value, sizes = argument(node, 0), argument(node, 1)
     for dim, windows in zip(range(-len(sizes), 0), sizes, strict=True):
+        if windows == 1:
+            value = call(gm, aten.amax.default, value, [dim], True, like=node)
+            continue
         size = static_size(value_of(gm, value).shape[dim])
         if size is None:
             raise ExportError(f"{describe(node)}: windows of unequal size need a size that does not vary")
