@@ -1,4 +1,4 @@
-"""Whether a checkpoint can represent a model: its reader builds the class from the configuration and loads weights."""
+"""Checks that a checkpoint can represent a model: readers build the class from its configuration and load weights."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def _differences(model: nn.Module, built: nn.Module) -> Iterator[str]:
             yield f"{where}: {_named(module)} instead of {_named(other)}"
         else:
             mine, other_tensors = _tensors(module), _tensors(other)
-            for part in mine.keys() | other_tensors.keys():
+            for part in sorted(mine.keys() | other_tensors.keys()):
                 if mine.get(part) != other_tensors.get(part):
                     yield f"{where}.{part}: shape {mine.get(part)} instead of {other_tensors.get(part)}"
             if name and not isinstance(module, nn.modules.dropout._DropoutNd):
                 yield from (f"{where}.{difference}" for difference in _other_numbers(module, other))
-    for name in theirs.keys() - ours.keys():
+    for name in sorted(theirs.keys() - ours.keys()):
         if name.rpartition(".")[0] in ours.keys() - set(parametrized):
             yield f"{name}: missing"
 
