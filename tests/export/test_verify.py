@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import TensorSpec
+from quark_fx.export.runtime.rounding_noise import disturbed_outputs
 from quark_fx.export.runtime.session import open_session
 from quark_fx.export.runtime.verification import Difference, Verification
 from quark_fx.numbers.qparams import Symmetry
@@ -520,3 +521,11 @@ def test_parts_of_a_joint_output_are_judged_by_their_own_range(tmp_path: Path) -
     assert found["output"].steps > 20
     assert found["output"].step < 0.01
     assert found.verdict == "wrong, from output on"
+
+
+@pytest.mark.parametrize("preset", ["fp8_static", "mxfp4"])
+def test_rounding_noise_leaves_codes_of_small_floats_alone(preset: str) -> None:
+    qmodel = quantize(seeded(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))), preset, [rand(4, 32)])
+    (moved,) = disturbed_outputs(qmodel.graph_module, [rand(4, 32)], 0)
+    assert moved.shape == (4, 8)
+    assert not torch.equal(moved, qmodel(rand(4, 32)))

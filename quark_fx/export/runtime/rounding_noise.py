@@ -1,4 +1,4 @@
-"""How far rounding alone may move what a graph returns, and which values depend on random numbers."""
+"""Effect of rounding noise on the outputs of a graph, and values that depend on random numbers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from quark_fx.checkpoints.files import is_float
 from quark_fx.graph.nodes import describe, results_of
 from quark_fx.graph.operators import named_argument
 
 _UNITS = 4
-"""Half widths of the noise in units of the last place: what sums in another order differ by."""
+"""Half width of the noise in units of the last place: sums in another order differ by about as much."""
 
 
 class _Disturbed(Interpreter):
-    """Runs a graph with noise of a few units of the last place on its inputs and on every float it computes."""
+    """Runs a graph with noise of a few units of the last place on its inputs and computed floats; codes stay exact."""
 
     def __init__(self, gm: GraphModule, seed: int) -> None:
         super().__init__(gm)
@@ -25,31 +26,27 @@ class _Disturbed(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
-        if (
-            n.op not in ("placeholder", "call_function")
-            or not isinstance(value, Tensor)
-            or not value.is_floating_point()
-        ):
+        if n.op not in ("placeholder", "call_function") or not isinstance(value, Tensor) or not is_float(value.dtype):
             return value
         noise = torch.rand(value.shape, generator=self.generator, dtype=torch.float32).to(value.device) * 2 - 1
         return (value * (1 + _UNITS * torch.finfo(value.dtype).eps * noise)).to(value.dtype)
 
 
 def disturbed_outputs(gm: GraphModule, leaves: Sequence[Any], seed: int) -> list[Any]:
-    """Return what a graph makes of a batch if every operator rounds a little differently."""
+    """Run a graph on a batch with each operator rounding a little differently."""
     with torch.no_grad():
         return list(_Disturbed(gm, seed).run(*leaves))
 
 
 def random_draws(gm: GraphModule, output_names: Sequence[str]) -> dict[str, str]:
-    """Return where the random numbers are drawn that a value depends on, by name of the node and of the output."""
-    found: dict[str, str] = {}
+    """Return the node that draws the random numbers a value depends on, by the name of each node and output."""
+    draws: dict[str, str] = {}
     for node in gm.graph.nodes:
-        before = next((found[one.name] for one in node.all_input_nodes if one.name in found), "")
+        before = next((draws[one.name] for one in node.all_input_nodes if one.name in draws), "")
         if where := before or (describe(node) if _draws(node) else ""):
-            found[node.name] = where
+            draws[node.name] = where
     outputs = zip(output_names, results_of(gm), strict=True)
-    return found | {name: found[node.name] for name, node in outputs if isinstance(node, Node) and node.name in found}
+    return draws | {name: draws[node.name] for name, node in outputs if isinstance(node, Node) and node.name in draws}
 
 
 def _draws(node: Node) -> bool:
