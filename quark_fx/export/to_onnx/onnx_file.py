@@ -32,6 +32,9 @@ class OnnxFile(_Path):
     def report(self) -> RuntimeReport:
         """Return the kernels ONNX Runtime's CPU provider runs this file with, and which runtimes did not run it.
 
-        There are no kernels in the report if ONNX Runtime cannot load the file.
+        The report lists no kernels if ONNX Runtime did not load the file when it was written.
+
+        Raises:
+            ExportError: If ONNX Runtime, which loaded the file when it was written, is missing or fails now.
         """
         return runtime_report(self, kept=self.kept, optimize=self.optimize, not_run=self.not_run)
