@@ -87,7 +87,7 @@ def _checked(metric: Callable[..., Any]) -> Metric:
             )
         if derived and not value.requires_grad:
             raise ConfigError(
-                "metric has no derivative by the outputs, which says what each operator adds; compute it with "
+                "metric is not differentiable, and analysis attributes the error by its gradient; compute it with "
                 "differentiable functions of torch, without argmax, item(), detach() or numpy"
             )
         return value.reshape(())

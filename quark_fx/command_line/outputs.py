@@ -97,22 +97,8 @@ def require_opset(opset: int | None, outputs: Sequence[Output], target: Target) 
 _NOT_WRITTEN = frozenset(
     {
         *(".pte", ".engine", ".plan", ".pt", ".pt2", ".pth", ".bin", ".xml", ".tflite", ".safetensors", ".zip", ".pb"),
-        *(
-            ".txt",
-            ".json",
-            ".yaml",
-            ".yml",
-            ".csv",
-            ".html",
-            ".md",
-            ".log",
-            ".py",
-            ".npz",
-            ".npy",
-            ".pkl",
-            ".tar",
-            ".gz",
-        ),
+        *(".txt", ".json", ".yaml", ".yml", ".csv", ".html", ".md", ".log", ".py", ".npz", ".npy", ".pkl"),
+        *(".tar", ".gz"),
     }
 )
 """Suffixes of files that nothing here writes, and that no directory should have."""

@@ -47,9 +47,9 @@ def _fewest(gm: GraphModule) -> int | None:
     if not shapes or any(static_size(shape[0]) is not None for shape in shapes):
         return None
     batch = shapes[0][0].node
-    others = [size.node.expr for shape in shapes for size in shape[1:] if static_size(size) is None]
+    other_sizes = [size.node.expr for shape in shapes for size in shape[1:] if static_size(size) is None]
     shared = batch.expr.is_Symbol and all(shape[0].node.expr == batch.expr for shape in shapes)
-    if not shared or any(batch.expr in size.free_symbols for size in others):
+    if not shared or any(batch.expr in size.free_symbols for size in other_sizes):
         return None
     limits = batch.shape_env.var_to_range.get(batch.expr)
     lower = int(limits.lower) if limits is not None and limits.lower.is_finite else 0

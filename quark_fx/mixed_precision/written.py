@@ -1,4 +1,4 @@
-"""The size of what an export writes."""
+"""Size of written models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRITERS: Mapping[str, Callable[[QuantizedModel, Path], object]] = {
     "gguf": lambda qmodel, folder: gguf(qmodel, folder / "model.gguf"),
     "saved": lambda qmodel, folder: qmodel.save(folder / "model"),
 }
-"""What writes a model, by `Budget.output`."""
+"""Exporters by `Budget.output`."""
 
 
 def written_size(qmodel: QuantizedModel, output: str) -> int:

@@ -1,8 +1,8 @@
-"""Modules with parametrized weights, as modules that store these weights.
+"""Replace the parametrizations of modules by the weights that they compute.
 
 A parametrization of `torch.nn.utils`, new or old, replaces a parameter by a computed value, and the forward of a torch
 module reads the value as it would read the parameter. So the module without the parametrization computes the same from
-the value in the quantized graph. `eager()` keeps codes there, and checkpoints hold what the plain class loads.
+the value in the quantized graph. `eager()` keeps codes there, and checkpoints hold the weights of the plain class.
 """
 
 from __future__ import annotations
@@ -37,32 +37,34 @@ class StoredWeight:
 
 
 def storable(model: nn.Module, view: FloatView) -> dict[str, StoredWeight]:
-    """Find the computed weights and biases that modules read under their own names; rename their constants in `view`.
+    """Find the computed weights and biases that modules read as their parameters; rename their constants in `view`.
 
-    A module of which something else reads the sources, or another computed parameter, keeps its parametrization.
+    A module keeps its parametrization if other operators read the sources or the computed value.
 
     Returns:
-        By the name of the parameter, what it is computed from.
+        Computed parameters by name.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, dict[str, list[Node]]] = {}
-    others: set[str] = set()
+    by_module: dict[str, dict[str, list[Node]]] = {}
+    unstorable: set[str] = set()
     for node in view.constants:
         value = _transposed(node)
         places = {_place_of(modules, value, reader) for reader in value.users}
         place = places.pop() if len(places) == 1 else None
         if place is None:
-            others.update(_sources(node))
+            unstorable.update(_sources(node))
         else:
-            found.setdefault(place[0], {}).setdefault(place[1], []).append(node)
+            by_module.setdefault(place[0], {}).setdefault(place[1], []).append(node)
     stored: dict[str, StoredWeight] = {}
-    for path, nodes in found.items():
+    for path, nodes in by_module.items():
         module = modules[path]
-        own = {_joined(path, name) for name, _ in (*module.named_parameters(), *module.named_buffers())} - others
+        tensors = {
+            _joined(path, name) for name, _ in (*module.named_parameters(), *module.named_buffers())
+        } - unstorable
         sources = {leaf: tuple(dict.fromkeys(n for node in nodes[leaf] for n in _sources(node))) for leaf in nodes}
-        if nodes.keys() != computed_leaves(module) or not all(own.issuperset(names) for names in sources.values()):
+        if nodes.keys() != computed_leaves(module) or not all(tensors.issuperset(names) for names in sources.values()):
             continue
-        constants = {leaf: c for leaf, given in nodes.items() if (c := _common(view, given)) is not None}
+        constants = {leaf: c for leaf, same in nodes.items() if (c := _common(view, same)) is not None}
         for leaf, constant in constants.items() if len(constants) == len(nodes) else ():
             name = _joined(path, leaf)
             like = torch.empty(constant.tensor.shape, dtype=constant.dtype, device="meta")
@@ -92,14 +94,14 @@ def _drop_transpositions(view: FloatView, node: Node) -> None:
 
 
 def _transposed(node: Node) -> Node:
-    """Return what transpositions make of a constant for its readers."""
+    """Follow transpositions from a constant to the value that its consumers read."""
     while len(node.users) == 1 and permutation(reader := next(iter(node.users))) is not None:
         node = reader
     return node
 
 
 def _as_read(constant: Constant, node: Node) -> Constant | None:
-    """Return a constant as its readers have it, after transpositions; `None` if its scales have no place there."""
+    """Transpose a constant as its consumers read it; return `None` if its scales cannot follow."""
     shape, value = tuple(constant.tensor.shape), torch.empty(constant.tensor.shape, device="meta")
     steps = list[tuple[int, ...]]()
     last = _transposed(node)
@@ -157,7 +159,7 @@ def _computed_by(hook: object) -> str:
 
 
 def _place_of(modules: Mapping[str, nn.Module], value: Node, reader: Node) -> tuple[str, str] | None:
-    """Return the module that computes what its operator reads, and the name; `None` if that is not known."""
+    """Return the module and name of a computed parameter that an operator reads; `None` for other operands."""
     row, path = row_by_target(reader), module_path(reader)
     module = modules.get(path)
     if row is None or module is None:
@@ -174,7 +176,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _reads_as_torch_does(module: nn.Module) -> bool:
-    """Tell whether the code that reads a module's parameters is that of a class in `torch.nn`."""
+    """Return whether a class in `torch.nn` defines the code that reads a module's parameters."""
     kind = parametrize.type_before_parametrizations(module)
     code = next(c for c in kind.__mro__ if vars(c).keys() & {"forward", "_conv_forward", "weight", "bias"})
     return code.__module__.startswith("torch.nn.modules.")

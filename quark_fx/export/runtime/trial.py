@@ -27,7 +27,7 @@ _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.m
 """Domains that ONNX Runtime has kernels for."""
 
 _COPIES = 2
-"""How many copies of the weights a runtime holds while it loads a file: what it reads, and what its kernels read."""
+"""Copies of the weights that a runtime holds while it loads a file: one as stored, one for its kernels."""
 
 _TOO_NEW = ("Current official support for domain", "Unsupported model IR version")
 """Messages of an ONNX Runtime that is older than the opset of a file."""
@@ -39,7 +39,7 @@ class NotRun:
 
     Attributes:
         runtime: Name of the runtime, or of the target.
-        reason: Why, and what to do about it.
+        reason: Cause and remedy.
         loads: Whether the runtime loads the file.
     """
 
@@ -59,12 +59,12 @@ def run_once(path: Path, model: ir.Model, qmodel: QuantizedModel) -> tuple[NotRu
             user's line.
     """
     runtime = qmodel.config.target.onnx.runtime
-    found = [_in_onnx_runtime(path, model, qmodel)]
+    results = [_in_onnx_runtime(path, model, qmodel)]
     if runtime == "openvino":
-        found.append(_in_openvino(path, model, qmodel))
+        results.append(_in_openvino(path, model, qmodel))
     elif not runtime:
-        found.append(NotRun(str(qmodel.config.target), "only its own runtime runs it; run the file there"))
-    return tuple(reason for reason in found if reason is not None)
+        results.append(NotRun(str(qmodel.config.target), "only its own runtime runs it; run the file there"))
+    return tuple(reason for reason in results if reason is not None)
 
 
 def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun | None:
@@ -137,7 +137,7 @@ def _run(session: Any, failure: str, model: ir.Model, qmodel: QuantizedModel) ->
         return "the model was loaded, and made-up inputs do not fit it; run qfx.verify with a batch"
     tensors = [leaf for leaf in sample if isinstance(leaf, Tensor)]
     if any(leaf.dtype == torch.bfloat16 for leaf in tensors):
-        return "numpy has no bfloat16 for its inputs"
+        return "its inputs are bfloat16, which numpy does not support; run it where it is deployed"
     names = [value.name for value in session.get_inputs()]
     feeds: Mapping[str, Any] = {name: leaf.numpy() for name, leaf in zip(names, tensors, strict=True)}
     try:
@@ -147,13 +147,13 @@ def _run(session: Any, failure: str, model: ir.Model, qmodel: QuantizedModel) ->
             return "its sample does not run in torch either; run qfx.verify with a batch"
         raise ExportError(
             f"{failure} on one sample: {error}{_where(error, model, gm)}\nReplace the operator, or exclude a layer "
-            "beside it from quantization"
+            "next to it from quantization"
         ) from error
     return ""
 
 
 def _runs_in_torch(gm: GraphModule, sample: tuple[Any, ...]) -> bool:
-    """Tell whether made-up inputs are ones that the model takes: zeros may be no divisor, or no length."""
+    """Return whether the model accepts a sample: made-up zeros may be divisors or lengths."""
     device = device_of(gm)
     try:
         with torch.no_grad():
@@ -164,25 +164,25 @@ def _runs_in_torch(gm: GraphModule, sample: tuple[Any, ...]) -> bool:
 
 
 def _where(error: Exception, model: ir.Model, gm: GraphModule) -> str:
-    """Return the user's lines of the nodes that an error of a runtime names, empty if it names none."""
-    own = {node.name: node for node in gm.graph.nodes if node.op == "call_function"}
+    """Return the user's lines of the nodes in the message of a runtime, empty if it names none."""
+    by_name = {node.name: node for node in gm.graph.nodes if node.op == "call_function"}
     words, kinds = set(re.findall(r"\w+", str(error))), set(re.findall(r"in the (\w+) operator", str(error)))
     nodes = list(model.graph.all_nodes())
     named = [node for node in nodes if words & {node.name, *(value.name for value in node.outputs)}]
     named = named or [node for node in nodes if node.op_type in kinds]
-    found = dict.fromkeys(node for one in named if (node := _made_for(one, own)) is not None)
-    return "".join(f"\n  {describe(node)}" for node in found)
+    sources = dict.fromkeys(node for one in named if (node := _made_for(one, by_name)) is not None)
+    return "".join(f"\n  {describe(node)}" for node in sources)
 
 
-def _made_for(node: ir.Node, own: Mapping[str, Node]) -> Node | None:
-    """Return the node of the graph that a node of the file was made for: the first whose name a value behind it has."""
-    pending, seen = [node], set[int]()
+def _made_for(node: ir.Node, by_name: Mapping[str, Node]) -> Node | None:
+    """Return the source of a node in the file: the first node of the graph named like its output or one after it."""
+    pending, visited = [node], set[int]()
     for one in pending:
         for value in one.outputs:
-            if value.name in own:
-                return own[value.name]
-            readers = [reader for reader, _ in value.uses() if id(reader) not in seen]
-            seen.update(map(id, readers))
+            if value.name in by_name:
+                return by_name[value.name]
+            readers = [reader for reader, _ in value.uses() if id(reader) not in visited]
+            visited.update(map(id, readers))
             pending += readers
     return None
 

@@ -191,7 +191,7 @@ def _lowered(
 
 
 def _write(model: ir.Model, path: Path, external_data: bool | None, qmodel: QuantizedModel) -> tuple[NotRun, ...]:
-    """Write, check, and run the file in a folder beside, and move it to its name; return what did not run it."""
+    """Write, check, and run the file in a temporary folder, and rename it; return the runtimes that did not run it."""
     import onnx_ir as ir
 
     from quark_fx.export.runtime.trial import run_once
