@@ -11,6 +11,7 @@ import pytest
 import torch
 
 collect_ignore = ["passes", "observers", "export"]
+collect_ignore += ["tests/extensions"]  # register formats and passes when they are imported
 if "pretend_gpu" not in sys.modules:  # registers a device for the whole process: test_pretend_gpu.py starts others
     collect_ignore += ["tests/pretend_gpu.py", "tests/on_pretend_gpu.py"]
 

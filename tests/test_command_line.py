@@ -591,6 +591,12 @@ def factory(name: str) -> tuple[object, ...]:
     return ("quantize", f"factories:{name}", "--preset", "int8_static", "-o", "a.onnx")
 
 
+def taken() -> str:
+    """Return the path of a file where a directory is to be."""
+    Path("taken").touch()
+    return "taken"
+
+
 MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "no checkpoint": (
         lambda _: ("quantize", "gone", "--preset", "fp16", "-o", "q"),
@@ -667,7 +673,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "numbers": (lambda _: (*factory("cnn"), "--data", "images", "--mean", "a,b"), r"'a,b' is no list of numbers"),
     "a pickle": (lambda _: (*factory("cnn"), "--data", pickled()), r"objects.npy cannot be read: Object arrays"),
     "no directory": (lambda _: (*factory("with_example")[:-1], "gone/a.onnx"), r"the directory gone does not exist"),
-    "a file in the way": (lambda _: (*factory("with_example")[:-1], "text.txt"), r"text.txt is a file, and the output"),
+    "a file in the way": (lambda _: (*factory("with_example")[:-1], taken()), r"taken is a file, and the output"),
     "blocks among a model": (
         lambda llm: ("quantize", llm, "--preset", "w4a16_rtn", "-o", "q", "--resume", llm),
         r"checkpoint directory .*llm holds a model \(config.json\); finished blocks need a directory of their own",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -227,7 +228,7 @@ def _labeled(batch: Any) -> tuple[Any, Tensor]:
             f"{type(batch).__name__}"
         )
     try:
-        labels = torch.as_tensor(batch[1])
+        labels = batch[1] if isinstance(batch[1], Tensor) else torch.from_numpy(np.asarray(batch[1]))
     except (TypeError, ValueError, RuntimeError):
         raise QuarkError(
             f"labels are numbers of classes, and these are {reprlib.repr(batch[1])}; map names to the numbers that the "

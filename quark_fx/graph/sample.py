@@ -34,7 +34,7 @@ def made_up_sample(gm: GraphModule) -> Sample:
             return value
         shape = [size if isinstance(size, int) else int(size.node.hint) for size in value.shape]
         if value.is_floating_point():
-            return torch.randn(shape, generator=generator).to(value.dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float32).to(value.dtype)
         return torch.zeros(shape, dtype=value.dtype)
 
     return tuple(made_up(node.meta["val"]) for node in placeholders(gm))

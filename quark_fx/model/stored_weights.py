@@ -102,7 +102,7 @@ def _transposed(node: Node) -> Node:
 
 def _as_read(constant: Constant, node: Node) -> Constant | None:
     """Transpose a constant as its consumers read it; return `None` if its scales cannot follow."""
-    shape, value = tuple(constant.tensor.shape), torch.empty(constant.tensor.shape, device="meta")
+    shape, value = tuple(constant.tensor.shape), torch.empty(constant.tensor.shape, dtype=torch.float32, device="meta")
     steps = list[tuple[int, ...]]()
     last = _transposed(node)
     while last is not node:
@@ -114,7 +114,7 @@ def _as_read(constant: Constant, node: Node) -> Constant | None:
         return constant
     for order in reversed(steps):
         value = value.permute(order)
-    whole = torch.empty(value.shape, device="meta")
+    whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
     for order in steps:
         whole = whole.permute([order.index(d) for d in range(len(order))])
     return whole_of(tuple(value.shape), [Part(constant, (shape, whole.stride(), 0))])

@@ -695,7 +695,7 @@ _FLOAT_NAME = re.compile(r"fp([1-9]\d?)_e(\d)m(\d\d?)")
 @functools.cache
 def _described(name: str) -> Format | None:
     """Return the format that a name describes, `None` if it describes none."""
-    if match := _INT_NAME.fullmatch(name):
+    if (match := _INT_NAME.fullmatch(name)) and 2 <= int(match[2]) <= 32:
         return IntFormat(int(match[2]), signed=match[1] != "uint", sign_magnitude=match[1] == "sm")
     if match := _FLOAT_NAME.fullmatch(name):
         bits, exponent, mantissa = map(int, match.groups())
@@ -703,4 +703,5 @@ def _described(name: str) -> Format | None:
     return None
 
 
-parsed(Format, ("a number format", "the name of one"), str, parse_format, str)
+for _cls in (Format, IntFormat, FloatFormat, Codebook):
+    parsed(_cls, ("a number format", "the name of one"), str, parse_format, str)

@@ -86,7 +86,7 @@ class Steps:
         last = self.schedule.iterations
         for first in range(1, last + 1, every):
             steps = range(first, min(first + every, last + 1))
-            error = torch.zeros(())
+            error = torch.zeros((), dtype=torch.float32)
             for step, pieces in zip(steps, self.batches.draw(steps), strict=True):
                 error = with_room(self.context, partial(self._differentiate, pieces, step / last))
                 self.optimizer.step()

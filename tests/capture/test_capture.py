@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Mod, PythonMod
@@ -791,7 +792,11 @@ def test_train_mode_is_refused_by_name(part: str) -> None:
 def test_a_model_on_two_devices_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).eval()
     model[2].to("meta")
-    with pytest.raises(qfx.CaptureError, match=r"cpu \(4 tensors\), meta \(1 tensors\), first on meta: 2.weight"):
+    with pytest.raises(qfx.CaptureError, match=r"first 2.weight, are on the meta device, without values: accelerate"):
+        qfx.capture_graph(model, rand(3, 4))
+    with FakeTensorMode():  # a tensor of another device, without that device
+        model[2].weight = nn.Parameter(torch.empty(4, 4, device="cuda"))
+    with pytest.raises(qfx.CaptureError, match=r"cpu \(4 tensors\), cuda:0 \(1 tensors\), first on cuda:0: 2.weight"):
         qfx.capture_graph(model, rand(3, 4))
 
 

@@ -163,6 +163,31 @@ CASES = [
         f"{IMAGE} | {STATIC}, float[1,2,1,1] w = {{1, 2}} | {CODES}  y = Conv(a, w)",
         ["QuantizeLinear:3", "DequantizeLinear:3 axis", "Conv:2"],
     ),
+    (
+        "keep_transpose_from_resize",
+        f'{IMAGE} | float[4] s = {{1, 1, 0.6, 0.6}} | y = Resize<mode="cubic">(x, , s)',
+        ["Einsum:1 equation", "Resize:3 mode"],
+    ),
+    (
+        "keep_signed_product_from_sum",
+        f"float[1,2,4] x | float xs = {{0.02}}, int8 xz = {{3}}, {WEIGHT}, float s = {{0.1}}, float[3] c = {{1, 2, 3}}"
+        f"| {CODES}  b = DequantizeLinear(w, s)  p = MatMul(a, b)  y = Add(p, c)",
+        ["QuantizeLinear:3", "DequantizeLinear:3", "DequantizeLinear:2", "MatMul:2", "Max:1", "Add:2"],
+    ),
+    (
+        "spell_out_circular_pad",
+        f'{IMAGE} | int64[8] pads = {{0, 0, 1, 0, 0, 0, 1, 2}} | p = Pad<mode="wrap">(x, pads)  y = Relu(p)',
+        ["Slice:4", "Slice:4", "Concat:3 axis", "Slice:4", "Concat:2 axis", "Relu:1"],
+    ),
+    (
+        "keep_resize_from_concat",
+        f"{IMAGE} | {STATIC} | {CODES}  p = AveragePool<kernel_shape=[2, 2]>(x)  n = Shape(x)"
+        "r = Resize(p, , , n)  y = Concat<axis=1>(a, r)",
+        [
+            *("QuantizeLinear:3", "DequantizeLinear:3", "AveragePool:1 kernel_shape", "Shape:1", "Resize:4"),
+            *("MaxPool:1 kernel_shape", "Concat:2 axis"),
+        ],
+    ),
 ]
 
 
@@ -278,5 +303,6 @@ def test_what_all_targets_need_works_around_nothing() -> None:
     assert {rule.name for rule in RULES.values()} - {rule.name for rule in general} == {
         *("spell_out_row_scales", "settle_average_pool", "repeat_moved_pair", "keep_sum_from_norm"),
         *("keep_product_from_activation", "keep_padding_from_pool", "dequantize_once", "keep_floats"),
-        *("give_every_convolution_a_bias", "store_convolution_inputs_unsigned"),
+        *("give_every_convolution_a_bias", "store_convolution_inputs_unsigned", "keep_transpose_from_resize"),
+        *("keep_signed_product_from_sum", "spell_out_circular_pad", "keep_resize_from_concat"),
     }

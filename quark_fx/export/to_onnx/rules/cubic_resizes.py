@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import constant_of
+from quark_fx.export.to_onnx.edit import constant_of, made_by
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 
-@onnx_rule("Resize")
+@onnx_rule("Resize", runtime="onnxruntime")
 def keep_transpose_from_resize(model: ir.Model, node: ir.Node) -> bool:
     """Keep ONNX Runtime from moving a `Transpose` across a cubic `Resize` to a smaller size.
 
@@ -18,7 +18,7 @@ def keep_transpose_from_resize(model: ir.Model, node: ir.Node) -> bool:
     value = node.inputs[0]
     if node.attributes.get_string("mode", "nearest") != "cubic" or node.attributes.get_int("antialias", 0):
         return False
-    if value is None or _enlarges(node):
+    if value is None or made_by(value, "Einsum") or _enlarges(node):
         return False
     same = ir.node("Einsum", [value], attributes={"equation": "...->..."})
     same.outputs[0].shape, same.outputs[0].type = value.shape, value.type

@@ -27,7 +27,7 @@ def repeat_moved_pair(model: ir.Model, node: ir.Node) -> bool:
     return sum(_repeat(model, node, mover) for mover in movers) > 0
 
 
-@onnx_rule("MatMul")
+@onnx_rule("MatMul", runtime="onnxruntime")
 def keep_signed_product_from_sum(model: ir.Model, node: ir.Node) -> bool:
     """Keep ONNX Runtime from writing a product of a signed vector or stack, and its bias, as a `Gemm`.
 

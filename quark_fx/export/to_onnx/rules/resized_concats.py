@@ -22,7 +22,7 @@ def keep_resize_from_concat(model: ir.Model, node: ir.Node) -> bool:
     for index, value in enumerate(node.inputs):
         if value is None or value.shape is None or value.shape.rank() < 3 or not _is_moved_from(value, "Resize"):
             continue
-        if all(isinstance(size, int) for size in value.shape[2:]):
+        if all(isinstance(size, int) for size in value.shape[2:]) or made_by(value, "MaxPool") is not None:
             continue
         same = ir.node("MaxPool", [value], attributes={"kernel_shape": [1] * (value.shape.rank() - 2)})
         same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
