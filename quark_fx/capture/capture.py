@@ -245,7 +245,7 @@ _SHAPED_LIKE = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_lik
 def _is_table(made: Tensor) -> bool:
     """Tell whether a tensor that the traced forward made stays as it is for other batches.
 
-    A table that depends only on sizes is computed for each batch; one that depends on values is that of the first batch.
+    One that depends only on sizes is computed for each batch; one that depends on values is that of the first batch.
     """
     if any(static_size(size) is None for size in made.shape):
         return False

@@ -606,7 +606,8 @@ def test_arguments_that_are_no_tensors_are_accepted() -> None:
             self.linear = nn.Linear(32, 8)
 
         def forward(self, x: Tensor, factor: int, mask: Tensor | None = None) -> Tensor:
-            return self.linear(x) * factor if mask is None else self.linear(x) * mask
+            y: Tensor = self.linear(x)
+            return y * factor if mask is None else y * mask
 
     qmodel = quantize(Scaled().eval(), "int8_weight_only", [(rand(2, 32), 3, None)])
     compiled = qmodel.compile(backend="eager")
