@@ -86,9 +86,11 @@ def capture_graph(
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile` and data-parallel wrappers, which computes the same."""
     compiled: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # its import takes two seconds
-    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel, compiled)):
-        model = model._orig_mod if isinstance(model, compiled) else model.module
-    return model
+    inner: Any = model
+    while isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel, compiled)):
+        inner = inner._orig_mod if isinstance(inner, compiled) else inner.module
+    result: nn.Module = inner
+    return result
 
 
 def _capture_program(

@@ -33,7 +33,8 @@ def require_reader(model: nn.Module) -> None:
         raise ExportError(f"{name} is not a Transformers model; use qmodel.save(directory)")
     if kind.__module__.partition(".")[0] in _LIBRARIES or kind._auto_class is not None:
         return
-    if model.config.model_type not in transformers.CONFIG_MAPPING:  # its class alone reads the checkpoint
+    config: Any = model.config
+    if config.model_type not in transformers.CONFIG_MAPPING:  # its class alone reads the checkpoint
         return
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     mappings = [value for key, value in vars(auto).items() if key.endswith("_MAPPING")]

@@ -179,7 +179,7 @@ def _made_for(node: ir.Node, by_name: Mapping[str, Node]) -> Node | None:
     pending, visited = [node], set[int]()
     for one in pending:
         for value in one.outputs:
-            if value.name in by_name:
+            if value.name is not None and value.name in by_name:
                 return by_name[value.name]
             readers = [reader for reader, _ in value.uses() if id(reader) not in visited]
             visited.update(map(id, readers))

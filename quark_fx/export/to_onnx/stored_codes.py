@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from quark_fx.export.to_onnx.edit import array_of
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, Format, IntFormat, parse_format
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
-FORMATS: dict[ir.DataType, Format] = {
+FORMATS: Mapping[ir.DataType, Format] = {
     ir.DataType[f"{'' if signed else 'U'}INT{bits}"]: IntFormat(bits, signed)
     for bits in (2, 4, 8, 16, 32)
     for signed in (True, False)
