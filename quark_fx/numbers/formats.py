@@ -676,7 +676,9 @@ def parse_format(name: str) -> Format:
     """
     fmt = as_format(name)
     if fmt is None:
-        raise FORMATS.unknown(name, also=", another size such as int12, or one that its module registers")
+        raise FORMATS.unknown(
+            name, also=", another size of 2 to 32 bits such as int12, or one that its module registers"
+        )
     return fmt
 
 

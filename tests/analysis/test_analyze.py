@@ -374,8 +374,8 @@ class Joint(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        second = nn.Conv2d(16, 16, 3, 2, 1)
-        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), second, nn.ReLU())
+        first, second = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 16, 3, 2, 1)
+        self.body = nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
         self.boxes, self.scores = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 6, 1)
         with torch.no_grad():
             self.scores.weight[:, 0] *= 300
@@ -414,7 +414,7 @@ def test_a_function_weights_the_parts_of_one_output() -> None:
     metrics: Any = (
         (lambda outputs, targets: 0.5, "metric returned float; it takes two lists"),
         (lambda outputs, targets: outputs[0] - targets[0], r"metric returned Tensor of shape \(4, 10, 8, 8\)"),
-        (lambda outputs, targets: (outputs[0].argmax(1) != targets[0].argmax(1)).float().mean(), "has no derivative"),
+        (lambda outputs, targets: (outputs[0].argmax(1) != targets[0].argmax(1)).float().mean(), "is not differentiable"),
     )
     for metric, words in metrics:
         with pytest.raises(ConfigError, match=words):
