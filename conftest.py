@@ -3,11 +3,17 @@
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Read when torch is imported: the pool of processes imports torch anew for kernels that are built one after the other.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import torch
 
 collect_ignore = ["passes", "observers", "export"]
@@ -42,6 +48,38 @@ def _share_processor(workers: int) -> None:
 
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     _share_processor(workers)
+
+
+_LONGEST = (
+    "model/test_compile.py",
+    "test_command_line.py",
+    "solvers/test_reconstruction.py",
+    "rescale/test_rotation_sites.py",
+    "export/test_huggingface.py",
+    "test_pretend_gpu.py",
+    "export/test_onnx_formats.py",
+    "passes/test_low_rank.py",
+    "model/test_eager.py",
+)
+"""Files of more than a minute each: workers that start them last leave others waiting."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the order of `pytest_collection_modifyitems` where files are dealt out to workers."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest files first, then those of most tests."""
+    tests = Counter(item.path for item in items)
+    place = {Path(__file__).parent / "tests" / name: index for index, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: (place.get(item.path, len(place)), -tests[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking what was imported and collected."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
