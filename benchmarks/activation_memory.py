@@ -69,7 +69,7 @@ def learn(blocks: int, images: int, host_mib: int | None) -> dict[str, object]:
     budget = qfx.CacheBudget(host_bytes=None if host_mib is None else host_mib * _MIB)
     start = time.perf_counter()
     with mock.patch.object(quantization, "ActivationCache", cache):
-        qmodel = qfx.quantize(model, config, batches, progress=False, cache=budget)
+        qmodel = qfx.quantize(model, config, batches, progress=False, resources=qfx.Resources(cache=budget))
     tensors = stored_tensors(qmodel.graph_module)
     digest = hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors)))
     return {

@@ -77,7 +77,7 @@ def _child(directory: str) -> None:
     opened = time.perf_counter()
     qfx.capture_graph(model, batches[0])
     captured, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = qfx.predict(model, "w4a16_gptq", batches, streamed=True)
+    found = qfx.predict(model, "w4a16_gptq", batches, resources=qfx.Resources(output_dir="out"))
     print(json.dumps([opened - began, captured - opened, peak / 2**20, time.perf_counter() - captured, str(found)]))
 
 

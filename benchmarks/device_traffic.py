@@ -93,7 +93,7 @@ def counted(name: str, batches: int) -> PretendGPU:
         data = [torch.randn(4, 3, 8, 8) for _ in range(batches)]
     with PretendGPU() as gpu, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        qfx.quantize(model, config, data, device="pretend", progress=False)
+        qfx.quantize(model, config, data, resources=qfx.Resources(device="pretend"), progress=False)
     return gpu
 
 

@@ -107,9 +107,9 @@ def quantized(directory: Path, source: Path | None) -> qfx.QuantizedModel:
         data = [
             {"input_ids": torch.randint(0, 1000, (4, 64), generator=torch.Generator().manual_seed(i))} for i in range(4)
         ]
-        return qfx.quantize(source, "w4a16_gptq", data, progress=False, output_dir=directory)
+        return qfx.quantize(source, "w4a16_gptq", data, progress=False, resources=qfx.Resources(output_dir=directory))
     model, batches = model_and_data()
-    return qfx.quantize(model, CONFIG, batches, progress=False, checkpoint=directory)
+    return qfx.quantize(model, CONFIG, batches, progress=False, resources=qfx.Resources(checkpoint=directory))
 
 
 def digest(qmodel: qfx.QuantizedModel) -> str:

@@ -189,7 +189,7 @@ def quantized(model: nn.Module, config: Any, batches: Any, device: str | None = 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return qfx.quantize(model, config, batches, device=device, progress=False)
+        return qfx.quantize(model, config, batches, resources=qfx.Resources(device=device), progress=False)
 
 
 def solver_config(name: str, place: Place) -> Any:

@@ -3,7 +3,7 @@
     python -m benchmarks.predicted [--only NAME ...] [--write]
 
 Seeded random weights: memory does not depend on values. Of each model one process asks `predict`, and another one
-quantizes with a budget (`memory=`) far above need, so that it gives back memory as the prediction assumes. *Peak* is of
+quantizes with a limit of memory far above need, so that it gives back memory as the prediction assumes. *Peak* is of
 the process's own memory (`RssAnon`, seen every 10 ms), of which python, torch, transformers and the model take what
 the column *before* says; *beyond* compares what was added to that, the harder question. The last row is streamed from a
 checkpoint to an output directory, whose disk is watched too: by the room that is left on it, to which other processes
@@ -109,14 +109,14 @@ def _child(name: str, job: str, folder: str) -> None:
     build, config, data = CASES[name.removesuffix(", streamed")]
     model = str(Path(folder, "checkpoint")) if streamed else build().eval()
     batches = data()
+    output = str(Path(folder, "output")) if streamed else None
     if job == "predict":
-        found = qfx.predict(model, config, batches, streamed=streamed)
+        found = qfx.predict(model, config, batches, resources=qfx.Resources(output_dir=output))
         print(json.dumps({"host": found.host, "disk": found.disk, "seconds": found.seconds}))
         return
-    output = str(Path(folder, "output")) if streamed else None
     free, began = shutil.disk_usage(folder).free, time.perf_counter()
     with Watch(folder) as watch:
-        qfx.quantize(model, config, batches, progress=False, memory="1TiB", output_dir=output)
+        qfx.quantize(model, config, batches, progress=False, resources=qfx.Resources(memory="1TiB", output_dir=output))
     seconds = time.perf_counter() - began
     print(json.dumps({"before": watch.before, "peak": watch.peak, "disk": free - watch.least_free, "seconds": seconds}))
 

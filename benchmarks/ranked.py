@@ -86,7 +86,9 @@ def _rank(rank: int, count: int, folder: Path) -> None:
     GPTQ.solve = counting  # type: ignore[method-assign]
     began = time.process_time()
     with Watch() as watch:
-        qmodel = qfx.quantize(found.model, "w4a16_gptq", found.calibration, progress=False, distributed=True)
+        qmodel = qfx.quantize(
+            found.model, "w4a16_gptq", found.calibration, progress=False, resources=qfx.Resources(distributed=True)
+        )
     seconds = time.process_time() - began
     qmodel.save(folder / f"{count}-{rank}")
     batches = len(Ranks(rank, count).share(found.calibration))

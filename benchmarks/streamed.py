@@ -4,8 +4,8 @@ r"""Quantize checkpoints in a quarter of the memory their weights take, beside t
         [--streamed-only] [--write]
 
 The checkpoints, seeded random weights in bfloat16 in shards of 200 MB, are made in FOLDER and stay, like the figures of
-each run: a measurement can be continued. Every run is a process of its own on one thread. *Streamed*:
-`quantize(directory, ..., output_dir=)` in a control group of Linux whose memory, what the system keeps of files with
+each run: a measurement can be continued. Every run is a process of its own on one thread. *Streamed*: `quantize` of
+the directory with an output directory in a control group of Linux whose memory, what the system keeps of files with
 it, is limited to a quarter of the checkpoint from before python starts; what exceeds it is killed. *In memory*: the
 model is loaded with `from_pretrained`, quantized and saved without a limit. *Peak*: of the process's own memory
 (`RssAnon`, seen every 10 ms), python, torch and transformers included, which take what the column *before* says:
@@ -200,7 +200,7 @@ def _run(directory: str, preset: str, output: str, streamed: bool) -> dict[str, 
     began = time.perf_counter()
     with Watch() as watch:
         if streamed:
-            qfx.quantize(directory, preset, data, output_dir=output)
+            qfx.quantize(directory, preset, data, resources=qfx.Resources(output_dir=output))
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
             for p in model.parameters():  # files that are mapped would not count

@@ -15,6 +15,7 @@ from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.config import block_formats, gguf_types
 from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.engine.activation_cache import CacheBudget
+from quark_fx.engine.prediction import Prediction
 from quark_fx.engine.resources import Resources
 from quark_fx.errors import (
     CalibrationError,
@@ -54,6 +55,7 @@ __all__ = [
     "Granularity",
     "Override",
     "PassError",
+    "Prediction",
     "QuantConfig",
     "QuantizedModel",
     "QuarkError",

@@ -14,16 +14,20 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quark_fx.config.quant_config import QuantConfig
+from quark_fx.engine.resources import IN_RESOURCES, Resources, require_usable
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.quantization import needs_data, quantize, resolve
-from quark_fx.system.names import absent
+from quark_fx.system.options import require_names
 
 METHOD = "quark_fx"
 """The name transformers knows this method by."""
 
-_OPTIONS = ("dynamic_shapes", "verify", "progress", "device", "cache", "checkpoint", "memory")
+_OPTIONS = ("resources", "dynamic_shapes", "verify", "progress")
 """Arguments of `quantize` that are passed on."""
+
+_RESOURCES = ("device", "cache", "checkpoint", "memory")
+"""Fields of `Resources` that apply: the model is loaded already, by one process."""
 
 
 class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -40,7 +44,8 @@ class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
         calibration_data: batches, as `quantize` takes them. A configuration that learns nothing from data needs none
             if the model reads tokens.
         kernels: run on the kernels that `compile()` uses, for inference on a CPU; see `QuantizedModel.eager`.
-        options: `dynamic_shapes`, `verify`, `progress`, `device`, `cache`, `checkpoint` and `memory` of `quantize`.
+        options: `resources` (`device`, `cache`, `checkpoint`, and `memory`), `dynamic_shapes`, `verify`, and `progress`
+            of `quantize`.
 
     Raises:
         ConfigError: for an unknown preset or option.
@@ -59,8 +64,9 @@ class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         self.config, self.calibration_data, self.kernels = resolve(config), calibration_data, kernels
         self.options = options
-        if missing := set(options) - set(_OPTIONS):
-            raise absent("QuarkFxConfig", "argument", missing, ("config", "calibration_data", "kernels", *_OPTIONS))
+        names = ("config", "calibration_data", "kernels", *_OPTIONS)
+        require_names("QuarkFxConfig", options, names, IN_RESOURCES)
+        require_usable(options.get("resources", Resources()), "QuarkFxConfig", _RESOURCES)
         if not isinstance(kernels, bool):
             raise ConfigError(f"kernels of QuarkFxConfig is True or False, not {kernels!r}")
         if calibration_data is None and needs_data(self.config):
@@ -132,7 +138,7 @@ def _require_one_device(places: Mapping[str, Any]) -> None:
         found = ", ".join(sorted({str(place) for place in places.values()}))
         raise ConfigError(
             f"device_map distributes the model over {found}, and a quantized one lies on one device: load it with "
-            "device_map='cpu', and pass QuarkFxConfig(..., device='cuda') to run its blocks there"
+            "device_map='cpu', and pass QuarkFxConfig(..., resources=Resources(device='cuda')) to run its blocks there"
         )
 
 

@@ -11,21 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
-from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles
+from quark_fx.checkpoints.files import CheckpointFiles
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
-from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec, takes_configuration
-from quark_fx.engine.activation_cache import CacheBudget
-from quark_fx.engine.context import Checkpoint, Context, fingerprint, require_resources
+from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
+from quark_fx.engine.checkpoint import Checkpoint, fingerprint
+from quark_fx.engine.context import Context
+from quark_fx.engine.prediction import Prediction, expect, require_room
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.engine.ranks import ALONE, Ranks
-from quark_fx.engine.resources import Resources, expect, parse_bytes, require_room
+from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run
 from quark_fx.errors import CalibrationError, ConfigError, ExportError, PassError
 from quark_fx.export import gguf, huggingface, onnx, pt2e
 from quark_fx.graph.nodes import own_tensors, stored_tensors, tensor_of
@@ -52,28 +52,21 @@ from quark_fx.session import Session, divided, peek, reads_data_often, require_o
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.memory import short_memory
 from quark_fx.system.names import unknown
-from quark_fx.system.writable import require_possible
 
 logger = logging.getLogger(__name__)
 
 
 @isolated
-@takes_configuration
+@takes_run
 def quantize(
     model: nn.Module | ExportedProgram | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
     calibration_data: Iterable[Any] | None = None,
     *,
+    resources: Resources = Resources(),
     dynamic_shapes: Any = None,
     verify: bool = False,
     progress: bool = True,
-    device: str | torch.device | None = None,
-    cache: CacheBudget | None = None,
-    checkpoint: str | Path | None = None,
-    output_dir: str | Path | None = None,
-    distributed: bool = False,
-    memory: int | str | None = None,
-    disk: int | str | None = None,
 ) -> QuantizedModel:
     """Quantize any PyTorch model. The model itself is not changed.
 
@@ -87,28 +80,17 @@ def quantize(
         calibration_data: batches: tensors, tuples of positional inputs, or mappings of keywords. The
             first one is also what the model is captured with. A configuration without static ranges
             needs one batch only, and none for an `ExportedProgram`.
-        dynamic_shapes: passed to `torch.export.export`; default: batch and sequence dimensions vary.
-        verify: check on the first batch that every pass that promises to keep the function does.
-        progress: show a progress bar.
-        device: where blocks run, their weights on it only meanwhile; default: where the model is.
-        cache: memory that cached activations may take before they go to disk; default: as much as there is.
-        checkpoint: a directory for what passes that learn from data have finished. The same call with the
-            same directory continues where an interrupted one stopped, with the same result.
-        output_dir: where to save the result (`QuantizedModel.save`). The model then needs less memory than it has
-            weights: it runs block by block, and what passes make of its weights is kept in files of this directory,
-            like finished blocks, until the result is complete. See `open_checkpoint`.
-        distributed: all processes of a job make this call, with the same arguments, and share the work: the process
-            group is the one there is, or that of torchrun's environment. Directories are on a file system they share.
-        memory: what the process may take, in bytes or as `"6GiB"`: activations that do not fit go to disk, and a run
-            that is expected to need more is refused before it begins. See `predict`.
-        disk: what the files of a run with `output_dir` may take at once, likewise.
+        resources: Device that blocks run on, limits of memory and disk, and directories of files.
+        dynamic_shapes: Argument of `torch.export.export`. Default: batch and sequence dimensions vary.
+        verify: Compare outputs on the first batch after every pass that promises to keep the function.
+        progress: Show a progress bar.
 
     Returns:
-        A model called like the original; with `output_dir`, its tensors are read from files when they are used.
+        A model called like the original. With an output directory, its tensors are read from files when they are used.
 
     Raises:
-        ConfigError: for an unknown preset or option, a device, cache, checkpoint or output that cannot be used, or a
-            budget that is too small.
+        ConfigError: for an unknown preset or option, a device or directory that cannot be used, or a limit that is too
+            small.
         QuarkError: if the model of a session was changed since it began.
         CheckpointError: if the files of a checkpoint are not what they should be, or there is no room for the result.
         CaptureError: if the model cannot be captured.
@@ -116,29 +98,27 @@ def quantize(
         PassError: if a pass broke its promise (`verify=True`).
     """
     config = resolve(config)
-    require_resources(device, cache)
-    _require_path(output_dir, "output_dir")
-    _require_path(checkpoint, "checkpoint")
-    _require_no_model(checkpoint)
-    memory, disk = parse_bytes(memory, "memory"), parse_bytes(disk, "disk")
-    ranks = Ranks.current() if distributed else ALONE
+    require_usable(resources)
+    output_dir = resources.output_dir
+    ranks = Ranks.current() if resources.distributed else ALONE
     _require_distributed(config, ranks)
     progress = progress and ranks.index == 0
     if isinstance(model, Session):
-        own = {"calibration_data": calibration_data, "dynamic_shapes": dynamic_shapes, "device": device, "cache": cache}
-        require_of_session(own | {"distributed": distributed or None})
+        require_of_session(calibration_data, dynamic_shapes, resources)
     if isinstance(model, str | Path):
         CheckpointFiles.of(model)  # before anything is made
-    short = short_memory(output_dir is not None or memory is not None)
-    with ranks.telling_failures(), short, work_directory(output_dir, checkpoint, ranks) as (folder, checkpoint):
+    short = short_memory(output_dir is not None or resources.memory is not None)
+    with (
+        ranks.telling_failures(),
+        short,
+        work_directory(output_dir, resources.checkpoint, ranks) as (folder, checkpoint),
+    ):
         shelf = Shelf(folder) if folder is not None else None
         if isinstance(model, Session):
             session = model
         else:
             first, batches = peek(calibration_data)
-            session = Session.of_one_run(
-                model, config, first, batches, dynamic_shapes, device, cache, shelf=shelf, ranks=ranks, memory=memory
-            )
+            session = Session.of_one_run(model, config, first, batches, dynamic_shapes, resources, shelf, ranks)
         example = session.example()
         if verify and example is None:
             raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
@@ -147,7 +127,7 @@ def quantize(
         inputs, example = example if verify else None, None  # a batch may be large
         with session.run(config, shelf) as context:
             context.progress = progress
-            gm, rows, records = _transformed(session, context, shelf, inputs, checkpoint, memory, disk)
+            gm, rows, records = _transformed(session, context, shelf, inputs, checkpoint, resources)
         if rows and all(row.reason for row in rows):
             warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()")
         # The copy holds only what the graph reads, and nothing of the user's model.
@@ -181,8 +161,7 @@ def _transformed(
     shelf: Shelf | None,
     verify_inputs: tuple[Any, ...] | None,
     checkpoint: str | Path | None,
-    memory: int | None,
-    disk: int | None,
+    resources: Resources,
 ) -> tuple[GraphModule, list[Row], list[PassRecord]]:
     """Run all passes in the order of their stages; return the graph and what to report.
 
@@ -194,10 +173,10 @@ def _transformed(
         shelf: where tensors go.
         verify_inputs: what exact passes are held to.
         checkpoint: where finished blocks are kept.
-        memory: that may be taken.
-        disk: that may be taken.
+        resources: limits of memory and disk.
     """
     config, progress, ranks = context.config, context.progress, context.ranks
+    memory, disk = resources.memory_bytes, resources.disk_bytes
     gm, records = session.rewritten(context, shelf, verify_inputs)
     _, others = divided(config.passes)
     learns = reads_data_often(context, config) and bool(context.batches)
@@ -227,45 +206,43 @@ def _transformed(
 
 
 @isolated
-@takes_configuration
+@takes_run
 def predict(
     model: nn.Module | ExportedProgram | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
     calibration_data: Iterable[Any] | None = None,
     *,
+    resources: Resources = Resources(),
     dynamic_shapes: Any = None,
-    device: str | torch.device | None = None,
-    streamed: bool = False,
-) -> Resources:
-    """Return what `quantize` is expected to take, without running the model: arguments are its.
+) -> Prediction:
+    """Return what `quantize` is expected to need, without running the model.
 
     Args:
         model: as for `quantize`.
         config: as for `quantize`.
         calibration_data: all of the batches that will be used.
+        resources: As for `quantize`. The device, and whether there is an output directory, count; no result is written.
         dynamic_shapes: as for `quantize`.
-        device: as for `quantize`.
-        streamed: with an `output_dir`.
 
     Returns:
-        Peaks of memory and disk, and a lower bound of the time. Memory is that of a run with a budget (`memory=`) or an
-        `output_dir`, which gives back at once what it does not need; others take up to a half more.
+        Peaks of memory and disk, and a lower bound of the time. Memory is that of a run with a limit of memory or an
+        output directory, which frees what it no longer needs at once; other runs need up to half more.
 
     Raises:
         QuarkError: as `quantize` does, for what can be known beforehand.
     """
     config = resolve(config)
-    require_resources(device, None)
+    require_usable(resources)
+    streamed = resources.output_dir is not None
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf(folder) if streamed else None
         if isinstance(model, Session):
-            require_of_session(
-                {"calibration_data": calibration_data, "dynamic_shapes": dynamic_shapes, "device": device}
-            )
+            require_of_session(calibration_data, dynamic_shapes, resources)
             session = model
         else:
             first, batches = peek(calibration_data)
-            session = Session.of_one_run(model, config, first, batches, dynamic_shapes, device, shelf=shelf)
+            placed = Resources(device=resources.device)
+            session = Session.of_one_run(model, config, first, batches, dynamic_shapes, placed, shelf)
         with session.run(config, shelf) as context:
             shapes = [] if context.batches else [batch_shape(leaves) for leaves in context.unread]
             gm, _ = session.rewritten(context, shelf)
@@ -285,13 +262,14 @@ def needs_data(config: QuantConfig) -> bool:
 
 
 @isolated
-@takes_configuration
+@takes_run
 def check(
     model: nn.Module | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any],
     calibration_data: Iterable[Any] | None = None,
     *,
     export: str = "compressed-tensors",
+    resources: Resources = Resources(),
     dynamic_shapes: Any = None,
 ) -> None:
     """Raise if what `quantize` would make cannot be exported: in the time that round-to-nearest takes, on one batch.
@@ -305,6 +283,8 @@ def check(
         calibration_data: the first batch is used.
         export: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"` or `"awq"` (`quark_fx.export.huggingface`), `"gguf"`, or
             `"qdq"`, `"qoperator"`, `"matmul_nbits"` or `"vitis"` (`quark_fx.export.onnx`), or `"pt2e"`.
+        resources: As for `quantize`; only `device` and `cache` apply.
+        dynamic_shapes: As for `quantize`.
 
     Raises:
         ExportError: naming every layer that the format cannot hold, which can be left in float with `exclude`.
@@ -315,6 +295,7 @@ def check(
     """
     if export not in _EXPORTS:
         raise unknown("export", export, _EXPORTS)
+    require_usable(resources, "check", OF_SESSION)
     config = resolve(config)
     if export in _WITHOUT_BRANCHES and (
         branching := [p for p in config.passes if getattr(p, "promise", Promise()).branches]
@@ -329,7 +310,7 @@ def check(
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=folder)
         batches = None if first is None else [first]
-        qmodel = quantize(model, config, batches, dynamic_shapes=dynamic_shapes, progress=False)
+        qmodel = quantize(model, config, batches, resources=resources, dynamic_shapes=dynamic_shapes, progress=False)
         _EXPORTS[export](qmodel, Path(folder, "checked"))
 
 
@@ -345,26 +326,6 @@ _EXPORTS: dict[str, Callable[..., Any]] = {
     "pt2e": lambda qmodel, _: pt2e(qmodel),
 }
 """What writes a quantized model to a path, by the name of its format."""
-
-
-def _require_path(path: str | Path | None, name: str) -> None:
-    if path is not None and not (isinstance(path, str | Path) and str(path)):
-        raise ConfigError(f"{name} is the path of a directory, not {path!r}")
-    if path is not None:
-        try:
-            require_possible(Path(path))
-        except ExportError as error:
-            raise ConfigError(f"{name} {error}") from error
-
-
-def _require_no_model(checkpoint: str | Path | None) -> None:
-    """Raise `ConfigError` if finished blocks would lie among the files of a model."""
-    if checkpoint is None or Checkpoint.is_begun(checkpoint):
-        return
-    if found := next((name for name in ("config.json", GRAPH_FILE) if Path(checkpoint, name).exists()), None):
-        raise ConfigError(
-            f"checkpoint directory {checkpoint} holds a model ({found}); finished blocks need a directory of their own"
-        )
 
 
 def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:

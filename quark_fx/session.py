@@ -18,10 +18,11 @@ from quark_fx.capture.capture import Captured, capture_graph, unwrapped
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
-from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
-from quark_fx.engine.context import Context, require_resources
+from quark_fx.engine.activation_cache import ActivationCache
+from quark_fx.engine.context import Context
 from quark_fx.engine.known import Known
 from quark_fx.engine.ranks import ALONE, Ranks
+from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph.nodes import EMBEDDING, device_of, placeholders, static_size, stored_tensors, target_name, value_of
 from quark_fx.graph.pass_manager import (
@@ -69,31 +70,31 @@ class Session:
     """
 
     @isolated
+    @takes_run
     def __init__(
         self,
         model: nn.Module | ExportedProgram | str | Path,
         calibration_data: Iterable[Any] | None = None,
         *,
+        resources: Resources = Resources(),
         dynamic_shapes: Any = None,
-        device: str | torch.device | None = None,
-        cache: CacheBudget | None = None,
     ) -> None:
         """Capture a model, and read all of the data.
 
         Args:
             model: as for `quantize`.
             calibration_data: likewise; it may be a generator.
+            resources: Device that blocks run on, and limits of cached batches and activations (`device` and `cache`);
+                the other fields belong to one run of `quantize`.
             dynamic_shapes: as for `quantize`.
-            device: likewise.
-            cache: memory that batches, and activations of a run, may take before they go to disk.
 
         Raises:
             ConfigError: for a device or a cache that cannot be used.
             CaptureError: if the model cannot be captured.
             CalibrationError: if the data is unusable.
         """
-        require_resources(device, cache)
-        self._share(model, *peek(calibration_data), dynamic_shapes, device, cache)
+        require_usable(resources, "Session", OF_SESSION)
+        self._share(model, *peek(calibration_data), dynamic_shapes, resources)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise QuarkError("a Session is neither copied nor pickled; make one in each process")
@@ -104,6 +105,7 @@ class Session:
         model: nn.Module | ExportedProgram | str | Path | Session,
         data: Iterable[Any] | None,
         dynamic_shapes: Any,
+        resources: Resources,
         *,
         lacking: str,
     ) -> Session:
@@ -113,6 +115,7 @@ class Session:
             model: as for `quantize`.
             data: its calibration data.
             dynamic_shapes: as for `quantize`.
+            resources: `device` and `cache` of the call.
             lacking: what to say if there is no data.
 
         Raises:
@@ -120,7 +123,7 @@ class Session:
             CalibrationError: if there is no data.
         """
         if isinstance(model, Session):
-            require_of_session({"calibration_data": data, "dynamic_shapes": dynamic_shapes})
+            require_of_session(data, dynamic_shapes, resources)
             if not model.base.batches:
                 raise CalibrationError(lacking)
             return model
@@ -128,7 +131,7 @@ class Session:
         if first is None:
             raise CalibrationError(lacking)
         self = cls.__new__(cls)
-        self._share(model, first, batches, dynamic_shapes)
+        self._share(model, first, batches, dynamic_shapes, resources)
         return self
 
     @classmethod
@@ -139,12 +142,9 @@ class Session:
         first: Any,
         batches: Iterable[Any],
         dynamic_shapes: Any,
-        device: str | torch.device | None = None,
-        cache: CacheBudget | None = None,
-        *,
+        resources: Resources,
         shelf: Shelf | None = None,
         ranks: Ranks = ALONE,
-        memory: int | None = None,
     ) -> Session:
         """Capture a model for a single run, which keeps data only if it reads it more than once.
 
@@ -154,19 +154,17 @@ class Session:
             first: the first batch, `None` if there is none.
             batches: all of them.
             dynamic_shapes: as for `quantize`.
-            device: likewise.
-            cache: likewise.
+            resources: of the run.
             shelf: where tensors go, of a run with an output directory.
             ranks: that share the data.
-            memory: what the process may take.
 
         Raises:
             ConfigError: if the model is quantized already.
             CalibrationError: if there is no batch, or one is unusable.
         """
         self = cls.__new__(cls)
-        self._begin(model, first, batches, dynamic_shapes, device, cache, shelf, ranks)
-        if memory is not None:
+        self._begin(model, first, batches, dynamic_shapes, resources, shelf, ranks)
+        if (memory := resources.memory_bytes) is not None:
             # What data may take before the rest is known.
             self.base.cache.limit_further(max(0, memory - occupied()) // 2)
         if reads_data_often(self.base, config):
@@ -185,8 +183,7 @@ class Session:
         first: Any,
         batches: Iterable[Any],
         dynamic_shapes: Any,
-        device: str | torch.device | None = None,
-        cache: CacheBudget | None = None,
+        resources: Resources,
         shelf: Shelf | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -214,9 +211,11 @@ class Session:
         self._graphs: dict[Hashable, tuple[GraphModule, list[PassRecord]]] = {}
         self._known: dict[Hashable, Known] = {}
         home = device_of(self.captured.module)
-        place = home if device is None else torch.empty(0, device=device, dtype=torch.float32).device  # with its index
+        place = home
+        if resources.device is not None:
+            place = torch.empty(0, device=resources.device, dtype=torch.float32).device  # with its index
         names = self.captured.signature.input_names
-        self.base = Context(QuantConfig(), ActivationCache(cache, place), place, names=names, ranks=ranks)
+        self.base = Context(QuantConfig(), ActivationCache(resources.cache, place), place, names=names, ranks=ranks)
         self.base.by_block = place != home
         self._place_on(shelf, self.base)
 
@@ -228,7 +227,7 @@ class Session:
         if home.type != "cpu":
             raise ConfigError(
                 f"a run with output_dir reads weights from files of the host, and the model is on {home}; load it on "
-                f'the CPU and pass device="{home}", where its blocks then run'
+                f'the CPU and pass resources=Resources(device="{home}", ...), where its blocks then run'
             )
         context.by_block = True
         if context.cache.budget.directory is None:
@@ -354,9 +353,11 @@ def _sum(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:
     return tensor.shape, tensor.dtype, tensor.device, digest(tensor)
 
 
-def require_of_session(given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for arguments of a run that a session has, or cannot have."""
-    if names := [name for name, value in given.items() if value is not None]:
+def require_of_session(data: Any, dynamic_shapes: Any, resources: Resources) -> None:
+    """Raise `ConfigError` for arguments and resources of a run that a session has, or cannot have."""
+    given = {"calibration_data": data, "dynamic_shapes": dynamic_shapes}
+    names = [name for name, value in given.items() if value is not None]
+    if names := [*names, *resources.given((*OF_SESSION, "distributed"))]:
         raise ConfigError(
             f"{', '.join(names)} cannot be given with a Session, which has one model, one set of data and one process; "
             "make the Session with them, or pass the model itself"

@@ -45,7 +45,7 @@ def batches(count: int) -> list[Tensor]:
 
 
 def quantized(config: QuantConfig, count: int, device: torch.device | None) -> qfx.QuantizedModel:
-    return qfx.quantize(seeded(Net()), config, batches(count), device=device, progress=False)
+    return qfx.quantize(seeded(Net()), config, batches(count), resources=qfx.Resources(device=device), progress=False)
 
 
 def counts(gpu: PretendGPU, config: QuantConfig, count: int) -> tuple[int, int]:
@@ -156,7 +156,9 @@ def assert_same_tensors(ours: qfx.QuantizedModel, theirs: qfx.QuantizedModel, na
 
 
 def test_every_preset_and_solver_makes_the_tensors_of_the_cpu(pretend_gpu: PretendGPU) -> None:
-    here, there = (qfx.Session(seeded(Net()), batches(4), device=device) for device in (None, DEVICE))
+    here, there = (
+        qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=device)) for device in (None, DEVICE)
+    )
     for name, config in configurations().items():
         made = qfx.quantize(there, config, progress=False)
         assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)
@@ -166,7 +168,7 @@ def test_every_preset_and_solver_makes_the_tensors_of_the_cpu(pretend_gpu: Prete
 def test_spilled_activations_make_the_same_tensors(pretend_gpu: PretendGPU) -> None:
     cache = CacheBudget(device_bytes=0)
     here = qfx.Session(seeded(Net()), batches(4))
-    there = qfx.Session(seeded(Net()), batches(4), device=DEVICE, cache=cache)
+    there = qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=DEVICE, cache=cache))
     for name in ("w4a16_best", "int8_static", str(passes.AdaRound(iterations=1))):
         config, streamed = configurations()[name], pretend_gpu.streamed.total()
         made = qfx.quantize(there, config, progress=False)
@@ -212,14 +214,16 @@ def test_a_model_larger_than_the_device_is_quantized_block_by_block() -> None:
     here = qfx.quantize(seeded(Deep()), "w4a16_gptq", data, progress=False)
     size = sum(p.nbytes for p in Deep().parameters())
     with PretendGPU(total_bytes=int(0.8 * size)) as gpu:
-        there = qfx.quantize(seeded(Deep()), "w4a16_gptq", data, device=DEVICE, progress=False)
+        there = qfx.quantize(seeded(Deep()), "w4a16_gptq", data, resources=qfx.Resources(device=DEVICE), progress=False)
         assert_same_tensors(here, there, "w4a16_gptq")
         assert 0 < gpu.peak_bytes < 0.8 * size
 
 
 @pytest.mark.skipif("RANK" not in os.environ, reason="torchrun starts it, from test_pretend_gpu.py")
 def test_ranks_make_the_same_tensors_on_the_device() -> None:
-    here, there = (qfx.Session(seeded(Net()), batches(4), device=device) for device in (None, DEVICE))
+    here, there = (
+        qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=device)) for device in (None, DEVICE)
+    )
     for name in ("w4a16_gptq", str(passes.AdaRound(iterations=1))):
         config = configurations()[name]
         made = qfx.quantize(there, config, progress=False)
@@ -231,7 +235,7 @@ def test_a_run_continues_where_the_device_is_full(name: str, before: int, preten
     config = next(found for known, found in configurations().items() if known.startswith(name))
     here = qfx.quantize(seeded(Net()), config, batches(4), progress=False)
     pretend_gpu.refused = [before, 0]  # that allocation, and the next
-    there = qfx.quantize(seeded(Net()), config, batches(4), device=DEVICE, progress=False)
+    there = qfx.quantize(seeded(Net()), config, batches(4), resources=qfx.Resources(device=DEVICE), progress=False)
     assert pretend_gpu.refused == []
     assert_same_tensors(here, there, name)
     told = [c.what for record in there.report().passes for c in record.changes if c.name == "device memory"]

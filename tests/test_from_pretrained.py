@@ -114,7 +114,18 @@ def test_options_are_those_of_quantize() -> None:
         ),
         (("w4a16_rtm",), {}, qfx.ConfigError, "unknown preset 'w4a16_rtm'"),
         ((INT4,), {"kernel": True}, qfx.ConfigError, "has no argument kernel; it has .*did you mean 'kernels'"),
-        ((INT4,), {"output_dir": "x"}, qfx.ConfigError, "has no argument output_dir"),
+        (
+            (INT4,),
+            {"memory": "1GiB"},
+            qfx.ConfigError,
+            r"has no argument memory; .*resources=Resources\(memory=\.\.\.\)",
+        ),
+        (
+            (INT4,),
+            {"resources": qfx.Resources(output_dir="x")},
+            qfx.ConfigError,
+            "takes device, cache, checkpoint, memory of Resources, not output_dir; pass these to quantize",
+        ),
         ((INT4,), {"kernels": 1}, qfx.ConfigError, "kernels of QuarkFxConfig is True or False, not 1"),
     ],
 )
@@ -138,7 +149,9 @@ def test_a_map_to_one_device_is_taken(places: Any, llama: Path) -> None:
 def test_a_model_over_several_devices_is_refused(llama: Path) -> None:
     pytest.importorskip("accelerate")
     places = {"model": "cpu", "lm_head": "disk"}
-    with pytest.raises(qfx.ConfigError, match=r"over cpu, disk,.*QuarkFxConfig\(\.\.\., device='cuda'\)"):
+    with pytest.raises(
+        qfx.ConfigError, match=r"over cpu, disk,.*QuarkFxConfig\(\.\.\., resources=Resources\(device='cuda'\)\)"
+    ):
         transformers.AutoModelForCausalLM.from_pretrained(
             llama, quantization_config=QuarkFxConfig(INT4), device_map=places
         )

@@ -152,6 +152,7 @@ def test_the_public_list_is_pinned() -> None:
         "Granularity",
         "Override",
         "PassError",
+        "Prediction",
         "QuantConfig",
         "QuantizedModel",
         "QuarkError",

@@ -230,7 +230,9 @@ def test_data_is_read_once_and_copied() -> None:
 
 
 def test_batches_may_lie_on_disk(tmp_path: Path) -> None:
-    session = qfx.Session(model(), batches(), cache=qfx.CacheBudget(host_bytes=0, directory=tmp_path))
+    session = qfx.Session(
+        model(), batches(), resources=qfx.Resources(cache=qfx.CacheBudget(host_bytes=0, directory=tmp_path))
+    )
     assert any(tmp_path.rglob("*.safetensors"))
     for name in ("AdaRound", "moving average", "AdaRound"):
         before = len([*tmp_path.rglob("*.safetensors")])
@@ -243,16 +245,18 @@ def test_batches_may_lie_on_disk(tmp_path: Path) -> None:
     [
         {"calibration_data": [torch.ones(1)]},
         {"dynamic_shapes": ()},
-        {"device": "cpu"},
-        {"cache": qfx.CacheBudget()},
-        {"distributed": True},
+        {"resources": qfx.Resources(device="cpu")},
+        {"resources": qfx.Resources(cache=qfx.CacheBudget())},
+        {"resources": qfx.Resources(distributed=True)},
     ],
-    ids=lambda given: next(iter(given)),
+    ids=["calibration_data", "dynamic_shapes", "device", "cache", "distributed"],
 )
-def test_what_a_session_has_is_not_given_again(given: dict[str, Any]) -> None:
-    session = qfx.Session(model(), batches())
-    with pytest.raises(qfx.ConfigError, match=f"{next(iter(given))} cannot be given with a Session"):
-        qfx.quantize(session, INT8_STATIC, progress=False, **given)
+def test_what_a_session_has_is_not_given_again(given: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    session, name = qfx.Session(model(), batches()), request.node.callspec.id
+    verbs: list[Any] = [qfx.quantize, qfx.predict, *[qfx.analyze] * (name != "distributed")]
+    for verb in verbs:
+        with pytest.raises(qfx.ConfigError, match=f"{name} cannot be given with a Session"):
+            verb(session, INT8_STATIC, **given)
     with pytest.raises(qfx.ConfigError, match="Session already"):
         qfx.Session(session)  # type: ignore[arg-type]
 
@@ -278,12 +282,14 @@ def test_an_exported_program_needs_no_data() -> None:
 def test_options_of_a_run_are_those_of_quantize(name: str, tmp_path: Path) -> None:
     session = qfx.Session(model(), batches())
     quantize(session, CONFIGS["mse"])
-    assert_same(quantize(session, CONFIGS[name], memory="64GiB", verify=True), alone(name))
-    assert_same(quantize(session, CONFIGS[name], checkpoint=tmp_path / "blocks"), alone(name))
-    again = quantize(session, CONFIGS[name], checkpoint=tmp_path / "blocks")
-    assert_same(again, quantize(model(), CONFIGS[name], batches(), checkpoint=tmp_path / "blocks"))
-    kept = quantize(session, CONFIGS[name], output_dir=tmp_path / "result")
-    expected = quantize(model(), CONFIGS[name], batches(), output_dir=tmp_path / "expected")
+    assert_same(quantize(session, CONFIGS[name], resources=qfx.Resources(memory="64GiB"), verify=True), alone(name))
+    assert_same(quantize(session, CONFIGS[name], resources=qfx.Resources(checkpoint=tmp_path / "blocks")), alone(name))
+    again = quantize(session, CONFIGS[name], resources=qfx.Resources(checkpoint=tmp_path / "blocks"))
+    assert_same(
+        again, quantize(model(), CONFIGS[name], batches(), resources=qfx.Resources(checkpoint=tmp_path / "blocks"))
+    )
+    kept = quantize(session, CONFIGS[name], resources=qfx.Resources(output_dir=tmp_path / "result"))
+    expected = quantize(model(), CONFIGS[name], batches(), resources=qfx.Resources(output_dir=tmp_path / "expected"))
     for one, other in zip(kept.buffers(), expected.buffers(), strict=True):
         assert torch.equal(one, other)
     assert_same(quantize(session, CONFIGS[name]), alone(name))

@@ -19,7 +19,8 @@ from quark_fx.analysis.report import Analysis, Contribution, Remedy
 from quark_fx.analysis.switches import RoundedValue, SwitchedGraph
 from quark_fx.analysis.trials import Metric, Trials, metric_of, parts_of, samples_in
 from quark_fx.config.named import PRESETS
-from quark_fx.config.quant_config import QuantConfig, TensorSpec, takes_configuration
+from quark_fx.config.quant_config import QuantConfig, TensorSpec
+from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import INT16
 from quark_fx.plan.placement import Plan
@@ -45,7 +46,7 @@ _Row = tuple[Contribution, list[str], list[int]]
 
 
 @isolated
-@takes_configuration
+@takes_run
 def analyze(
     model: nn.Module | ExportedProgram | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
@@ -54,6 +55,7 @@ def analyze(
     metric: str | Metric = "error",
     samples: int = 32,
     top: int = 3,
+    resources: Resources = Resources(),
     dynamic_shapes: Any = None,
     progress: bool = True,
 ) -> Analysis:
@@ -80,6 +82,7 @@ def analyze(
             output can be weighted, such as boxes and scores.
         samples: that errors are measured on, the last ones; whole batches where these cannot be divided.
         top: how many operators are measured and get remedies.
+        resources: As for `quantize`; only `device` and `cache` apply.
         dynamic_shapes: as for `quantize`.
         progress: Show how many configurations were measured.
 
@@ -94,6 +97,7 @@ def analyze(
         The derivative along the line from float to rounded is the attribution of Sundararajan et al. 2017, with one
         step; for an error that is quadratic in the roundings one step is exact.
     """
+    require_usable(resources, "analyze", OF_SESSION)
     metric, measure = metric_of(metric)
     for name, count in (("samples", samples), ("top", top)):
         if type(count) is not int or count < 1:
@@ -101,7 +105,7 @@ def analyze(
     preset = next((name for name in PRESETS if isinstance(config, str) and PRESETS[name] == resolve(config)), "")
     config = resolve(config)
     lacking = "analyze compares outputs on data; pass calibration_data, real inputs"
-    session = Session.of(model, calibration_data, dynamic_shapes, lacking=lacking)
+    session = Session.of(model, calibration_data, dynamic_shapes, resources, lacking=lacking)
     shown = "{desc}: {n_fmt} configurations measured [{elapsed}]"
     bar = tqdm(desc="analyze", bar_format=shown, disable=not progress, leave=False)
     with bar, session.run(config) as context:

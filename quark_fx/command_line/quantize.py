@@ -90,6 +90,8 @@ def quantize(
     if html is not None:
         require_file_place(html)
     require_opset(opset, outputs, chosen.target)
+    output_dir = outputs[0].path if stream else None
+    resources = qfx.Resources(device=device, memory=memory, checkpoint=resume, output_dir=output_dir)
     source = float_subject(model)
     batches = calibration(reading, source, needed=needs_data(chosen))
     with tempfile.TemporaryDirectory() as scratch:
@@ -101,21 +103,13 @@ def quantize(
         asked = [one for one in outputs if learns or dry_run or (one.kind != "ONNX" and needs_data(chosen))]
         _require_formats(opened, chosen, batches, asked)
         if dry_run:
-            expected = qfx.predict(opened, chosen, batches, device=device, streamed=stream)
+            expected = qfx.predict(opened, chosen, batches, resources=resources)
             data = plan.to_dict() | {
                 "expected": {"memory": expected.host, "disk": expected.disk, "seconds": expected.seconds}
             }
             show(json, data, plan.table(), str(expected))
             return
-        qmodel = qfx.quantize(
-            opened,
-            chosen,
-            batches,
-            device=device,
-            memory=memory,
-            checkpoint=resume,
-            output_dir=outputs[0].path if stream else None,
-        )
+        qmodel = qfx.quantize(opened, chosen, batches, resources=resources)
         _require_quantized(qmodel.report())
         tokenizer = find_tokenizer(reading, source)
         written = [_finished(qmodel, one, tokenizer, stream, opset, batches[0] if verify else None) for one in outputs]

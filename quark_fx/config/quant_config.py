@@ -25,7 +25,7 @@ from quark_fx.graph.pass_manager import (
 from quark_fx.numbers.formats import INT32
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.system.names import keeping_stored
-from quark_fx.system.options import checked, checked_call, checked_names, known_fields, parsed, plain_fields
+from quark_fx.system.options import checked, checked_call, known_fields, parsed, plain_fields
 from quark_fx.system.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
 
 
@@ -344,18 +344,17 @@ def _preset(name: Any) -> QuantConfig:
     return preset(name)
 
 
-takes_configuration: Final = checked_names(
-    {
-        name: f"; {name} belongs in the configuration: write INT8_STATIC.replace({name}=...), or `.replace` on another "
-        "preset"
-        for name in (*(field.name for field in fields(QuantConfig)), "group_size")
-    }
-)
-"""Rejects unknown arguments; says so if the configuration takes one of that name."""
+IN_CONFIGURATION: Final = {
+    name: f"; {name} belongs in the configuration: write INT8_STATIC.replace({name}=...), or `.replace` on another "
+    "preset"
+    for name in (*(field.name for field in fields(QuantConfig)), "group_size")
+}
+"""What to write instead of an argument, by its name, where a configuration has it."""
 
 
 __all__ = [
     "INHERIT",
+    "IN_CONFIGURATION",
     "Granularity",
     "OperatorSpecs",
     "Override",
@@ -363,5 +362,4 @@ __all__ = [
     "Target",
     "TensorSpec",
     "matches",
-    "takes_configuration",
 ]

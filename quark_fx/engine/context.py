@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
-import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
-from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.activation_cache import ActivationCache
+from quark_fx.engine.checkpoint import Checkpoint
 from quark_fx.engine.known import Known
 from quark_fx.engine.ranks import ALONE, Ranks
-from quark_fx.errors import CalibrationError, ConfigError, PassError
-from quark_fx.graph.nodes import stored_tensors, target_name
+from quark_fx.errors import CalibrationError, PassError
 from quark_fx.graph.pass_manager import Change, learns_from_data
 from quark_fx.graph.signature import BatchShape, batch_shape
 from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import Plan, PlannedOperator
 from quark_fx.plan.report import Histogram, Row
 from quark_fx.system.isolation import warn
-from quark_fx.system.writable import replace_synced
 
 if TYPE_CHECKING:
     from quark_fx.engine.guidance import Guidance
@@ -409,178 +401,11 @@ def _part(leaf: Any, part: slice | None) -> Any:
     return leaf if part is None or not isinstance(leaf, Tensor) or not leaf.dim() else leaf[part]
 
 
-_OWNER = "run.json"
-"""The file that says which run finished blocks are of."""
-
-
-class Checkpoint:
-    """Finished blocks of one run, each a file written in one step.
-
-    Each file says which block it holds, of which run and version, and has a digest of its contents. One that does not
-    match is refused: what it holds would become part of the result.
-
-    Args:
-        directory: made if it does not exist.
-        fingerprint: digests that identify the run, by what they are of; finished blocks of another one are refused.
-        output: the output directory it is a part of, for messages.
-
-    Raises:
-        ConfigError: if the directory holds blocks of another run or cannot be used.
-    """
-
-    @staticmethod
-    def is_begun(directory: str | Path) -> bool:
-        """Tell whether a run has kept its blocks in a directory."""
-        return Path(directory, _OWNER).exists()
-
-    def __init__(self, directory: str | Path, fingerprint: Mapping[str, str], output: Path | None = None) -> None:
-        self.directory, self._run = Path(directory), hashlib.sha256(json.dumps(dict(fingerprint)).encode()).hexdigest()
-        owner = self.directory / _OWNER
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"fingerprint": dict(fingerprint)})
-            if not owner.exists():
-                _write_text(owner, text)
-            known = json.loads(owner.read_text())["fingerprint"]
-            others = [what for what, digest in fingerprint.items() if known.get(what) != digest]
-            if others and not any(self.directory.glob("pass-*.safetensors")):  # nothing is lost
-                _write_text(owner, text)
-                others = []
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"checkpoint directory {directory} cannot be used: {error}") from error
-        if others:
-            shuffled = " (a DataLoader that shuffles gives other batches every time)" if "data" in others else ""
-            what, folder = ("checkpoint directory", directory) if output is None else ("output_dir", output)
-            rest = self.directory if output is None else self.directory.parent
-            raise ConfigError(
-                f"{what} {folder} holds blocks that another run finished, with other {' and '.join(others)}{shuffled}; "
-                f"remove {rest}, which loses them, or choose another directory"
-            )
-
-    def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
-        """Return what a finished block learned and noted, `None` if it is not finished.
-
-        Raises:
-            ConfigError: if the file is not what this run wrote for this block.
-        """
-        file = self._file(walk, block)
-        if not file.exists():
-            return None
-        try:
-            with safe_open(file, "pt") as stored:
-                metadata = stored.metadata() or {}
-                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-            expected = self._identity(walk, block) | {"digest": _digest(tensors, metadata["changes"])}
-            if others := [what for what, value in expected.items() if metadata[what] != value]:
-                raise ValueError(f"another {', '.join(others)}")
-            changes = [Change(**row) for row in json.loads(metadata["changes"])]
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            missing = f"it does not say its {error.args[0]}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(
-                f"checkpoint {file} cannot be read ({missing}): it is damaged, or of another block, run or version; "
-                "remove it, and the run computes that block again"
-            ) from error
-        return tensors, changes
-
-    def save(self, walk: int, block: int, tensors: Mapping[str, Tensor], changes: Sequence[Change]) -> None:
-        """Keep what a block learned; an interruption leaves all of it or nothing."""
-        file = self._file(walk, block)
-        partial = file.with_suffix(".partial")
-        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        noted = json.dumps([asdict(change) for change in changes])
-        metadata = self._identity(walk, block) | {"changes": noted, "digest": _digest(kept, noted)}
-        try:
-            save_file(kept, partial, metadata)
-            replace_synced(partial, file)
-        except (OSError, SafetensorError) as error:
-            raise CalibrationError(f"cannot write checkpoint {file}: {error}; make room and run again") from error
-
-    def _identity(self, walk: int, block: int) -> dict[str, str]:
-        """Return what a file says of the block it holds."""
-        return {"version": _version(), "block": f"{walk}-{block}", "run": self._run}
-
-    def _file(self, walk: int, block: int) -> Path:
-        return self.directory / f"pass-{walk}-block-{block}.safetensors"
-
-
-def _write_text(file: Path, text: str) -> None:
-    partial = file.with_suffix(".partial")
-    partial.write_text(text)
-    replace_synced(partial, file)
-
-
-def _digest(tensors: Mapping[str, Tensor], changes: str) -> str:
-    """Return a digest of what a block learned and noted."""
-    digest = hashlib.sha256(changes.encode())
-    for name in sorted(tensors):
-        _update(digest, name, tensors[name])
-    return digest.hexdigest()
-
-
-def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
-    """Return digests of a graph with its tensors, of the configuration and of the calibration data, to tell runs apart.
-
-    The code of a pass does not count.
-    """
-    model, configuration, data = (hashlib.sha256() for _ in range(3))
-    configuration.update(json.dumps(context.config.to_dict(), sort_keys=True, default=str).encode())
-    for node in gm.graph.nodes:
-        model.update(f"{node.name} {target_name(node)} {node.args} {node.kwargs}".encode())
-    for name, tensor in stored_tensors(gm).items():
-        _update(model, name, tensor)
-    for batch in range(len(context.batches)):
-        for position, leaf in enumerate(context.inputs(batch)):
-            _update(data, f"batch {batch} {position}", leaf)
-    digests = {"model": model, "configuration": configuration, "data": data}
-    others = {"number of ranks": str(context.ranks.count), "version": _version()}
-    return {what: digest.hexdigest()[:32] for what, digest in digests.items()} | others
-
-
-def _version() -> str:
-    """Return the versions of the code that computed a block."""
-    return f"quark_fx {sys.modules['quark_fx'].__version__}, torch {torch.__version__}"
-
-
-def _update(digest: Any, name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        digest.update(f"{name} {value}".encode())
-        return
-    digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-    if value.numel():
-        digest.update(value.detach().flatten().cpu().contiguous().view(torch.uint8).numpy())
-
-
-def require_resources(device: str | torch.device | None, cache: CacheBudget | None) -> None:
-    """Raise `ConfigError` for what a run cannot be given, before it begins; make the cache's directory."""
-    if cache is not None and not isinstance(cache, CacheBudget):
-        raise ConfigError(f"cache is a CacheBudget, not {cache!r}; write CacheBudget(host_bytes=...)")
-    if cache is not None and cache.directory is not None:
-        try:
-            Path(cache.directory).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=cache.directory).close()
-        except OSError as error:
-            raise ConfigError(
-                f"the directory {cache.directory} of the CacheBudget cannot be used: {error}; choose another one"
-            ) from error
-    if device is not None:
-        try:
-            torch.empty(0, device=device, dtype=torch.float32)
-        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"device={str(device)!r} cannot be used: {reason}; choose another one, or None"
-            ) from error
-
-
 __all__ = [
-    "CacheBudget",
     "Calibrated",
-    "Checkpoint",
     "Context",
     "Positions",
-    "fingerprint",
     "require_no_nan",
-    "require_resources",
     "with_nan",
     "without_padding",
 ]

@@ -187,7 +187,7 @@ class Ranks:
         except RuntimeError as error:
             raise QuarkError(
                 f"rank {self.index} of {self.count} cannot reach the others ({str(error).splitlines()[0]}); if one "
-                "ended, torchrun names it. Start the job again: checkpoint= and output_dir= keep finished blocks"
+                "ended, torchrun names it. Start the job again: checkpoint and output_dir keep finished blocks"
             ) from error
 
 

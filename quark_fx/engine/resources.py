@@ -1,210 +1,135 @@
-"""What a run will take, predicted from shapes, and the budget it is held to."""
+"""How a run is executed: where blocks run, the limits it keeps, and the directories it writes."""
 
 from __future__ import annotations
 
-import math
 import re
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
 
 import torch
-from torch.fx import GraphModule
-from tqdm.auto import tqdm
 
-from quark_fx.config.quant_config import QuantConfig
-from quark_fx.engine.blocks import Unit
-from quark_fx.engine.context import Context
-from quark_fx.engine.sizes import Moment, Need, Sizes, peak
-from quark_fx.errors import ConfigError
-from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import is_parameter, value_of
-from quark_fx.graph.pass_manager import GraphPass, Stage, needs_context, pass_name, pass_stage
-from quark_fx.graph.signature import BatchShape
-from quark_fx.plan.placement import Plan, plan_quantization
-from quark_fx.system.memory import occupied
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.config.quant_config import IN_CONFIGURATION
+from quark_fx.engine.activation_cache import CacheBudget
+from quark_fx.engine.checkpoint import Checkpoint
+from quark_fx.errors import ConfigError, ExportError
+from quark_fx.system.options import checked, checked_names
+from quark_fx.system.writable import require_possible
 
-_PROBE, _LARGE_PROBE = 512, 8192
-"""Rows and columns of the product that shows how fast a processor is, and an accelerator."""
 
-_MARGIN = 1.03
-"""Advice is above what is expected by this factor: the process has grown a little when it is followed."""
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """How a run is executed: where blocks run, the limits it keeps, and the directories it writes.
+
+    Args:
+        device: Device that blocks run on; their weights are there only meanwhile. Default: where the model is.
+        cache: Limits of cached activations, which go to disk beyond them. Default: all memory.
+        memory: Limit of the process's memory, in bytes or as `"6GiB"`. Activations that do not fit go to disk, and a
+            run that is expected to need more is refused before it begins. See `predict`.
+        disk: Limit of the files that a run with `output_dir` holds at once, in bytes or as `"6GiB"`.
+        checkpoint: Directory for finished blocks of passes that learn from data. The same call with the same directory
+            continues an interrupted run, with the same result.
+        output_dir: Directory that the result is saved to (`QuantizedModel.save`). The model then needs less memory than
+            its weights: it runs block by block, and changed weights and finished blocks stay in files of this
+            directory until the result is complete. See `open_checkpoint`.
+        distributed: All processes of a job make the same call and share the work. The process group is the current
+            one, or that of torchrun's environment; directories are on a shared file system.
+
+    Raises:
+        ConfigError: For a limit that is not a positive number of bytes, or an empty path.
+
+    >>> Resources(device="cpu", memory="2GiB").memory_bytes
+    2147483648
+    """
+
+    device: str | torch.device | None = None
+    cache: CacheBudget | None = None
+    memory: int | str | None = None
+    disk: int | str | None = None
+    checkpoint: str | Path | None = None
+    output_dir: str | Path | None = None
+    distributed: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.memory_bytes, self.disk_bytes
+        for name in ("checkpoint", "output_dir"):
+            if (path := getattr(self, name)) is not None and not str(path):
+                raise ConfigError(f"{name} is the path of a directory, not {path!r}")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Limit of the process's memory in bytes, `None` for no limit."""
+        return parse_bytes(self.memory, "memory")
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Limit of the files in bytes, `None` for no limit."""
+        return parse_bytes(self.disk, "disk")
+
+    def given(self, names: Collection[str]) -> list[str]:
+        """Return those of the fields `names` that are set."""
+        return [name for name in names if getattr(self, name) not in (None, False)]
+
+
+OF_SESSION: Final = ("device", "cache")
+"""Fields of `Resources` that belong to captured models and their data; the others belong to one run of `quantize`."""
+
+
+def require_usable(resources: Resources, owner: str = "quantize", names: Collection[str] = ()) -> None:
+    """Raise `ConfigError` for resources that cannot be used; make the directory of the cache.
+
+    Args:
+        resources: Value that the user gave.
+        owner: Name of the call, for the message.
+        names: Fields that apply. Default: all.
+    """
+    if not isinstance(resources, Resources):
+        raise ConfigError(f"resources is a Resources, not {resources!r}; write Resources(device=..., memory=...)")
+    if names and (others := resources.given([field.name for field in fields(Resources) if field.name not in names])):
+        raise ConfigError(
+            f"{owner} takes {', '.join(names)} of Resources, not {', '.join(others)}; pass these to quantize"
+        )
+    if resources.cache is not None and resources.cache.directory is not None:
+        try:
+            Path(resources.cache.directory).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=resources.cache.directory).close()
+        except OSError as error:
+            raise ConfigError(
+                f"the directory {resources.cache.directory} of the CacheBudget cannot be used: {error}; choose another "
+                "one"
+            ) from error
+    if resources.device is not None:
+        try:
+            torch.empty(0, device=resources.device, dtype=torch.float32)
+        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"device={str(resources.device)!r} cannot be used: {reason}; choose another one, or None"
+            ) from error
+    for name in ("output_dir", "checkpoint"):
+        if (path := getattr(resources, name)) is not None:
+            try:
+                require_possible(Path(path))
+            except ExportError as error:
+                raise ConfigError(f"{name} {error}") from error
+    if resources.checkpoint is not None and not Checkpoint.is_begun(resources.checkpoint):
+        files = (name for name in ("config.json", GRAPH_FILE) if Path(resources.checkpoint, name).exists())
+        if file := next(files, None):
+            raise ConfigError(
+                f"checkpoint directory {resources.checkpoint} holds a model ({file}); finished blocks need a directory "
+                "of their own"
+            )
+
 
 _UNITS = {
     f"{letter}{binary}B": (1024 if binary else 1000) ** power
     for power, letter in enumerate("KMGT", 1)
     for binary in ("", "i")
 } | {"": 1}
-
-
-_AT_HOME = ("convert", "result")
-"""Stages that run where the model is."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a run is expected to take: bytes by which its peak is about as high, and seconds that it takes at least.
-
-    Attributes:
-        before: memory of the process when the prediction was made.
-        stages: name of each stage, what was held when it begins, and what it needs.
-        device: memory of the device that blocks run on, 0 where that is the host.
-        disk: of a streamed run: what its files take at most, at once.
-        seconds: of the floating-point operations at the speed of a matrix product, measured now.
-        streamed: what passes make is kept in files.
-        resident: the model lies on the device.
-        unknown: passes that do not say what they need, and do not count.
-    """
-
-    before: int
-    stages: tuple[tuple[str, int, Need], ...]
-    device: int
-    disk: int
-    seconds: float
-    streamed: bool
-    resident: bool = False
-    unknown: tuple[str, ...] = ()
-
-    @property
-    def host(self) -> int:
-        """The peak of the process's own memory, with all cached activations in it."""
-        return self.within(None)
-
-    @property
-    def largest(self) -> str:
-        """The stage with the peak."""
-        return max(self.stages, key=lambda stage: self._peak(stage, None))[0]
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks all stages visit together."""
-        return sum(need.blocks for _, _, need in self.stages)
-
-    def within(self, cache: int | None) -> int:
-        """Return the peak if at most so many bytes of cached activations are in memory at once, the others on disk."""
-        return max((self._peak(stage, cache) for stage in self.stages), default=self.before)
-
-    def _peak(self, stage: tuple[str, int, Need], cache: int | None) -> int:
-        name, held, need = stage
-        moments = need.moments
-        if self.device and (self.resident or name not in _AT_HOME):
-            moments = tuple(replace(m, working=0, read=0) for m in moments)
-        return self.before + (0 if self.resident else held) + peak(moments, cache)
-
-    def room_for_cache(self, memory: int) -> int:
-        """Return how many bytes of cached activations fit into a budget, less than none if the rest does not."""
-        return memory - self.within(0)
-
-    def __str__(self) -> str:
-        parts = [f"about {_text(self.host)} of memory, of which {_text(self.before)} are taken"]
-        least = self.within(0)
-        parts += [f"{_text(least)} with activations on disk"] * (least < 0.95 * self.host)
-        parts += [f"{_text(self.device)} on the device"] * (self.device > 0)
-        parts += [f"{_text(self.disk)} on disk"] * self.streamed
-        each = f" in {self.blocks} blocks" * (self.blocks > 0)
-        parts.append(f"at least {tqdm.format_interval(self.seconds)}{each}")
-        unknown = f" (without {', '.join(self.unknown)}, which do not say)" if self.unknown else ""
-        return f"expected: {'; '.join(parts)}{unknown}"
-
-
-def expect(
-    gm: GraphModule,
-    config: QuantConfig,
-    context: Context,
-    passes: Sequence[GraphPass],
-    *,
-    shelf: bool,
-    shapes: Sequence[BatchShape] = (),
-) -> Resources:
-    """Return what the rest of a run is expected to take.
-
-    Args:
-        gm: the graph when it has been rewritten as far as it is without data.
-        config: of the run.
-        context: with the calibration batches, if they are kept.
-        passes: those that are still to run, in order.
-        shelf: what passes make is kept in files.
-        shapes: of each batch's inputs, if they are not kept; default: one batch like that it was captured with.
-    """
-    plan = plan_quantization(gm, config, quiet=True)
-    largest, batches = _largest(context.shapes or shapes)
-    sizes = Sizes(gm, plan.operators, batches / context.ranks.count, largest)
-    home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)
-    stages, held = [], 0
-    for name, need in _stages(sizes, plan, context, passes, shelf=shelf):
-        if name != "result" or not shelf:  # which stays in files
-            stages.append((name, 0 if shelf else held, need))
-        held += need.held
-    device, resident = 0, home == context.device and home.type != "cpu"
-    if context.device.type != "cpu":
-        device = max(held * resident + peak(replace(m, cached=0) for m in need.moments) for _, held, need in stages)
-        lifted = max(block.weights for block in sizes.blocks(Unit.BLOCK))
-        device += _allocated(context.device) if resident else lifted
-    learned = sizes.codes * sum(pass_stage(p) is Stage.QUANTIZED and hasattr(p, "needs") for p in passes)
-    files = sizes.codes + sizes.floats
-    disk = held + learned + files if shelf else 0
-    rate = _speed(context.device)
-    seconds = sum(need.operations for _, _, need in stages) / rate
-    silent = (p for p in passes if needs_context(p) and not hasattr(p, "needs") and not pass_stage(p).is_single)
-    unknown = tuple(map(pass_name, silent))
-    return Resources(occupied(), tuple(stages), device, disk, seconds, shelf, resident, unknown)
-
-
-def _stages(
-    sizes: Sizes, plan: Plan, context: Context, passes: Sequence[GraphPass], *, shelf: bool
-) -> Iterator[tuple[str, Need]]:
-    """Yield what each stage needs, in order."""
-    for p in passes:
-        stage = pass_stage(p)
-        if hasattr(p, "needs"):
-            yield pass_name(p), p.needs(sizes)
-        elif stage is Stage.OBSERVED and plan.observed:
-            yield pass_name(p), _calibration(sizes, context)
-        elif stage is Stage.SETTLED:
-            codes = sizes.largest_codes if shelf else sizes.codes
-            yield pass_name(p), Need((Moment(codes),), held=sizes.codes)
-    # The result owns what it shares with the model.
-    yield "result", Need((Moment(sizes.floats),))
-
-
-def _calibration(sizes: Sizes, context: Context) -> Need:
-    if context.by_block:
-        return sizes.walk(Unit.BLOCK, lambda block: 0, to_end=True)
-    operations = int(sum(block.operations for block in sizes.blocks(Unit.BLOCK)) * sizes.batches)
-    return Need((Moment(sizes.forward + _laid_out(sizes)),), operations=operations)
-
-
-def _laid_out(sizes: Sizes) -> int:
-    """Return the bytes of convolutions' weights that are laid out anew while batches run."""
-    found = (Linear.of(node) for node in sizes.gm.graph.nodes)
-    images = (linear for linear in found if linear is not None and linear.kind == "conv" and len(linear.kernel) == 2)
-    weights = {linear.stored.node for linear in images if max(linear.kernel) > 1}
-    return sum(value_of(sizes.gm, weight).nbytes for weight in weights)
-
-
-def _largest(shapes: Sequence[BatchShape]) -> tuple[BatchShape, float]:
-    """Return the shapes of the largest batch, and how many such there would be in all."""
-    counts = {shape: sum(map(math.prod, shape)) for shape in shapes}
-    most = max(counts, key=lambda shape: counts[shape], default=())
-    return most, sum(counts[shape] for shape in shapes) / max(1, counts.get(most, 1)) if shapes else 1
-
-
-def _allocated(device: torch.device) -> int:
-    module: Any = torch.get_device_module(device)
-    return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
-
-
-def _speed(device: torch.device) -> float:
-    """Return the floating-point operations per second of a matrix product in float32."""
-    size = _PROBE if device.type == "cpu" else _LARGE_PROBE
-    a = torch.ones(size, size, device=device, dtype=torch.float32)
-    best = float("inf")
-    for _ in range(3):
-        began = time.perf_counter()
-        float((a @ a)[0, 0])  # waits for the device
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
 
 
 def parse_bytes(given: int | str | None, name: str) -> int | None:
@@ -226,32 +151,27 @@ def parse_bytes(given: int | str | None, name: str) -> int | None:
     return size
 
 
-def require_room(found: Resources, memory: int | None, disk: int | None) -> None:
-    """Raise `ConfigError`, saying what would fit, if a run does not keep its budget even with its cache on disk."""
-    if memory is not None and not found.before:
-        raise ConfigError("memory= needs a system that says what a process occupies (/proc/self/status); leave it out")
-    if disk is not None and not found.streamed:
-        raise ConfigError("disk= is the budget of a run with output_dir=; give one, or leave disk= out")
-    if memory is not None and found.room_for_cache(memory) < 0:
-        least = found.within(0)
-        ways = [f'memory="{_text(_MARGIN * least)}" or more']
-        ways += [] if found.streamed else ["quantize(..., output_dir=...) or --stream, which keep results in files"]
-        raise ConfigError(
-            f"memory={_text(memory)} is not enough: {found.largest} needs about {_text(least)}, of which "
-            f"{_text(found.before)} are taken already; give {', or '.join(ways)}, or pass batches of fewer samples"
-        )
-    if disk is not None and found.disk > disk:
-        raise ConfigError(
-            f"disk={_text(disk)} is not enough: files of this run take about {_text(found.disk)} at once; "
-            f'give disk="{_text(_MARGIN * found.disk)}"'
-        )
+def bytes_text(size: float) -> str:
+    """Return a number of bytes as text that `parse_bytes` reads.
 
-
-def _text(size: float) -> str:
+    >>> bytes_text(3 << 30), bytes_text(1536)
+    ('3.00 GiB', '1.5 KiB')
+    """
     for unit, digits in (("GiB", 2), ("MiB", 1)):
         if size >= _UNITS[unit]:
             return f"{size / _UNITS[unit]:.{digits}f} {unit}"
     return f"{size / 1024:.1f} KiB"
 
 
-__all__ = ["Resources", "expect", "parse_bytes", "require_room"]
+IN_RESOURCES: Final = {
+    field.name: f"; {field.name} belongs in the resources: write resources=Resources({field.name}=...)"
+    for field in fields(Resources)
+} | {"streamed": "; streamed is a matter of the resources: write resources=Resources(output_dir=...)"}
+"""What to write instead of an argument, by its name, where `Resources` has it."""
+
+
+takes_run: Final = checked_names(IN_CONFIGURATION | IN_RESOURCES)
+"""Rejects unknown arguments; says so if the configuration or the resources of a run have one of that name."""
+
+
+__all__ = ["IN_RESOURCES", "OF_SESSION", "Resources", "bytes_text", "parse_bytes", "require_usable", "takes_run"]

@@ -13,9 +13,10 @@ from torch.export import ExportedProgram
 from tqdm import tqdm
 
 from quark_fx.analysis.trials import Metric, Trials, metric_of, parts_of, samples_in
-from quark_fx.config.quant_config import QuantConfig, takes_configuration
+from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import compute_weights
 from quark_fx.engine.context import require_no_nan
+from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.mixed_precision.budget import Budget
@@ -49,7 +50,7 @@ _Judge = Callable[[str, QuantConfig], Verified]
 
 
 @isolated
-@takes_configuration
+@takes_run
 def search(
     model: nn.Module | ExportedProgram | str | Path | Session,
     candidates: Sequence[Any],
@@ -60,6 +61,7 @@ def search(
     metric: str | Metric = "error",
     samples: int = 32,
     timed_batch: Any = None,
+    resources: Resources = Resources(),
     dynamic_shapes: Any = None,
     progress: bool = True,
 ) -> Search:
@@ -95,6 +97,7 @@ def search(
         metric: as for `analyze`.
         samples: that errors are estimated on, the last ones of those that calibrate.
         timed_batch: what a call is timed with, for a budget of latency; default: the first batch of validation data.
+        resources: As for `quantize`; only `device` and `cache` apply.
         dynamic_shapes: as for `quantize`.
         progress: show how many configurations were measured, and what runs.
 
@@ -105,6 +108,7 @@ def search(
         QuarkError: without scipy (`pip install 'quark_fx[search]'`).
     """
     start = time.perf_counter()
+    require_usable(resources, "search", OF_SESSION)
     metric, measure = metric_of(metric)
     if type(samples) is not int or samples < 1:
         raise ConfigError(f"samples is a number of at least 1, not {samples!r}")
@@ -123,7 +127,7 @@ def search(
     batches, held_out = _divided(data, validation_data)
     if not isinstance(model, Session) or data is not None:
         data = batches
-    session = Session.of(model, data, dynamic_shapes, lacking=lacking)
+    session = Session.of(model, data, dynamic_shapes, resources, lacking=lacking)
     if not held_out:
         remedy = "pass two batches or more, or validation_data"
         if isinstance(model, Session):

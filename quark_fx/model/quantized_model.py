@@ -98,7 +98,7 @@ class QuantizedModel(nn.Module):
     def save(self, directory: str | Path) -> None:
         """Write the graph, tensors and configuration to `directory`; `quark_fx.load` reads them back.
 
-        Other files there stay as they are (`quantize(..., output_dir=)` refuses a directory that has some).
+        Other files there stay as they are (`Resources(output_dir=...)` refuses a directory that has some).
 
         Raises:
             QuarkError: if the directory cannot be written.

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.config.quant_config import QuantConfig
-from quark_fx.engine.context import require_resources
+from quark_fx.engine.resources import Resources, require_usable
 from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import buffer_names, restore_values, results_of, static_size, stored_tensors, tensor_names
 from quark_fx.graph.pass_manager import Change, PassRecord
@@ -127,7 +127,7 @@ def load(
             not allowed.
     """
     directory = Path(directory)
-    require_resources(device, None)
+    require_usable(Resources(device=device))
     place = torch.device(device)
     try:
         document, tensors = _read(directory, place)

@@ -15,7 +15,7 @@ import numbers
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -209,21 +209,32 @@ def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
         names = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"]
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return function  # which hands them to another function, whose names are checked there
+        owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if missing := sorted(set(kwargs) - set(names)):
-                if found := [elsewhere[name] for name in missing if name in elsewhere]:
-                    listed, places = ", ".join(missing), "".join(found)
-                    raise ConfigError(
-                        f"{function.__name__} has no argument {listed}; it has {', '.join(names)}{places}"
-                    )
-                raise absent(function.__name__, "argument", missing, names)
+            require_names(owner, kwargs, names, elsewhere)
             return function(*args, **kwargs)
 
         return call
 
     return checking
+
+
+def require_names(owner: str, given: Iterable[str], names: Collection[str], elsewhere: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for arguments that are not among `names`.
+
+    Args:
+        owner: Name of the call, for the message.
+        given: Names of the arguments.
+        names: Names that the call has.
+        elsewhere: What to write instead of an argument that belongs elsewhere, by its name.
+    """
+    if missing := sorted(set(given) - set(names)):
+        if found := [elsewhere[name] for name in missing if name in elsewhere]:
+            listed, places = ", ".join(missing), "".join(found)
+            raise ConfigError(f"{owner} has no argument {listed}; it has {', '.join(names)}{places}")
+        raise absent(owner, "argument", missing, names)
 
 
 @functools.cache
@@ -410,5 +421,15 @@ def enum_member(enum: type[StrEnum], value: str) -> Any:
 
 __all__ = [
     *("Interval", "NonNegativeFloat", "NonNegativeInt", "PositiveInt"),
-    *("checked", "checked_call", "checked_names", "enum_member", "known_fields", "parsed", "plain", "plain_fields"),
+    *(
+        "checked",
+        "checked_call",
+        "checked_names",
+        "enum_member",
+        "known_fields",
+        "parsed",
+        "plain",
+        "plain_fields",
+        "require_names",
+    ),
 ]

@@ -27,7 +27,7 @@ from quark_fx.checkpoints import shelf
 from quark_fx.checkpoints.open_checkpoint import limited_modules
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import QuantConfig
-from quark_fx.engine.context import Checkpoint
+from quark_fx.engine.checkpoint import Checkpoint
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.model.model_directory import tensor_file
@@ -187,7 +187,7 @@ def test_streamed_and_in_memory_are_the_same_bits(case: str, tmp_path: Path) -> 
     stored(name, tmp_path / "model", dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
     config = config.replace(weight=config.weight.replace(group_size=16))
-    streamed = quantize(tmp_path / "model", config, IDS, output_dir=tmp_path / "out")  # type: ignore[arg-type]
+    streamed = quantize(tmp_path / "model", config, IDS, resources=qfx.Resources(output_dir=tmp_path / "out"))  # type: ignore[arg-type]
     assert_same(outcome(streamed), outcome(quantize(model, config, IDS)))
     assert all(is_mapped(t) for t in stored_tensors(streamed.graph_module).values() if t.dim() > 1)
     out = tmp_path / "out"
@@ -199,7 +199,7 @@ def test_streamed_and_in_memory_are_the_same_bits(case: str, tmp_path: Path) -> 
 def test_any_model_streams(tmp_path: Path) -> None:
     save_model(seeded(Patches()), str(tmp_path / "model.safetensors"))
     model, data = qfx.open_checkpoint(tmp_path, Patches), images(4, 4)
-    streamed = quantize(model, INT8_STATIC, data, output_dir=tmp_path / "out")
+    streamed = quantize(model, INT8_STATIC, data, resources=qfx.Resources(output_dir=tmp_path / "out"))
     in_memory = quantize(seeded(Patches()), INT8_STATIC, data)
     assert_same(outcome(streamed), outcome(in_memory))
 
@@ -222,21 +222,21 @@ def test_an_interrupted_stream_is_continued(
     monkeypatch.setattr(Checkpoint, "save", keep)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        quantize(tmp_path / "model", config, IDS, output_dir=out)  # type: ignore[arg-type]
+        quantize(tmp_path / "model", config, IDS, resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
     if finished:
         assert [file.name for file in out.iterdir()] == ["unfinished"], "nothing there looks finished"
         with pytest.raises(
             ConfigError,
             match=r"output_dir .* holds blocks that another run finished, with other data.*remove .*unfinished,",
         ):
-            quantize(tmp_path / "model", config, IDS[1:], output_dir=out)  # type: ignore[arg-type]
+            quantize(tmp_path / "model", config, IDS[1:], resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
     else:
         assert not out.exists(), "a run that did nothing left something"
     with pytest.raises(qfx.QuarkError, match="holds no readable quantized model"):
         qfx.load(out)
     most = -1
-    continued = quantize(tmp_path / "model", config, IDS, output_dir=out)  # type: ignore[arg-type]
-    undisturbed = quantize(tmp_path / "model", config, IDS, output_dir=tmp_path / "other")  # type: ignore[arg-type]
+    continued = quantize(tmp_path / "model", config, IDS, resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
+    undisturbed = quantize(tmp_path / "model", config, IDS, resources=qfx.Resources(output_dir=tmp_path / "other"))  # type: ignore[arg-type]
     assert_same(outcome(continued), outcome(undisturbed))
     assert len(saved) == 2 * len(set(saved)), "a finished block was learned again"
 
@@ -250,13 +250,13 @@ def test_an_interruption_after_saving_is_continued(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("quark_fx.quantization.clear", stop)
     with pytest.raises(KeyboardInterrupt):
-        quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+        quantize(tmp_path / "model", W4A16_GPTQ, IDS, resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
     monkeypatch.undo()
     assert {file.name for file in out.iterdir()} == {"graph.json", tensor_file(out).name, "unfinished"}
     (out / ".saving-0123456789abcdef").touch()  # as a saver leaves when it is killed
-    continued = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+    continued = quantize(tmp_path / "model", W4A16_GPTQ, IDS, resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
     assert {file.name for file in out.iterdir()} == {"graph.json", tensor_file(out).name}
-    undisturbed = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=tmp_path / "other")  # type: ignore[arg-type]
+    undisturbed = quantize(tmp_path / "model", W4A16_GPTQ, IDS, resources=qfx.Resources(output_dir=tmp_path / "other"))  # type: ignore[arg-type]
     assert_same(outcome(continued), outcome(undisturbed))
 
 
@@ -271,10 +271,10 @@ def test_an_interruption_while_saving_is_continued(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", stop)
     with pytest.raises(KeyboardInterrupt):
-        quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+        quantize(tmp_path / "model", W4A16_GPTQ, IDS, resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
     assert [file.name for file in out.iterdir()] == ["unfinished"]
     monkeypatch.setattr(os, "fsync", sync)
-    quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+    quantize(tmp_path / "model", W4A16_GPTQ, IDS, resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
     assert sorted(file.name for file in out.iterdir()) == ["graph.json", tensor_file(out).name]
 
 
@@ -314,7 +314,7 @@ def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
 def test_an_output_directory_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "graph.json").write_text("mine")
     with pytest.raises(ConfigError, match=r"output_dir .* holds graph.json already"):
-        quantize(seeded(Patches()), INT8_STATIC, images(4), output_dir=tmp_path)
+        quantize(seeded(Patches()), INT8_STATIC, images(4), resources=qfx.Resources(output_dir=tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == ["graph.json"]
 
 
@@ -580,7 +580,7 @@ def test_codes_are_not_the_weights_of_a_factory_s_model(tmp_path: Path) -> None:
 
 
 def test_what_quark_fx_wrote_is_not_a_checkpoint(tmp_path: Path) -> None:
-    quantize(seeded(Patches()), INT8_STATIC, images(4), output_dir=tmp_path)
+    quantize(seeded(Patches()), INT8_STATIC, images(4), resources=qfx.Resources(output_dir=tmp_path))
     with pytest.raises(CheckpointError, match=r"read it with qfx.load"):
         qfx.open_checkpoint(tmp_path, Patches)
 
@@ -751,7 +751,7 @@ def test_a_factory_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"factory returned NoneType; it has to make an nn.Module"):
         qfx.open_checkpoint(tmp_path, lambda: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(CheckpointError, match="does not exist"):
-        quantize(tmp_path / "nowhere", W4A16_GPTQ, IDS, output_dir=tmp_path / "out")  # type: ignore[arg-type]
+        quantize(tmp_path / "nowhere", W4A16_GPTQ, IDS, resources=qfx.Resources(output_dir=tmp_path / "out"))  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 

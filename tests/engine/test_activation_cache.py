@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.resources import Resources
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.presets import INT8_STATIC
@@ -376,14 +377,16 @@ def test_a_run_leaves_no_files(fails: bool, tmp_path: Path) -> None:
 
     config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, look))
     with pytest.raises(CalibrationError, match="refused") if fails else nullcontext():
-        quantize(cnn(), config, images(4, 4), cache=CacheBudget(host_bytes=0, directory=tmp_path))
+        quantize(cnn(), config, images(4, 4), resources=Resources(cache=CacheBudget(host_bytes=0, directory=tmp_path)))
     assert len(kept) == 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_directory_of_a_budget_is_made(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "down"
-    qmodel = quantize(cnn(), LEARNING, images(4, 4), cache=CacheBudget(host_bytes=0, directory=place))
+    qmodel = quantize(
+        cnn(), LEARNING, images(4, 4), resources=Resources(cache=CacheBudget(host_bytes=0, directory=place))
+    )
     assert len(qmodel.report()) == 3
     assert list(place.iterdir()) == []
 
@@ -392,18 +395,18 @@ def test_a_directory_that_cannot_be_used_is_refused_before_the_run_begins(tmp_pa
     (tmp_path / "file").touch()
     budget = CacheBudget(host_bytes=0, directory=tmp_path / "file" / "below")
     with pytest.raises(ConfigError, match=r"the directory .*below of the CacheBudget cannot be used: .*choose another"):
-        quantize(nn.Linear(2, 2).train(), LEARNING, images(4, 4), cache=budget)
+        quantize(nn.Linear(2, 2).train(), LEARNING, images(4, 4), resources=Resources(cache=budget))
 
 
 def test_what_is_no_budget_is_refused_before_the_run_begins() -> None:
-    with pytest.raises(ConfigError, match=r"cache is a CacheBudget, not 1000000; write CacheBudget\(host_bytes=...\)"):
-        quantize(nn.Linear(2, 2).train(), LEARNING, images(4, 4), cache=10**6)
+    with pytest.raises(ConfigError, match=r"cache of Resources must be a CacheBudget or None, not 1000000"):
+        Resources(cache=10**6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["no such device", *([] if torch.cuda.is_available() else ["cuda"])])
 def test_a_device_that_cannot_be_used_is_refused_before_the_run_begins(device: str) -> None:
     with pytest.raises(ConfigError, match=f"device='{device}' cannot be used"):
-        quantize(nn.Linear(2, 2).train(), LEARNING, images(4, 4), device=device)
+        quantize(nn.Linear(2, 2).train(), LEARNING, images(4, 4), resources=Resources(device=device))
 
 
 def test_a_run_without_room_says_so(tmp_path: Path) -> None:
@@ -414,5 +417,10 @@ def test_a_run_without_room_says_so(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     config = LEARNING.replace(passes=(remove, *LEARNING.passes))
     with pytest.raises(CalibrationError) as error:
-        quantize(cnn(), config, images(4, 4), cache=CacheBudget(host_bytes=7000, directory=tmp_path / "cache"))
+        quantize(
+            cnn(),
+            config,
+            images(4, 4),
+            resources=Resources(cache=CacheBudget(host_bytes=7000, directory=tmp_path / "cache")),
+        )
     assert_says_what_to_do(str(error.value), tmp_path / "cache")

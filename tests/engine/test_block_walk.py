@@ -26,6 +26,7 @@ from quark_fx.engine.blocks import Block, Unit, carriers, extract
 from quark_fx.engine.calibration import watching
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import quantized_weights, shared_tensors
+from quark_fx.engine.resources import Resources
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import placeholders, stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import Change, Promise, Stage, copy_graph
@@ -441,7 +442,7 @@ def test_a_walk_leaves_nothing_in_the_cache(leave: bool, tmp_path: Path) -> None
         visit.close()
         assert files(tmp_path) == before
 
-    walk(chain(4), features(4, 4), look, cache=CacheBudget(host_bytes=0, directory=tmp_path))
+    walk(chain(4), features(4, 4), look, resources=Resources(cache=CacheBudget(host_bytes=0, directory=tmp_path)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -456,7 +457,7 @@ def test_only_the_block_whose_turn_it_is_is_on_the_device() -> None:
             for whole in (context.float_graph, gm):
                 assert not any(tensor.is_cuda for tensor in stored_tensors(whole).values())
 
-    walk(chain(3), features(4, 4), look, device="cuda")
+    walk(chain(3), features(4, 4), look, resources=Resources(device="cuda"))
 
 
 @on_devices
@@ -470,9 +471,9 @@ def test_what_is_learned_does_not_depend_on_the_budget(
     peak, spilled = list[int](), list[int]()
     unlimited = walk(model, batches, lambda _, context: peak.append(context.cache.peak_host_bytes), config)
     for share in (0.0, 0.3):
-        budget = CacheBudget(host_bytes=int(share * peak[0]), directory=tmp_path)
+        limits = Resources(cache=CacheBudget(host_bytes=int(share * peak[0]), directory=tmp_path))
         limited = walk(
-            model, batches, lambda _, context: spilled.append(context.cache.spilled_bytes), config, cache=budget
+            model, batches, lambda _, context: spilled.append(context.cache.spilled_bytes), config, resources=limits
         )
         assert_same_result(limited, unlimited)
     assert spilled[0] > spilled[1] > 0

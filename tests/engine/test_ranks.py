@@ -30,7 +30,8 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
-from quark_fx.engine.context import Checkpoint, Context
+from quark_fx.engine.checkpoint import Checkpoint
+from quark_fx.engine.context import Context
 from quark_fx.engine.ranks import Ranks
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.pass_manager import GraphPass, Stage, graph_pass
@@ -187,14 +188,14 @@ def quantize_all(folder: Path) -> None:
     """Quantize with every configuration; save what each rank has."""
     ranks = Ranks.current()
     for name, config in CONFIGS.items():
-        qmodel = quantize(model_of(name), config, batches(), distributed=True)
+        qmodel = quantize(model_of(name), config, batches(), resources=qfx.Resources(distributed=True))
         qmodel.save(folder / f"{name} {ranks.index}")
 
 
 def exact(folder: Path) -> None:
     """Quantize a layer whose sums are exact in any order."""
     data = [batch.round() for batch in batches()]
-    qmodel = quantize(seeded(nn.Linear(16, 48)), CONFIGS["gptq"], data, distributed=True)
+    qmodel = quantize(seeded(nn.Linear(16, 48)), CONFIGS["gptq"], data, resources=qfx.Resources(distributed=True))
     torch.save(outcome(qmodel), folder / f"exact-{Ranks.current().index}.pt")
 
 
@@ -229,7 +230,7 @@ def test_two_ranks_end_as_one_process_does(name: str, results: Path) -> None:
 
 def learn_little(folder: Path) -> None:
     """Learn from two batches, of which the second is divided: the third rank has validation data only."""
-    qmodel = quantize(seeded(Twice()), CONFIGS["qdrop"], batches(2), distributed=True)
+    qmodel = quantize(seeded(Twice()), CONFIGS["qdrop"], batches(2), resources=qfx.Resources(distributed=True))
     torch.save(outcome(qmodel), folder / f"little-{Ranks.current().index}.pt")
 
 
@@ -255,7 +256,12 @@ def test_where_sums_are_exact_the_bits_are_those_of_one_process(count: int, tmp_
 
 
 def streamed(folder: Path) -> None:
-    quantize(seeded(Twice()), CONFIGS["gptq"], batches(), output_dir=folder / "out", distributed=True)
+    quantize(
+        seeded(Twice()),
+        CONFIGS["gptq"],
+        batches(),
+        resources=qfx.Resources(output_dir=folder / "out", distributed=True),
+    )
 
 
 def interrupted(folder: Path) -> None:
@@ -315,13 +321,18 @@ def test_what_fails_on_one_rank_fails_on_all(kind: str, tmp_path: Path) -> None:
 
 
 def other_number(folder: Path) -> None:
-    quantize(seeded(Twice()), CONFIGS["gptq"], batches(), checkpoint=folder / "blocks", distributed=True)
+    quantize(
+        seeded(Twice()),
+        CONFIGS["gptq"],
+        batches(),
+        resources=qfx.Resources(checkpoint=folder / "blocks", distributed=True),
+    )
 
 
 def test_blocks_of_several_ranks_are_not_those_of_one(tmp_path: Path) -> None:
     run(2, tmp_path, other_number)
     with pytest.raises(qfx.ConfigError, match="holds blocks that another run finished, with other number of ranks"):
-        quantize(seeded(Twice()), CONFIGS["gptq"], batches(), checkpoint=tmp_path / "blocks")
+        quantize(seeded(Twice()), CONFIGS["gptq"], batches(), resources=qfx.Resources(checkpoint=tmp_path / "blocks"))
 
 
 def refuse(folder: Path) -> None:
@@ -330,9 +341,11 @@ def refuse(folder: Path) -> None:
         return 0
 
     with pytest.raises(qfx.ConfigError, match="guess cannot share data between 2 ranks"):
-        quantize(seeded(Twice()), INT8_STATIC.replace(passes=(guess,)), batches(), distributed=True)
+        quantize(
+            seeded(Twice()), INT8_STATIC.replace(passes=(guess,)), batches(), resources=qfx.Resources(distributed=True)
+        )
     with pytest.raises(qfx.CalibrationError, match="1 calibration batches cannot be shared by 2 ranks"):
-        quantize(seeded(Twice()), CONFIGS["gptq"], [torch.ones(1, 6, 16)], distributed=True)
+        quantize(seeded(Twice()), CONFIGS["gptq"], [torch.ones(1, 6, 16)], resources=qfx.Resources(distributed=True))
 
 
 def judge(folder: Path) -> None:
@@ -345,7 +358,7 @@ def judge(folder: Path) -> None:
         return 0
 
     config = in_groups(W4A16_GPTQ).replace(passes=(look,))
-    quantize(seeded(Twice()), config, batches(17), distributed=True)
+    quantize(seeded(Twice()), config, batches(17), resources=qfx.Resources(distributed=True))
     quantize(seeded(Twice()), config, batches(17))
     torch.save(found, folder / f"errors-{ranks.index}.pt")
 
@@ -373,16 +386,23 @@ class FailOnSecond(Solver):
 def disagree(folder: Path) -> None:
     ranks = Ranks.current()
     with pytest.raises(qfx.ConfigError, match="they have another model each"):
-        quantize(seeded(Twice(), seed=ranks.index), CONFIGS["gptq"], batches(), distributed=True)
+        quantize(
+            seeded(Twice(), seed=ranks.index), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True)
+        )
     with pytest.raises(qfx.ConfigError, match="they have another data each"):
-        quantize(seeded(Twice()), CONFIGS["gptq"], batches(4 + ranks.index), distributed=True)
+        quantize(seeded(Twice()), CONFIGS["gptq"], batches(4 + ranks.index), resources=qfx.Resources(distributed=True))
     quantize(seeded(Twice(), seed=ranks.index), CONFIGS["gptq"], batches())  # each for itself
     # What one rank fails at, all do, and go on together.
     far = [*batches()[:-1], batches()[-1] / 0]
     with pytest.raises(qfx.CalibrationError, match="calibration batch 4: input input holds NaN or infinity"):
-        quantize(seeded(nn.Linear(16, 48)), INT8_STATIC, far, distributed=True)
+        quantize(seeded(nn.Linear(16, 48)), INT8_STATIC, far, resources=qfx.Resources(distributed=True))
     with pytest.raises(qfx.CalibrationError, match="it is rank 1 that fails"):
-        quantize(seeded(Twice()), in_groups(W4A16_GPTQ).replace(passes=(FailOnSecond(),)), batches(), distributed=True)
+        quantize(
+            seeded(Twice()),
+            in_groups(W4A16_GPTQ).replace(passes=(FailOnSecond(),)),
+            batches(),
+            resources=qfx.Resources(distributed=True),
+        )
     assert ranks.gather(ranks.index) == [0, 1]
 
 
@@ -412,8 +432,10 @@ def fail_unexpectedly(folder: Path) -> None:
     unlucky = "UnluckyError: no luck with 1 and 2"
     config = in_groups(W4A16_GPTQ).replace(passes=(UnluckyOnSecond(),))
     with pytest.raises(qfx.PassError, match=rf"UnluckyOnSecond failed on blocks\.0\.\w+: {unlucky}"):
-        quantize(seeded(Twice()), config, batches(), distributed=True)
-    quantize(seeded(nn.Linear(16, 48)), CONFIGS["gptq"], batches(), distributed=True)  # the ranks are still together
+        quantize(seeded(Twice()), config, batches(), resources=qfx.Resources(distributed=True))
+    quantize(
+        seeded(nn.Linear(16, 48)), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True)
+    )  # the ranks are still together
 
     def unlucky_on_second(gm: GraphModule) -> int:
         if ranks.index == 1:
@@ -426,7 +448,7 @@ def fail_unexpectedly(folder: Path) -> None:
         (UnluckyError, "^no luck") if ranks.index == 1 else (qfx.QuarkError, rf"^rank 1 of 2 failed: {unlucky}$")
     )
     with pytest.raises(kind, match=message):
-        quantize(seeded(Twice()), config, batches(), distributed=True)
+        quantize(seeded(Twice()), config, batches(), resources=qfx.Resources(distributed=True))
     assert time.monotonic() - began < 5
     (folder / f"told-{ranks.index}").touch()
     while not all((folder / f"told-{rank}").exists() for rank in range(2)):  # the group is out of step
@@ -456,7 +478,7 @@ def count_sent(folder: Path) -> None:
 
     Ranks.broadcast, Ranks.gather = sending, gathering  # type: ignore[method-assign]
     data = [batch.round() for batch in batches()]
-    qmodel = quantize(seeded(nn.Linear(16, 4096)), CONFIGS["gptq"], data, distributed=True)
+    qmodel = quantize(seeded(nn.Linear(16, 4096)), CONFIGS["gptq"], data, resources=qfx.Resources(distributed=True))
     assert any(change.changed for record in qmodel.report().passes for change in record.changes)
     codes = 16 * 4096
     assert max(gathered) < codes / 4
@@ -490,7 +512,7 @@ def count_rounded(folder: Path) -> None:
         return solve(self, weight, seen)
 
     GPTQ.solve = counting  # type: ignore[method-assign]
-    quantize(seeded(Twice()), CONFIGS["gptq"], batches(), distributed=True)
+    quantize(seeded(Twice()), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True))
     # `down` is three times the work of the others.
     mine = {"blocks.0.gate", "blocks.0.down"}
     everything = {f"blocks.{i}.{name}" for i in range(2) for name in ("gate", "lift", "down")}

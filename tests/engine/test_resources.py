@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from networks import Encoder
 from test_resume import assert_same, outcome
-from tiny import mlp, quantize, rand, seeded, tokens
+from tiny import mlp, quantize, rand, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.flop_counter import FlopCounterMode
@@ -217,7 +219,7 @@ def watch():
         highest[0] = max(highest[0], occupied())
 thread = threading.Thread(target=watch)
 thread.start()
-qfx.quantize(model, name, data, progress=False, memory=memory)
+qfx.quantize(model, name, data, progress=False, resources=qfx.Resources(memory=memory))
 done.set()
 thread.join()
 print(json.dumps([memory if job == "tight" else 0, highest[0]]))
@@ -258,41 +260,78 @@ def test_bytes_are_numbers_or_text_with_a_unit(given: Any, expected: int | None)
     assert parse_bytes(given, "memory") == expected
 
 
-@pytest.mark.parametrize("given", [0, -1, True, 2.5, "", "GiB", "2 gb", "1e9", "-3GB", "2GiB or so", ["2GiB"]])
+@pytest.mark.parametrize("given", [0, -1, "", "GiB", "2 gb", "1e9", "-3GB", "2GiB or so"])
 def test_other_budgets_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match=r'memory is a number of bytes, or text like "6GiB" .* in KB, KiB, MB'):
-        quantize(mlp(), "int8_static", [tokens()], memory=given)
+        qfx.Resources(memory=given)
+
+
+@pytest.mark.parametrize("given", [True, 2.5, ["2GiB"]])
+def test_a_limit_is_a_number_or_text(given: Any) -> None:
+    with pytest.raises(ConfigError, match="memory of Resources must be a whole number, a string or None"):
+        qfx.Resources(memory=given)
+
+
+@pytest.mark.parametrize("call", [qfx.quantize, qfx.predict, qfx.analyze, qfx.search, qfx.check, qfx.Session])
+def test_an_argument_of_earlier_versions_is_refused_with_its_new_spelling(call: Any) -> None:
+    for name in [*(field.name for field in fields(qfx.Resources)), "streamed"]:
+        new = name.replace("streamed", "output_dir")
+        with pytest.raises(ConfigError, match=rf"has no argument {name}; .* write resources=Resources\({new}=\.\.\.\)"):
+            call(mlp(), **{name: 1})
+    assert len(inspect.signature(qfx.quantize).parameters) == 7
+
+
+@pytest.mark.parametrize("call", [qfx.analyze, qfx.search, qfx.check, qfx.Session])
+def test_calls_that_write_nothing_refuse_the_limits_and_directories_of_a_run(call: Any) -> None:
+    given: dict[str, Any] = {"budget": None} if call is qfx.search else {}
+    words = f"{call.__name__} takes device, cache of Resources, not memory, output_dir; pass these to quantize"
+    with pytest.raises(ConfigError, match=words):
+        call(mlp(), [], resources=qfx.Resources(memory="1TiB", output_dir="out", device="cpu"), **given)
+    with pytest.raises(ConfigError, match=r"resources is a Resources, not 'cpu'; write Resources\("):
+        call(mlp(), [], resources="cpu", **given)
+
+
+@pytest.mark.parametrize("call", [qfx.quantize, qfx.predict, qfx.analyze, qfx.check, qfx.Session])
+def test_the_device_of_resources_reaches_every_call(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*arguments: Any) -> None:
+        raise qfx.QuarkError(f"runs on {arguments[-1]}")
+
+    monkeypatch.setattr(ActivationCache, "__init__", stop)
+    data, rest = [rand(4, 8)] * 2, {} if call is qfx.Session else {"config": "int8_static"}
+    with pytest.raises(qfx.QuarkError, match="runs on meta"):
+        call(seeded(Chain()), calibration_data=data, resources=qfx.Resources(device="meta"), **rest)
 
 
 def test_a_budget_that_is_too_small_is_refused_with_one_that_fits(tmp_path: Path) -> None:
     data = [rand(4, 8), rand(4, 8)]
     with pytest.raises(
-        ConfigError, match=r"memory=1.0 MiB is not enough: \w+ needs about .* quantize\(\.\.\., output_dir="
+        ConfigError, match=r"memory=1.0 MiB is not enough: \w+ needs about .* Resources\(output_dir="
     ) as error:
-        quantize(seeded(Chain()), W4A16_GPTQ, data, memory="1MiB")
+        quantize(seeded(Chain()), W4A16_GPTQ, data, resources=qfx.Resources(memory="1MiB"))
     assert "are taken already" in str(error.value)
     with pytest.raises(ConfigError, match=r"disk=1.0 KiB is not enough: files of this run take about .* at once"):
-        quantize(seeded(Chain()), W4A16_GPTQ, data, output_dir=tmp_path / "new", disk=1024)
+        quantize(seeded(Chain()), W4A16_GPTQ, data, resources=qfx.Resources(output_dir=tmp_path / "new", disk=1024))
     assert not (tmp_path / "new").exists(), "a run that did nothing left something"
     with pytest.raises(ConfigError, match="disk= is the budget of a run with output_dir="):
-        quantize(seeded(Chain()), "int8_static", data, disk=1 << 30)
+        quantize(seeded(Chain()), "int8_static", data, resources=qfx.Resources(disk=1 << 30))
 
 
 def test_a_run_that_does_not_keep_its_data_keeps_its_budget() -> None:
     program = torch.export.export(seeded(Chain()), (rand(4, 8),))
     with pytest.raises(ConfigError, match=r"memory=1.0 MiB is not enough"):
-        qfx.quantize(program, "int8_weight_only", memory="1MiB", progress=False)
+        qfx.quantize(program, "int8_weight_only", resources=qfx.Resources(memory="1MiB"), progress=False)
 
 
 @pytest.mark.parametrize("budget", ["memory", "disk"])
 def test_the_budget_that_is_advised_is_enough(budget: str, tmp_path: Path) -> None:
-    data, given = [rand(4, 8), rand(4, 8)], {budget: 1024, "output_dir": tmp_path / "a" / "b"}
+    data = [rand(4, 8), rand(4, 8)]
+    given: dict[str, Any] = {budget: 1024, "output_dir": tmp_path / "a" / "b"}
     with pytest.raises(ConfigError, match="is not enough") as error:
-        quantize(seeded(Chain()), W4A16_GPTQ, data, **given)
+        quantize(seeded(Chain()), W4A16_GPTQ, data, resources=qfx.Resources(**given))
     assert not (tmp_path / "a").exists()
     advised = re.search(f'{budget}="([^"]+)"', str(error.value))
     assert advised is not None
-    quantize(seeded(Chain()), W4A16_GPTQ, data, **{**given, budget: advised[1]})
+    quantize(seeded(Chain()), W4A16_GPTQ, data, resources=qfx.Resources(**given | {budget: advised[1]}))
 
 
 def test_a_budget_sends_activations_to_disk_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +347,8 @@ def test_a_budget_sends_activations_to_disk_and_changes_nothing(monkeypatch: pyt
     expected = quantize(model, W4A16_GPTQ, data)
     assert caches[-1].spilled_bytes == 0
     # All but the activations, of which there are 8 kB, fits.
-    monkeypatch.setattr("quark_fx.engine.resources.Resources.within", lambda self, cache: 0)
-    assert_same(outcome(quantize(model, W4A16_GPTQ, data, memory=1)), outcome(expected))
+    monkeypatch.setattr("quark_fx.engine.prediction.Prediction.within", lambda self, cache: 0)
+    assert_same(outcome(quantize(model, W4A16_GPTQ, data, resources=qfx.Resources(memory=1))), outcome(expected))
     assert caches[-1].spilled_bytes > 0
 
 
@@ -323,7 +362,9 @@ def test_what_is_expected_is_said_before_it_begins(capsys: pytest.CaptureFixture
 
 def test_streamed_results_take_disk_and_no_memory() -> None:
     model, data = seeded(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))), [rand(4, 512)] * 2
-    there, away = (qfx.predict(model, W4A16_AWQ, data, streamed=streamed) for streamed in (False, True))
+    there, away = (
+        qfx.predict(model, W4A16_AWQ, data, resources=qfx.Resources(output_dir=output)) for output in (None, "out")
+    )
     assert there.disk == 0
     assert away.disk > 2 * 512 * 512  # codes of both weights and the scaled floats, and the file of the result
     assert [held for _, held, _ in there.stages] == [0, 4 * 512 * 512, 4 * 512 * 512 + 512 * 512 + 4 * 512 * 4]

@@ -168,7 +168,7 @@ def run(name: str, directory: Path | None = None, device: torch.device | None = 
     place = device or torch.device("cpu")
     with torch.backends.cudnn.flags(deterministic=True):
         data = [batch.to(place) for batch in batches]
-        return outcome(quantize(model.to(place), config, data, checkpoint=directory))
+        return outcome(quantize(model.to(place), config, data, resources=qfx.Resources(checkpoint=directory)))
 
 
 def assert_same(got: Outcome, expected: Outcome) -> None:
@@ -273,10 +273,12 @@ def visiting(visited: list[tuple[int, bool]]) -> QuantConfig:
 
 def test_a_finished_block_comes_with_its_changes_made(tmp_path: Path) -> None:
     first, second, third = list[tuple[int, bool]](), list[tuple[int, bool]](), list[tuple[int, bool]]()
-    complete = quantize(chain(), visiting(first), images(4, 4), checkpoint=tmp_path / "complete")
+    complete = quantize(
+        chain(), visiting(first), images(4, 4), resources=qfx.Resources(checkpoint=tmp_path / "complete")
+    )
     directory = interrupted(tmp_path / "complete", tmp_path / "interrupted", 2)
-    continued = quantize(chain(), visiting(second), images(4, 4), checkpoint=directory)
-    again = quantize(chain(), visiting(third), images(4, 4), checkpoint=directory)
+    continued = quantize(chain(), visiting(second), images(4, 4), resources=qfx.Resources(checkpoint=directory))
+    again = quantize(chain(), visiting(third), images(4, 4), resources=qfx.Resources(checkpoint=directory))
     assert first == [(i, False) for i in range(5)]
     assert second == [(i, i < 2) for i in range(5)]
     assert third == [(i, True) for i in range(5)]
@@ -289,7 +291,12 @@ def test_a_finished_block_comes_with_its_changes_made(tmp_path: Path) -> None:
 def test_a_run_without_passes_that_learn_may_have_a_checkpoint(tmp_path: Path) -> None:
     expected = outcome(quantize(cnn(), INT8_STATIC, images(4, 4)))
     for _ in range(2):
-        qmodel = quantize(cnn(), INT8_STATIC, (batch for batch in images(4, 4)), checkpoint=tmp_path / "deep" / "down")
+        qmodel = quantize(
+            cnn(),
+            INT8_STATIC,
+            (batch for batch in images(4, 4)),
+            resources=qfx.Resources(checkpoint=tmp_path / "deep" / "down"),
+        )
         assert_same(outcome(qmodel), expected)
     assert finished(tmp_path / "deep" / "down") == []
 
@@ -325,7 +332,7 @@ def test_the_directory_of_another_run_is_refused(name: str, tmp_path: Path) -> N
     with pytest.raises(
         ConfigError, match=f"holds blocks that another run finished, with other {what}{hint}; remove"
     ) as error:
-        quantize(model, config, batches, checkpoint=directory)
+        quantize(model, config, batches, resources=qfx.Resources(checkpoint=directory))
     assert str(directory) in str(error.value)
     assert "which loses them, or choose another directory" in str(error.value)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
@@ -341,7 +348,7 @@ def test_every_value_of_a_large_tensor_tells_runs_apart(where: str, tmp_path: Pa
                 (x if where == "data" else model.weight).view(-1)[index] += 1e-3
         config = learning(BiasCorrection())
         with pytest.raises(ConfigError, match=f"other {where}") if index else nullcontext():
-            quantize(model, config, [x, x], checkpoint=tmp_path)
+            quantize(model, config, [x, x], resources=qfx.Resources(checkpoint=tmp_path))
 
 
 @cache
@@ -461,7 +468,7 @@ def assert_names(directory: Path, file: Path) -> None:
 def test_a_directory_in_which_another_run_finished_nothing_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"fingerprint": {"model": "another"}}))
     model, config, batches = RUNS["adaround"]()
-    quantize(model, config, batches, checkpoint=tmp_path)
+    quantize(model, config, batches, resources=qfx.Resources(checkpoint=tmp_path))
     assert json.loads((tmp_path / "run.json").read_text())["fingerprint"]["model"] != "another"
     assert finished(tmp_path) != []
 
@@ -504,7 +511,7 @@ def test_a_directory_that_disappears_is_named(tmp_path: Path) -> None:
 
     remove.promise = Promise(exact=False, stage=Stage.QUANTIZED)  # type: ignore[attr-defined]
     with pytest.raises(CalibrationError) as error:
-        quantize(chain(), learning(remove), images(4, 4), checkpoint=directory)
+        quantize(chain(), learning(remove), images(4, 4), resources=qfx.Resources(checkpoint=directory))
     assert f"cannot write checkpoint {directory / 'pass-0-block-0.safetensors'}" in str(error.value)
 
 

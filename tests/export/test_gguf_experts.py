@@ -211,7 +211,13 @@ def test_a_model_on_disk_becomes_a_file_without_being_held(tmp_path: Path) -> No
     finally:
         torch.set_default_dtype(torch.float32)
     config = EIGHTS.replace(exclude=(*FLOAT_ENDS, "op:router"))
-    qmodel = qfx.quantize(tmp_path / "model", config, [{"input_ids": IDS}], output_dir=tmp_path / "q", progress=False)
+    qmodel = qfx.quantize(
+        tmp_path / "model",
+        config,
+        [{"input_ids": IDS}],
+        resources=qfx.Resources(output_dir=tmp_path / "q"),
+        progress=False,
+    )
     with Peak() as peak:
         path = qfx.export.gguf(qmodel, tmp_path / "model.gguf")
     stack, file = 8 * 2 * 768 * 512 / 2**20, path.stat().st_size / 2**20

@@ -17,8 +17,9 @@ from quark_fx.model.output_directory import work_directory
 from quark_fx.presets import INT8_STATIC
 
 
-def run(out: Path, **options: Any) -> qfx.QuantizedModel:
-    return quantize(cnn(), INT8_STATIC, images(4, 4), output_dir=out, **options)
+def run(out: Path, checkpoint: Path | None = None) -> qfx.QuantizedModel:
+    resources = qfx.Resources(output_dir=out, checkpoint=checkpoint)
+    return quantize(cnn(), INT8_STATIC, images(4, 4), resources=resources)
 
 
 def test_a_folder_that_no_run_left_is_not_touched(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_finished_result_is_never_replaced(tmp_path: Path, monkeypatch: pytest
     written = (out / "graph.json").read_bytes()
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"if that is a finished result, read it with quark_fx\.load"):
-            quantize(cnn(), "int8_weight_only", images(4), output_dir=out)
+            quantize(cnn(), "int8_weight_only", images(4), resources=qfx.Resources(output_dir=out))
     assert {file.name for file in out.iterdir()} == {"graph.json", tensor_file(out).name}
     assert (out / "graph.json").read_bytes() == written
 
@@ -79,7 +80,7 @@ def test_the_directory_for_blocks_is_another_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint and output_dir are both"):
         run(tmp_path / "out", checkpoint=tmp_path / "out")
     with pytest.raises(ConfigError, match="output_dir is the path of a directory"):
-        quantize(cnn(), INT8_STATIC, images(4), output_dir="")
+        quantize(cnn(), INT8_STATIC, images(4), resources=qfx.Resources(output_dir=""))
 
 
 def test_a_rank_that_does_not_see_the_directory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,9 +193,12 @@ def test_a_name_that_no_directory_can_have_is_refused(name: str, tmp_path: Path)
     for write in (qmodel.save, partial(qfx.export.huggingface, qmodel), partial(qfx.export.gguf, qmodel)):
         with pytest.raises(qfx.ExportError, match=r"cannot be written: .*; choose another path"):
             write(place)
-    for option in ("output_dir", "checkpoint"):
+    for option, resources in (
+        ("output_dir", qfx.Resources(output_dir=place)),
+        ("checkpoint", qfx.Resources(checkpoint=place)),
+    ):
         with pytest.raises(qfx.ConfigError, match=rf"{option} .* cannot be written: .*; choose another path"):
-            quantize(model, INT8_WEIGHT_ONLY, data, **{option: place})
+            quantize(model, INT8_WEIGHT_ONLY, data, resources=resources)
     with pytest.raises(qfx.QuarkError, match="holds no readable quantized model"):
         qfx.load(place)
     with pytest.raises(qfx.CheckpointError, match="does not exist"):

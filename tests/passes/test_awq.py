@@ -307,8 +307,8 @@ def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
     with monkeypatch.context() as patch:
         patch.setattr(hessian_trial, "_measured", stop)
         with pytest.raises(KeyboardInterrupt):
-            qfx.quantize(model, config, data, progress=False, checkpoint=tmp_path)
-    continued = qfx.quantize(model, config, data, progress=False, checkpoint=tmp_path)
+            qfx.quantize(model, config, data, progress=False, resources=qfx.Resources(checkpoint=tmp_path))
+    continued = qfx.quantize(model, config, data, progress=False, resources=qfx.Resources(checkpoint=tmp_path))
     assert torch.equal(continued(data[0]), undisturbed(data[0]))
 
 

@@ -12,6 +12,7 @@ import torch
 from tiny import quantize
 from torch import nn
 
+from quark_fx.engine.resources import Resources
 from quark_fx.errors import ConfigError
 from quark_fx.system.memory import Slabs, is_shortage
 
@@ -44,7 +45,7 @@ def test_a_run_with_a_budget_leaves_environment_variables_alone(fails: bool, mon
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     budget = "1KiB" if fails else "64GiB"
     with pytest.raises(ConfigError) if fails else nullcontext():
-        quantize(nn.Linear(4, 4).eval(), "int8_weight_only", [torch.ones(2, 4)], memory=budget)
+        quantize(nn.Linear(4, 4).eval(), "int8_weight_only", [torch.ones(2, 4)], resources=Resources(memory=budget))
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"
     assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in os.environ
 

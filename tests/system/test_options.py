@@ -202,7 +202,7 @@ def test_a_class_whose_annotations_cannot_be_read_is_left_alone() -> None:
         (lambda: qfx.run_passes(GRAPH, ["GPTQ"]), "passes: 'GPTQ' is no pass"),  # type: ignore[list-item]
         (lambda: qfx.quantize(nn.Linear(2, 2), "int8_statik"), r"did you mean 'int8_static'\?"),
         (lambda: qfx.quantize(nn.Linear(2, 2), 5), "config is a preset's name, a QuantConfig or its dict, not int"),  # type: ignore[arg-type]
-        (lambda: qfx.quantize(nn.Linear(2, 2), checkpoint=5), "checkpoint is the path of a directory, not 5"),  # type: ignore[arg-type]
+        (lambda: qfx.Resources(checkpoint=5), "checkpoint of Resources must be .*, not 5"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_another_type_are_refused_by_name(call: Any, words: str) -> None:

@@ -51,8 +51,8 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     of these types. Names of tensors are those of the `gguf` package; what readers do to a tensor (llama.cpp keeps the
     rows of queries and keys in another order) is what transformers' reader does, undone.
 
-    Tensors are packed and written a piece at a time: a model whose weights stay in files (`quantize(output_dir=)`) is
-    written without being held.
+    Tensors are packed and written a piece at a time: a model whose weights stay in files (`Resources(output_dir=...)`)
+    is written without being held.
 
     Args:
         qmodel: from `quantize`. Scales that float16 does not hold are rounded to it; `scale_type="float16"` is exact.

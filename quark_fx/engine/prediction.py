@@ -1,0 +1,224 @@
+"""What a run will need, predicted from shapes, and the limits that it keeps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from tqdm.auto import tqdm
+
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.engine.blocks import Unit
+from quark_fx.engine.context import Context
+from quark_fx.engine.resources import bytes_text
+from quark_fx.engine.sizes import Moment, Need, Sizes, peak
+from quark_fx.errors import ConfigError
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import is_parameter, value_of
+from quark_fx.graph.pass_manager import GraphPass, Stage, needs_context, pass_name, pass_stage
+from quark_fx.graph.signature import BatchShape
+from quark_fx.plan.placement import Plan, plan_quantization
+from quark_fx.system.memory import occupied
+
+_PROBE, _LARGE_PROBE = 512, 8192
+"""Rows and columns of the product that shows how fast a processor is, and an accelerator."""
+
+_MARGIN = 1.03
+"""Advice is above what is expected by this factor: the process has grown a little when it is followed."""
+
+_AT_HOME = ("convert", "result")
+"""Stages that run where the model is."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run is expected to take: bytes by which its peak is about as high, and seconds that it takes at least.
+
+    Attributes:
+        before: memory of the process when the prediction was made.
+        stages: name of each stage, what was held when it begins, and what it needs.
+        device: memory of the device that blocks run on, 0 where that is the host.
+        disk: of a streamed run: what its files take at most, at once.
+        seconds: of the floating-point operations at the speed of a matrix product, measured now.
+        streamed: what passes make is kept in files.
+        resident: the model lies on the device.
+        unknown: passes that do not say what they need, and do not count.
+    """
+
+    before: int
+    stages: tuple[tuple[str, int, Need], ...]
+    device: int
+    disk: int
+    seconds: float
+    streamed: bool
+    resident: bool = False
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def host(self) -> int:
+        """The peak of the process's own memory, with all cached activations in it."""
+        return self.within(None)
+
+    @property
+    def largest(self) -> str:
+        """The stage with the peak."""
+        return max(self.stages, key=lambda stage: self._peak(stage, None))[0]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks all stages visit together."""
+        return sum(need.blocks for _, _, need in self.stages)
+
+    def within(self, cache: int | None) -> int:
+        """Return the peak if at most so many bytes of cached activations are in memory at once, the others on disk."""
+        return max((self._peak(stage, cache) for stage in self.stages), default=self.before)
+
+    def _peak(self, stage: tuple[str, int, Need], cache: int | None) -> int:
+        name, held, need = stage
+        moments = need.moments
+        if self.device and (self.resident or name not in _AT_HOME):
+            moments = tuple(replace(m, working=0, read=0) for m in moments)
+        return self.before + (0 if self.resident else held) + peak(moments, cache)
+
+    def room_for_cache(self, memory: int) -> int:
+        """Return how many bytes of cached activations fit into a budget, less than none if the rest does not."""
+        return memory - self.within(0)
+
+    def __str__(self) -> str:
+        parts = [f"about {bytes_text(self.host)} of memory, of which {bytes_text(self.before)} are taken"]
+        least = self.within(0)
+        parts += [f"{bytes_text(least)} with activations on disk"] * (least < 0.95 * self.host)
+        parts += [f"{bytes_text(self.device)} on the device"] * (self.device > 0)
+        parts += [f"{bytes_text(self.disk)} on disk"] * self.streamed
+        each = f" in {self.blocks} blocks" * (self.blocks > 0)
+        parts.append(f"at least {tqdm.format_interval(self.seconds)}{each}")
+        unknown = f" (without {', '.join(self.unknown)}, which do not say)" if self.unknown else ""
+        return f"expected: {'; '.join(parts)}{unknown}"
+
+
+def expect(
+    gm: GraphModule,
+    config: QuantConfig,
+    context: Context,
+    passes: Sequence[GraphPass],
+    *,
+    shelf: bool,
+    shapes: Sequence[BatchShape] = (),
+) -> Prediction:
+    """Return what the rest of a run is expected to take.
+
+    Args:
+        gm: the graph when it has been rewritten as far as it is without data.
+        config: of the run.
+        context: with the calibration batches, if they are kept.
+        passes: those that are still to run, in order.
+        shelf: what passes make is kept in files.
+        shapes: of each batch's inputs, if they are not kept; default: one batch like that it was captured with.
+    """
+    plan = plan_quantization(gm, config, quiet=True)
+    largest, batches = _largest(context.shapes or shapes)
+    sizes = Sizes(gm, plan.operators, batches / context.ranks.count, largest)
+    home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)
+    stages, held = [], 0
+    for name, need in _stages(sizes, plan, context, passes, shelf=shelf):
+        if name != "result" or not shelf:  # which stays in files
+            stages.append((name, 0 if shelf else held, need))
+        held += need.held
+    device, resident = 0, home == context.device and home.type != "cpu"
+    if context.device.type != "cpu":
+        device = max(held * resident + peak(replace(m, cached=0) for m in need.moments) for _, held, need in stages)
+        lifted = max(block.weights for block in sizes.blocks(Unit.BLOCK))
+        device += _allocated(context.device) if resident else lifted
+    learned = sizes.codes * sum(pass_stage(p) is Stage.QUANTIZED and hasattr(p, "needs") for p in passes)
+    files = sizes.codes + sizes.floats
+    disk = held + learned + files if shelf else 0
+    rate = _speed(context.device)
+    seconds = sum(need.operations for _, _, need in stages) / rate
+    silent = (p for p in passes if needs_context(p) and not hasattr(p, "needs") and not pass_stage(p).is_single)
+    unknown = tuple(map(pass_name, silent))
+    return Prediction(occupied(), tuple(stages), device, disk, seconds, shelf, resident, unknown)
+
+
+def _stages(
+    sizes: Sizes, plan: Plan, context: Context, passes: Sequence[GraphPass], *, shelf: bool
+) -> Iterator[tuple[str, Need]]:
+    """Yield what each stage needs, in order."""
+    for p in passes:
+        stage = pass_stage(p)
+        if hasattr(p, "needs"):
+            yield pass_name(p), p.needs(sizes)
+        elif stage is Stage.OBSERVED and plan.observed:
+            yield pass_name(p), _calibration(sizes, context)
+        elif stage is Stage.SETTLED:
+            codes = sizes.largest_codes if shelf else sizes.codes
+            yield pass_name(p), Need((Moment(codes),), held=sizes.codes)
+    # The result owns what it shares with the model.
+    yield "result", Need((Moment(sizes.floats),))
+
+
+def _calibration(sizes: Sizes, context: Context) -> Need:
+    if context.by_block:
+        return sizes.walk(Unit.BLOCK, lambda block: 0, to_end=True)
+    operations = int(sum(block.operations for block in sizes.blocks(Unit.BLOCK)) * sizes.batches)
+    return Need((Moment(sizes.forward + _laid_out(sizes)),), operations=operations)
+
+
+def _laid_out(sizes: Sizes) -> int:
+    """Return the bytes of convolutions' weights that are laid out anew while batches run."""
+    found = (Linear.of(node) for node in sizes.gm.graph.nodes)
+    images = (linear for linear in found if linear is not None and linear.kind == "conv" and len(linear.kernel) == 2)
+    weights = {linear.stored.node for linear in images if max(linear.kernel) > 1}
+    return sum(value_of(sizes.gm, weight).nbytes for weight in weights)
+
+
+def _largest(shapes: Sequence[BatchShape]) -> tuple[BatchShape, float]:
+    """Return the shapes of the largest batch, and how many such there would be in all."""
+    counts = {shape: sum(map(math.prod, shape)) for shape in shapes}
+    most = max(counts, key=lambda shape: counts[shape], default=())
+    return most, sum(counts[shape] for shape in shapes) / max(1, counts.get(most, 1)) if shapes else 1
+
+
+def _allocated(device: torch.device) -> int:
+    module: Any = torch.get_device_module(device)
+    return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
+
+
+def _speed(device: torch.device) -> float:
+    """Return the floating-point operations per second of a matrix product in float32."""
+    size = _PROBE if device.type == "cpu" else _LARGE_PROBE
+    a = torch.ones(size, size, device=device, dtype=torch.float32)
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        float((a @ a)[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def require_room(found: Prediction, memory: int | None, disk: int | None) -> None:
+    """Raise `ConfigError`, saying what would fit, if a run does not keep its budget even with its cache on disk."""
+    if memory is not None and not found.before:
+        raise ConfigError("memory= needs a system that says what a process occupies (/proc/self/status); leave it out")
+    if disk is not None and not found.streamed:
+        raise ConfigError("disk= is the budget of a run with output_dir=; give one, or leave disk= out")
+    if memory is not None and found.room_for_cache(memory) < 0:
+        least = found.within(0)
+        ways = [f'memory="{bytes_text(_MARGIN * least)}" or more']
+        ways += [] if found.streamed else ["Resources(output_dir=...) or --stream, which keep results in files"]
+        raise ConfigError(
+            f"memory={bytes_text(memory)} is not enough: {found.largest} needs about {bytes_text(least)}, of which "
+            f"{bytes_text(found.before)} are taken already; give {', or '.join(ways)}, or pass batches of fewer samples"
+        )
+    if disk is not None and found.disk > disk:
+        raise ConfigError(
+            f"disk={bytes_text(disk)} is not enough: files of this run take about {bytes_text(found.disk)} at once; "
+            f'give disk="{bytes_text(_MARGIN * found.disk)}"'
+        )
+
+
+__all__ = ["Prediction", "expect", "require_room"]
