@@ -385,7 +385,7 @@ def step_triton(place: Place) -> Result:
             rounded = partial(error_feedback.round_with_feedback, weight, factor, grid)
             kernel = rounded()
             runs = error_feedback._runs
-            error_feedback._runs = lambda like: (error_feedback.round_run, error_feedback._LEAF)
+            error_feedback._runs = lambda like, grid: (error_feedback.round_run, error_feedback._LEAF)
             try:
                 loop, loop_seconds = rounded(), median_seconds(rounded, 3)
             finally:

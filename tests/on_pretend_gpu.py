@@ -19,6 +19,8 @@ import quark_fx as qfx
 from quark_fx import passes
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.numbers import quantized_tensor
+from quark_fx.numbers.formats import Codebook
 from quark_fx.presets import PRESETS
 from quark_fx.solvers import scaling
 from quark_fx.system.accelerator import Transfers
@@ -101,6 +103,27 @@ def test_the_device_the_host_and_the_disk_are_filled_in_this_order(pretend_gpu: 
     assert cache.offload() == 80
     assert torch.equal(cache.get(0).cpu(), values[0])
     cache.close()
+
+
+def test_values_that_are_asked_for_twice_are_copied_once(pretend_gpu: PretendGPU) -> None:
+    cache = ActivationCache(CacheBudget(device_bytes=0), DEVICE)
+    cache.put("x", rand(10).to(DEVICE))
+    streamed = pretend_gpu.streamed.total()
+    for _ in range(2):
+        cache.prefetch("x")
+    cache.get("x")
+    assert pretend_gpu.streamed.total() == streamed + 1
+    cache.close()
+
+
+def test_a_table_is_copied_to_the_device_once(pretend_gpu: PretendGPU) -> None:
+    book, x = Codebook("few", (-2.0, -0.5, 0.0, 1.0)), rand(4, 8).to(DEVICE)
+    book.round_(x.clone())
+    copies = pretend_gpu.copies.total()
+    for column in x.unbind(1):
+        assert book.round_(column.clone()).isfinite().all()
+        book.above(column)
+    assert pretend_gpu.copies.total() == copies
 
 
 def test_half_of_the_free_memory_keeps_activations() -> None:
@@ -228,6 +251,18 @@ def test_ranks_make_the_same_tensors_on_the_device() -> None:
         config = configurations()[name]
         made = qfx.quantize(there, config, progress=False)
         assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)
+
+
+def test_weights_are_encoded_in_smaller_pieces_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_tensor, "AT_ONCE", 1 << 9)
+    here = qfx.quantize(seeded(nn.Linear(256, 512)), "int8_weight_only", [rand(2, 256)], progress=False)
+    with PretendGPU() as gpu:
+        model = seeded(nn.Linear(256, 512)).to(DEVICE)
+        gpu.total_bytes = int(2.9 * model.weight.nbytes)
+        there = qfx.quantize(model, "int8_weight_only", [rand(2, 256).to(DEVICE)], progress=False)
+        assert_same_tensors(here, there, "int8_weight_only")
+    told = [c.what for record in there.report().passes for c in record.changes if c.name == "device memory"]
+    assert told[-1] == "full; weights are rounded in pieces of 1/2 the size"
 
 
 @pytest.mark.parametrize(("name", "before"), [("w4a16_best", 40), ("AdaRound", 60)])

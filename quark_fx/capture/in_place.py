@@ -194,7 +194,7 @@ class _Walk:
         root, renames = self._root(target), target_name(node) in _RENAMINGS
         # Once filled, a buffer is a value like others.
         writes = root.op == "get_attr" and root not in self.versions and target_name(node) != "aten.detach_.default"
-        if writes and not self._fills(root, target, node) and self._is_read_after(root, node):
+        if writes and not self._fills(root, target, node) and self._is_read(root):
             raise CaptureError(
                 f"{describe(node)} overwrites the parameter or buffer {root.target}, so that a call depends on earlier "
                 "calls, which a graph cannot do: compute the new value without `_` and `+=` (seen = self.seen + 1), or "
@@ -223,18 +223,24 @@ class _Walk:
             return False
         return all(self.order.get(user, -1) >= self.order[node] for user in root.users)
 
-    def _is_read_after(self, root: Node, node: Node) -> bool:
-        """Tell whether an output depends on a buffer after `node` wrote it."""
-        roots = self._readers(root)
-        values = [*roots, *(view for view in self.sources if self._root(view) in roots), node]
-        later = [user for value in values for user in value.users if self.order.get(user, -1) > self.order[node]]
-        seen = set[Node]()
-        while later:
-            user = later.pop()
-            if user not in seen:
-                seen.add(user)
-                later += user.users
-        return any(user.op == "output" for user in seen)
+    def _is_read(self, root: Node) -> bool:
+        """Tell whether an output depends on a buffer: on what this call wrote to it, or on what an earlier one did."""
+        seen, ahead = set[Node](), self._readers(root)
+        while ahead:
+            node = ahead.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            ahead += node.users
+            if node in self.results or _is_mutation(node):  # later readers of what it wrote may not read it by name
+                ahead.append(self._memory(node))
+        return any(node.op == "output" for node in seen)
+
+    def _memory(self, node: Node) -> Node:
+        """Return the value whose memory a node of the captured graph returns, visited or not."""
+        while isinstance(source := self.sources.get(node) or (_aliases(node) is not False and node.args[0]), Node):
+            node = source
+        return node
 
     def _readers(self, root: Node) -> list[Node]:
         """Return all `get_attr` nodes whose tensor shares memory with that of `root`, including `root`."""

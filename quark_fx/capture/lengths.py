@@ -29,6 +29,8 @@ _SHIFTS: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), operator.add),
     **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), operator.sub),
 }
+_OPERANDS = ("input", "other")
+"""Names of what functions of torch compute with, in order; other arguments come after."""
 _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys((Tensor.__gt__, Tensor.gt, torch.gt), operator.gt),
     **dict.fromkeys((Tensor.__ge__, Tensor.ge, torch.ge), operator.ge),
@@ -64,12 +66,13 @@ class KnownLengths(TorchFunctionMode):
                 len(args) in (1, 2) and not {"start", "end", "step"} & kwargs.keys() and not result.is_floating_point()
             )
             return args[-1] - 1 if whole and not isinstance(args[-1], float) else None
+        args = [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
         if not args or id(args[0]) not in self._known:
             return None
         value = self._known[id(args[0])][1]
         if func in _UNCHANGED and not (func in _MAXIMA and any(isinstance(a, Tensor) for a in args[1:])):
-            return value if not result.is_floating_point() and result.dtype != torch.bool else None
-        other = args[1] if len(args) == 2 and not kwargs else None
+            return value if result.dtype in (torch.int32, torch.int64) else None  # narrower ones may not hold it
+        other = args[1] if len(args) == 2 and kwargs.keys() <= {*_OPERANDS} else None
         if isinstance(other, Tensor) and id(other) in self._known and result.dim() == 0:
             other = self._known[id(other)][1]
         if not isinstance(other, int | torch.SymInt) or isinstance(other, bool):

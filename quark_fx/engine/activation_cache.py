@@ -124,8 +124,10 @@ class ActivationCache:
             value = self._values.get(key)
             if value is None and self._base is not None:
                 self._base.prefetch([key])
-            elif self._transfers is not None and isinstance(value, Tensor) and value.is_cpu:
-                self._arriving.setdefault(key, self._transfers.to_device(value))
+            elif (
+                self._transfers is not None and isinstance(value, Tensor) and value.is_cpu and key not in self._arriving
+            ):
+                self._arriving[key] = self._transfers.to_device(value)
 
     def rows(self, key: Hashable) -> int:
         """Return the size of dimension 0 of what `key` stands for, without reading it; 0 if it has none."""

@@ -1,4 +1,4 @@
-"""Continue where the device has no memory left: activations move to the host, then solvers take smaller pieces."""
+"""Continue where the device has no memory left: activations move to the host, then pieces of weights get smaller."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from quark_fx.errors import ConfigError
 from quark_fx.system.options import Interval, checked, parsed
@@ -81,7 +83,7 @@ class Format(ABC):
         """Round `x`, float32, to the nearest value in place: ties to even, saturating.
 
         Args:
-            x: Values; NaN stays.
+            x: Values. NaN stays in floats; in a table it is what its code stands for.
             limits: Range for integers; default: `self.limits`.
         """
 
@@ -131,9 +133,10 @@ class Format(ABC):
         return 0 if self.signed else 1 << (self.bits - 1)
 
     @property
-    def last_step(self) -> float:
-        """Distance between the two largest values."""
-        return 2.0 ** (self.max_exponent - self.mantissa)
+    def end_steps(self) -> tuple[float, float]:
+        """Distance between the two smallest values, and between the two largest."""
+        step = 2.0 ** (self.max_exponent - self.mantissa)
+        return step, step
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the codes nearest to values in float32 or float64; may overwrite `x`."""
@@ -404,8 +407,7 @@ class FloatFormat(Format):
         return (x.clamp_(-self.max, self.max) if self.bits >= 8 else self.round_(x)).to(self.dtype)
 
     def decode(self, codes: Tensor) -> Tensor:
-        traced = type(codes) is not Tensor or torch.compiler.is_compiling()
-        if traced or codes.dtype is not torch.float8_e4m3fn or not codes.is_cpu:
+        if _is_traced(codes) or codes.dtype is not torch.float8_e4m3fn or not codes.is_cpu:
             return codes.to(torch.float32)
         # torch converts E4M3 one by one on a CPU, which takes three times as long as looking the bytes up.
         bits = codes.view(torch.uint8).flatten()
@@ -492,7 +494,8 @@ class Codebook(Format):
 
     @property
     def limits(self) -> tuple[float, float]:
-        return float(_levels_of(self)[0]), float(_levels_of(self)[-1])
+        levels = _levels_of(self)
+        return float(levels[0]), float(levels[-1])
 
     @property
     def max_exponent(self) -> int:
@@ -503,33 +506,33 @@ class Codebook(Format):
         return 23  # nothing above the largest value rounds to the next power of two
 
     @property
-    def last_step(self) -> float:
-        return float(_levels_of(self)[-2:].diff())
+    def end_steps(self) -> tuple[float, float]:
+        steps = _levels_of(self).diff()
+        return float(steps[0]), float(steps[-1])
 
     def levels(self) -> Tensor:
         return _levels_of(self).double()
 
     def step(self, x: Tensor) -> Tensor:
-        levels = _levels_of(self).to(x.device)
+        levels = _levels_of(self, x)
         return levels.diff()[torch.bucketize(x, levels[1:-1].contiguous(), right=True)]
 
     def above(self, x: Tensor) -> Tensor:
-        levels = _levels_of(self).to(x.device)
+        levels = _levels_of(self, x)
         more = torch.cat((levels, 2 * levels[-1:] - levels[-2:-1]))
         return more[torch.bucketize(x, levels, right=True)]
 
     def below(self, x: Tensor) -> Tensor:
-        levels = _levels_of(self).to(x.device)
+        levels = _levels_of(self, x)
         more = torch.cat((2 * levels[:1] - levels[1:2], levels))
         return more[torch.bucketize(x, levels)]
 
     def round_(self, x: Tensor, limits: tuple[float, float] | None = None) -> Tensor:
-        nearest = torch.where(x.isnan(), x, self.decode(self.encode(x)))
-        return x.copy_(nearest)
+        return x.copy_(self.decode(self.encode(x)))
 
     def encode(self, x: Tensor) -> Tensor:
         if self.vector == 1:
-            levels = _levels_of(self).to(x)
+            levels = _levels_of(self, x).to(x.dtype)
             return torch.bucketize(x, (levels[1:] + levels[:-1]) / 2).to(self.dtype)
         shape = self.codes_shape(x.shape)
         rows = max(1, AT_ONCE // len(self.values))
@@ -537,7 +540,7 @@ class Codebook(Format):
 
     def _nearest(self, x: Tensor) -> Tensor:
         """Return the codes of vectors, shape `(n, vector)`."""
-        table = _table_of(self).to(x.device)
+        table = _table_of(self, x)
         size = x.abs() if self.signs else x
         gain = size @ table.T - table.square().sum(1) / 2  # the nearest vector has the largest
         if not self.signs:
@@ -552,7 +555,7 @@ class Codebook(Format):
         return (index | (signs[:, :-1] << places).sum(1)).to(self.dtype)
 
     def decode(self, codes: Tensor) -> Tensor:
-        table, codes = _table_of(self).to(codes.device), codes.long()
+        table, codes = _table_of(self, codes), codes.long()
         values = table[codes & ((1 << self._index_bits) - 1)]
         if self.signs:
             places = torch.arange(self.vector - 1, device=codes.device) + self._index_bits
@@ -583,19 +586,51 @@ class Codebook(Format):
         return self.name
 
 
-@functools.cache
-def _table_of(book: Codebook) -> Tensor:
-    """Return the values, float32."""
-    with unset_fake_temporarily():
-        return torch.tensor(book.values, dtype=torch.float32, device="cpu")
+_CPU = torch.device("cpu")
 
 
-@functools.cache
-def _levels_of(book: Codebook) -> Tensor:
-    """Return the numbers in a table, increasing, float32."""
-    with unset_fake_temporarily():
-        levels: Tensor = torch.cat((_table_of(book), -_table_of(book) if book.signs else _table_of(book))).unique()
-        return levels
+def _table_of(book: Codebook, like: Tensor) -> Tensor:
+    """Return the values, float32, where `like` is."""
+    return _made(book.values, like.device) if _is_traced(like) else _kept_table(book, like.device)
+
+
+def _levels_of(book: Codebook, like: Tensor | None = None) -> Tensor:
+    """Return the numbers in a table, increasing, float32, where `like` is; default: the CPU."""
+    if like is not None and _is_traced(like):
+        return _made(_increasing(book), like.device)
+    return _kept_levels(book, _CPU if like is None else like.device)
+
+
+def _increasing(book: Codebook) -> list[float]:
+    numbers = {n for value in book.values for n in (value if isinstance(value, tuple) else (value,))}
+    return sorted(numbers | {-n for n in numbers} if book.signs else numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_table(book: Codebook, device: torch.device) -> Tensor:
+    return _made_for_good(book.values, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_levels(book: Codebook, device: torch.device) -> Tensor:
+    return _made_for_good(_increasing(book), device)
+
+
+def _made(values: Any, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _made_for_good(values: Any, device: torch.device) -> Tensor:
+    """Return a tensor that later calls can use: not one of tracing or of inference mode."""
+    with torch.inference_mode(mode=False):
+        with _disable_current_modes():
+            found = _made(values, _CPU)
+        return found.to(device)
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Tell whether `x` stands for values of later calls."""
+    return isinstance(x, FakeTensor | FunctionalTensor) or x.is_meta or torch.compiler.is_compiling()
 
 
 @functools.cache
@@ -622,8 +657,8 @@ _WIDE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 @functools.cache
 def _values_of_e4m3() -> Tensor:
     """Return the value of every byte."""
-    with unset_fake_temporarily():
-        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+    with _disable_current_modes(), torch.inference_mode(mode=False):
+        return torch.arange(256, dtype=torch.uint8, device=_CPU).view(torch.float8_e4m3fn).float()
 
 
 _WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16, 32)

@@ -117,9 +117,8 @@ class Grid:
 
     def within_reach(self, position: Tensor) -> Tensor:
         """Return positions moved to where rounding just does not saturate; the gradient of those it moves is zero."""
-        low, high = self.limits
-        half = self.format.last_step / 2
-        return position.clamp(low - half, high + half)
+        (low, high), (first, last) = self.limits, self.format.end_steps
+        return position.clamp(low - first / 2, high + last / 2)
 
 
 __all__ = ["FreeScales", "Grid"]

@@ -231,8 +231,8 @@ def _gradient_of_fake_quantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | Non
     position, points = _steps(x.float(), scale, zero_point, fmt, *ctx.layout)
     least, most = low, high
     if points is None:
-        rounded, reach = position, fmt.last_step / 2
-        low, high = low - reach, high + reach
+        rounded, (first, last) = position, fmt.end_steps
+        low, high = low - first / 2, high + last / 2
     else:
         rounded = position.round() + points
     inside = (rounded >= low) & (rounded <= high)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quark_fx.numbers.formats import AT_ONCE, Format, IntFormat, parse_format
 from quark_fx.numbers.layout import Layout
+from quark_fx.system import accelerator
 
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -37,7 +38,7 @@ def dequantized_like(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
 
 def values_at_once(x: Tensor) -> int:
     """Return how many values of a tensor to process at a time, to bound temporary memory."""
-    return AT_ONCE if x.is_cpu else AT_ONCE << 8
+    return accelerator.values_at_once(x, AT_ONCE, 8)
 
 
 @dataclass(frozen=True, eq=False)

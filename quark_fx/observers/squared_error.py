@@ -103,4 +103,5 @@ def _pick(table: Tensor, index: Tensor) -> Tensor:
 def _level_count(scheme: Scheme) -> int:
     if not scheme.format.needs_scale:
         raise ValueError(f"{scheme.format} needs no range: observe it with a placeholder")
-    return 1 << scheme.format.bits
+    computed = scheme.format.is_integer or scheme.format.is_float
+    return 1 << scheme.format.bits if computed else len(scheme.format.levels())

@@ -44,10 +44,10 @@ def convert(gm: GraphModule, context: Context) -> int:
         )
     coded = (op for op in plan.operators if isinstance(op, Coded))
     scales = {op.node: scale for op in coded if (scale := _input_scale(op, plan, found.values)) is not None}
-    before, known = set(gm.graph.nodes), None if context.known is None else context.known.weights
+    before = set(gm.graph.nodes)
     with torch.no_grad():
         quantize_values(gm, plan, found.values)
-        context.rows = quantize_constants(gm, plan, scales, context.config.bias, found.constants, known)
+        context.rows = quantize_constants(gm, plan, scales, found.constants, context)
     erase_dead(gm)
     for node in gm.graph.nodes:
         if node not in before:

@@ -6,14 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import Granularity, TensorSpec
+from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import least_bias_scale
+from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
 from quark_fx.graph.operators import BRANCH, argument
@@ -35,23 +37,21 @@ def quantize_constants(
     gm: GraphModule,
     plan: Plan,
     input_scales: Mapping[Node, Tensor],
-    bias: TensorSpec | None,
-    settled: Mapping[tuple[Node, Node], QParams] = MappingProxyType({}),
-    known: MutableMapping[tuple[str, str], RoundedWeight] | None = None,
+    settled: Mapping[tuple[Node, Node], QParams],
+    context: Context,
 ) -> list[Row]:
     """Replace the weights and biases of the plan's operators by codes behind a `dequantize`.
 
     A weight that several operators read is stored once. An embedding looks up codes and dequantizes the
-    rows it found. A bias becomes int32 at `input scale * weight scale` where `bias` asks for INT32 and an
+    rows it found. A bias becomes int32 at `input scale * weight scale` where its spec asks for INT32 and an
     integer kernel takes it, or gets a range of its own for any other format.
 
     Args:
         gm: the graph the plan was made of.
         plan: from `plan_quantization`.
         input_scales: static scale, shape `()`, of the operators whose activation has one.
-        bias: spec of the biases, `None` keeps them in float.
         settled: parameters of weights and biases that are known already, by operator and constant.
-        known: weights as they were rounded before, by the names of operator and constant; what is rounded is put there.
+        context: of the run, with the spec of biases, and weights as runs before rounded them.
 
     Returns:
         One report row per operator of the plan.
@@ -71,7 +71,7 @@ def quantize_constants(
         give_back()
         op = replace(op, pairs=op.pairs or pairs.get(str(op.weight_node)))
         amax = joint.get(op.node)
-        row = _quantize_operator(gm, op, input_scales.get(op.node), bias, stored, amax, settled, known)
+        row = _quantize_operator(gm, op, input_scales.get(op.node), stored, amax, settled, context)
         rows.append(replace(row, bytes_after=row.bytes_after + beside[op.node.name]))
     return rows
 
@@ -124,13 +124,12 @@ def _quantize_operator(
     gm: GraphModule,
     op: Coded,
     input_scale: Tensor | None,
-    bias_spec: TensorSpec | None,
     stored: dict[_Key, _Stored],
     amax: Tensor | None,
     settled: Mapping[tuple[Node, Node], QParams],
-    known: MutableMapping[tuple[str, str], RoundedWeight] | None,
+    context: Context,
 ) -> Row:
-    weight = parameter(gm, op.weight_node)
+    weight, bias_spec = parameter(gm, op.weight_node), context.config.bias
     bias_node = op.linear.bias if op.linear is not None and bias_spec is not None else None
     follows = bias_node is not None and bias_spec is not None and _takes_int32_bias(gm, op, bias_spec)
     int32_scale = input_scale if follows else None
@@ -145,7 +144,9 @@ def _quantize_operator(
     key = (str(op.weight_node.target), op.weight, None if given is None else float(given.scale), op.pairs)
     found = stored.get(key)
     if found is None or not _suits(found, smallest, free if given is None else None):
-        quantized, sqnr = _quantize_weight(op, weight.detach(), smallest, amax, given, known)
+        known = None if context.known is None else context.known.weights
+        encode = partial(_quantize_weight, op, weight.detach(), smallest, amax, given, known)
+        quantized, sqnr = with_room(context, encode)
         if free is not None and given is None:
             quantized = rescale_zeros(quantized, free, op.weight.scale_type)  # which changes no value
         found = stored[key] = replace(_store(gm, op.weight_node, quantized, op.weight), sqnr=sqnr)
@@ -162,6 +163,7 @@ def _quantize_operator(
         original=weight,
         quantized=found.tensor,
         spec=op.weight,
+        linear=op.linear,
         sqnr=found.sqnr,
         computed_from=_sources(op.weight_node),
     )

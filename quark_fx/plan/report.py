@@ -23,6 +23,7 @@ from quark_fx.system.options import checked_call
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
+    from quark_fx.graph.linear import Linear
     from quark_fx.plan.page import Table
 
 _WIDEST = 70
@@ -61,14 +62,16 @@ class Row:
     computed_from: str = ""
 
     @classmethod
-    def of_quantized(cls, *, original: Tensor, quantized: QuantizedTensor, spec: TensorSpec, **fields: Any) -> Self:
-        """Build the row of a quantized weight."""
+    def of_quantized(
+        cls, *, original: Tensor, quantized: QuantizedTensor, spec: TensorSpec, linear: Linear | None, **fields: Any
+    ) -> Self:
+        """Build the row of a quantized weight; `linear` multiplies by it, if anything does."""
         scale = None if spec.is_cast else quantized.scale
         return cls(
             scale_min=None if scale is None else float(scale.min()),
             scale_max=None if scale is None else float(scale.max()),
             bytes_before=original.nbytes,
-            bytes_after=stored_bytes(quantized, spec),
+            bytes_after=stored_bytes(quantized, spec, linear),
             **fields,
         )
 

@@ -29,27 +29,28 @@ from quark_fx.plan.pair_sums import PairBound
 _ROWS_AT_ONCE = 8192
 
 
-def stored_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
+def stored_bytes(tensor: QuantizedTensor, spec: TensorSpec, linear: Linear | None = None) -> int:
     """Return the bytes of a stored tensor: packed codes, scales, zero points unless all are the format's.
 
     Args:
         tensor: quantized as `spec` says.
         spec: what the bits of the scales follow from.
+        linear: see `quantize_tensor`.
     """
     total = (tensor.codes.numel() * spec.format.bits + 7) // 8
     if spec.is_cast:
         return total
     if tensor.has_offsets:
-        return total + 2 * _scale_bytes(tensor, spec)
+        return total + 2 * _scale_bytes(tensor, spec, linear)
     points = 0 if spec.scheme.symmetric else (tensor.zero_point.numel() * spec.format.bits + 7) // 8
-    return total + _scale_bytes(tensor, spec) + points
+    return total + _scale_bytes(tensor, spec, linear) + points
 
 
-def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
+def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec, linear: Linear | None) -> int:
     count = tensor.scale.numel()
-    if spec.group_rows > 1 and tensor.axis is not None:
-        rows = tensor.scale.shape[_other_axis(tensor.scale, tensor.axis)]
-        count = count // rows * -(-rows // spec.group_rows)
+    if (together := _rows_together(tensor.codes, spec)) > 1 and count:
+        rows = tensor.scale.shape[_axes(tensor.codes, linear)[0]]
+        count = count // rows * -(-rows // together)
     if spec.sub_group_size and spec.group_size and tensor.axis is not None:
         blocks = tensor.scale.shape[tensor.axis]
         groups = count // blocks * -(-tensor.codes.shape[tensor.axis] // spec.group_size)
@@ -59,9 +60,14 @@ def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
     return count * spec.scale_type.bits // 8 + 4 * (spec.scale_type is ScaleType.FP8_E4M3)
 
 
-def _other_axis(x: Tensor, axis: int) -> int:
-    """Return the first dimension besides `axis`, which counts output channels unless a stack of matrices says more."""
-    return int(axis == 0)
+def _axes(x: Tensor, linear: Linear | None) -> tuple[int, int]:
+    """Return the dimensions of a constant that count output channels and what groups lie along."""
+    return (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
+
+
+def _rows_together(x: Tensor, spec: TensorSpec) -> int:
+    """Return how many output channels of a constant share the scales of their groups."""
+    return spec.group_rows if x.dim() > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class RoundedWeight:
 
 def observe_tensor(x: Tensor, spec: TensorSpec, linear: Linear | None = None, amax: Tensor | None = None) -> Observed:
     """Return what the observer of a spec finds in a constant; arguments are those of `quantize_tensor`."""
-    outputs, inputs = (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
+    outputs, inputs = _axes(x, linear)
     groups = 1 if linear is None else linear.output_groups
     if groups > 1 and spec.granularity is Granularity.CHANNEL:
         return Observed(*_channels_of_groups(x, spec, outputs, inputs, groups))
@@ -162,7 +168,7 @@ def quantize_tensor(
         return QuantizedTensor.cast(x, spec.format)
     settled = qparams is not None
     if qparams is not None:
-        outputs, inputs = (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
+        outputs, inputs = _axes(x, linear)
         axis, block = _layout(x, spec, outputs, inputs, linear is not None and linear.stacked)
     else:
         found = observed or observe_tensor(x, spec, linear, amax)
@@ -199,8 +205,7 @@ def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: T
         scheme = replace(scheme, global_scale=float(global_scale_of(amax, scheme)))
     observe = partial(_row_qparams, spec=spec, scheme=scheme)
     if block:
-        count = spec.group_rows if x.dim() > 1 else 1
-        qparams = _block_qparams(x, observe, axis or 0, block, outputs, count)
+        qparams = _block_qparams(x, observe, axis or 0, block, outputs, _rows_together(x, spec))
         if spec.scale_type.multiples is not None:
             qparams = storable(qparams, spec, axis or 0)
         elif spec.sub_group_size and spec.group_size:

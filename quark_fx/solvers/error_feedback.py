@@ -40,6 +40,9 @@ _ARRAYS = 6
 _ROWS = 64
 """Rows of a Hessian that are moved at once."""
 
+_LARGEST_CODE = 1 << 22
+"""Integer codes that the kernel for GPUs rounds to are below it."""
+
 _DAMPING_STEP = 10.0
 """Damping that does not make `H` positive definite is raised by this factor, up to the mean diagonal itself."""
 
@@ -281,7 +284,7 @@ def _round_piece(
     for column, part in zip(columns[1:], piece, strict=True):
         column.copy_(part.gather(-1, order.expand_as(part)).mT)
     wanted.copy_(real)
-    round_run, longest = _runs(wanted)
+    round_run, longest = _runs(wanted, grid)
 
     def rounded(run: slice) -> None:
         round_run([part[:, run] for part in columns], feedback[:, run, run], grid)
@@ -319,9 +322,12 @@ def in_runs(
     in_runs(wanted, feedback, round_run, longest, whole, (middle, last))
 
 
-def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
-    """Return what rounds a run of columns where `like` is, and how long one may be."""
-    if like.is_cuda and importlib.util.find_spec("triton") is not None:
+def _runs(like: Tensor, grid: Grid) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
+    """Return what rounds a run of columns to a grid where `like` is, and how long one may be."""
+    # The kernel computes the nearest code: it has no table to look one up in, and sums of no more than 22 bits.
+    fmt, largest = grid.format, max(map(abs, grid.limits))
+    computed = fmt.is_float or (fmt.is_integer and largest < _LARGEST_CODE)
+    if computed and like.is_cuda and importlib.util.find_spec("triton") is not None:
         kernel = importlib.import_module("quark_fx.solvers.error_feedback_kernel")
         return kernel.round_run, kernel.COLUMNS
     return round_run, _LEAF

@@ -17,6 +17,10 @@ from quark_fx import QuantConfig, TensorSpec, ops
 from quark_fx.config.quant_config import Granularity
 from quark_fx.errors import ConfigError, ExportError
 from quark_fx.numbers.formats import FORMATS, INT4, Codebook, Format, parse_format, register_format
+from quark_fx.numbers.grid import Grid
+from quark_fx.numbers.qparams import QParams, Scheme
+from quark_fx.observers.histogram import Bins
+from quark_fx.observers.squared_error import Moments, squared_error
 from quark_fx.passes import GPTQ, AdaRound, AutoRound, FitScales
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.solvers.starts import Start
@@ -59,7 +63,56 @@ def test_a_number_becomes_the_nearest_in_the_table(nf4: Codebook) -> None:
     assert torch.equal((nf4.decode(codes) - x.clamp(-1, 1)).abs(), nearest)
     assert torch.equal(nf4.decode(nf4.encode(levels.clone())), levels)
     assert torch.equal(nf4.pattern_values()[nf4.patterns(codes)], nf4.decode(codes))
-    assert bool(nf4.round_(torch.tensor([torch.nan, 0.6]))[0].isnan())
+
+
+@pytest.mark.parametrize("name", ["nf4", "vectors8", "signed8"])
+def test_what_is_not_finite_becomes_what_its_code_stands_for(name: str) -> None:
+    fmt, x = parse_format(name), rand(3, 8)
+    x[0, 2], x[1, 1], x[2, 7] = torch.nan, torch.inf, -torch.inf
+    wanted = fmt.decode(fmt.encode(x.clone()))
+    assert bool(wanted.isfinite().all())
+    assert torch.equal(fmt.round_(x.clone()), wanted)
+
+
+def test_a_table_first_read_while_tracing_or_in_inference_mode_is_read_by_later_calls() -> None:
+    class Rounds(nn.Module):
+        def __init__(self, *values: float) -> None:
+            super().__init__()
+            self.book = Codebook(f"table{values}", values)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.book.round_(x.clone()) * x + self.book.above(x)
+
+    x, model = rand(3, 4), Rounds(-1.0, 0.5, 3.0)
+    program = torch.export.export(model, (x,), strict=False)
+    other = Rounds(0.0, 0.5)
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert other(mode.from_tensor(x)).shape == x.shape
+    with torch.inference_mode():
+        other(x)
+    for module in (model, other):
+        module(x.requires_grad_()).sum().backward()
+    torch.testing.assert_close(program.module()(x), model(x), rtol=0, atol=0)
+
+
+def test_positions_reach_half_a_step_beyond_either_end() -> None:
+    book = Codebook("uneven", (-4.0, -1.0, 0.0, 0.5, 0.75))
+    grid = Grid(torch.ones(1), torch.zeros(1), book.limits, format=book)
+    x = torch.tensor([-9.0, -5.0, 0.2, 0.8, 2.0], requires_grad=True)
+    reached = grid.within_reach(x)
+    torch.testing.assert_close(reached.detach(), torch.tensor([-5.5, -5.0, 0.2, 0.8, 0.875]))
+    register_format(book)
+    value = ops.fake_quantize(x, torch.ones(()), torch.zeros((), dtype=torch.int32), "uneven")
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (value, reached)))
+
+
+def test_a_range_is_judged_by_the_numbers_in_a_table_of_vectors_not_by_its_codes() -> None:
+    edges = torch.linspace(-3, 3, 257, dtype=torch.float64)[None]
+    moments = Moments.of(Bins(edges, rand(1, 256).abs().double()))
+    numbers = Codebook("numbers", tuple(SIGNED.levels().tolist()))
+    qparams = QParams(torch.tensor([[0.5, 1.0, 2.0]]), torch.zeros(1, 3))
+    found, wanted = (squared_error(moments, qparams, Scheme(format=fmt)) for fmt in (SIGNED, numbers))
+    assert torch.equal(found, wanted)
 
 
 def test_neighbors_are_those_of_the_table_and_one_gap_beyond_its_ends(nf4: Codebook) -> None:

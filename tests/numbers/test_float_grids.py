@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from os import environ
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,17 @@ import quark_fx as qfx
 from quark_fx.config.block_formats import BFP16, MX6, MXFP4, MXFP6_E2M3, MXFP6_E3M2, NVFP4
 from quark_fx.config.quant_config import QuantConfig, Target, TensorSpec
 from quark_fx.graph.nodes import tensor_of
-from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2, INT4, FloatFormat
+from quark_fx.numbers.formats import (
+    FP4_E2M1,
+    FP6_E2M3,
+    FP6_E3M2,
+    FP8_E4M3,
+    FP8_E5M2,
+    INT4,
+    INT32,
+    Codebook,
+    FloatFormat,
+)
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Columns
 from quark_fx.numbers.qparams import ScaleType, constrain_scale, recover_global_scale
@@ -32,7 +43,7 @@ from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrec
 from quark_fx.passes.adaround import SoftRounding
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.plan.weights import quantize_tensor
-from quark_fx.solvers.error_feedback import factor, round_with_feedback
+from quark_fx.solvers.error_feedback import _runs, factor, round_run, round_with_feedback
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 from quark_fx.solvers.scale_search import around, fit_scales
 from quark_fx.solvers.starts import Start
@@ -119,6 +130,16 @@ def reference(weight: Tensor, h: Tensor, grid: Grid, by_activation: bool) -> Ten
     return codes[:, order.argsort()]
 
 
+def test_the_kernel_rounds_only_to_what_it_computes() -> None:
+    kernel = pytest.importorskip("quark_fx.solvers.error_feedback_kernel", exc_type=ImportError)
+    gpu: Any = SimpleNamespace(is_cuda=True)
+    one, zero = torch.ones(1), torch.zeros(1)
+    for fmt, limits in ((INT4, (-8, 7)), (INT32, (0, 255)), (FP4_E2M1, FP4_E2M1.limits)):
+        assert _runs(gpu, Grid(one, zero, limits, format=fmt))[0] is kernel.round_run
+    for wide in (Codebook("table", (-1.0, 0.0, 1.0)), INT32):
+        assert _runs(gpu, Grid(one, zero, wide.limits, format=wide))[0] is round_run
+
+
 INTERPRETED = """
 import torch
 from quark_fx.solvers import error_feedback
@@ -136,7 +157,7 @@ for name in ("fp4_e2m1", "fp8_e4m3"):
     scale = weight.abs().amax(-1, keepdim=True) / fmt.max
     grid = Grid(scale, torch.zeros(1), (-fmt.max, fmt.max), format=fmt)
     plain = error_feedback.round_with_feedback(weight, found, grid)
-    error_feedback._runs = lambda like: (error_feedback_kernel.round_run, error_feedback_kernel.COLUMNS)
+    error_feedback._runs = lambda like, grid: (error_feedback_kernel.round_run, error_feedback_kernel.COLUMNS)
     kernel = error_feedback.round_with_feedback(weight, found, grid)
     error_feedback._runs = chosen
     assert torch.isin(kernel.double(), fmt.levels()).all()

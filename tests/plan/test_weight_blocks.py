@@ -91,6 +91,23 @@ def test_a_convolution_and_a_stack_share_scales_of_output_channels() -> None:
     assert bool((last[:, :4] == last[:, :1]).all()) and not torch.equal(last[:, 3], last[:, 4])  # noqa: PT018
 
 
+def test_a_scale_that_channels_share_is_counted_once() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.empty(2, 32, 24)), nn.Parameter(torch.empty(2, 16, 24))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.up @ self.down.mT
+
+    spec = blocks(INT8, 8, 16)
+    qmodel = quantize(seeded(Experts()), QuantConfig(weight=spec, target=TORCH), [rand(2, 5, 32)])
+    up, down = (row.bytes_after for row in qmodel.report().rows)
+    assert up == 2 * 32 * 24 + 4 * 2 * 2 * 3
+    assert down == 2 * 16 * 24 + 4 * 2 * 2 * 2
+    assert stored_bytes(quantize_tensor(rand(40), spec), spec) == 40 + 4 * 3
+
+
 def test_blocks_that_are_none_are_refused() -> None:
     for options, message in (
         ({"granularity": Granularity.CHANNEL}, "group_rows` is for weights"),

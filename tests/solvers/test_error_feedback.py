@@ -206,7 +206,7 @@ for groups, outputs, inputs in ((1, 40, 100), (3, 33, 64), (2, 5, 7)):
     found = error_feedback.factor(x.mT @ x, damping=0.01, by_activation=True)
     grid = Grid(weight.abs().amax(-1, keepdim=True) / 7, torch.ones(1), (-8, 7))
     plain = error_feedback.round_with_feedback(weight, found, grid)
-    error_feedback._runs = lambda like: (error_feedback_kernel.round_run, error_feedback_kernel.COLUMNS)
+    error_feedback._runs = lambda like, grid: (error_feedback_kernel.round_run, error_feedback_kernel.COLUMNS)
     kernel = error_feedback.round_with_feedback(weight, found, grid)
     error_feedback._runs = chosen
     clear = (plain == kernel).all(-1).float().mean()
