@@ -10,12 +10,11 @@ from tiny import rand, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from transformers import LlamaConfig, LlamaForCausalLM
-from zoo import ZOO, capture, difference, double_inputs, in_double, outputs
+from zoo import ZOO, capture, difference, double_inputs, folded, in_double, outputs
 
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.pass_manager import copy_graph, run_passes
+from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.numbers.rotation import Rotation, factors, hadamard
-from quark_fx.passes import fold_batch_norm, fold_constants
 from quark_fx.rescale.rotation_sites import RotationSite, apply_rotation, find_rotation_sites
 
 ROUNDING = 1e-11
@@ -67,14 +66,11 @@ folded and without; of most CNNs as of ResNeXt."""
 @pytest.mark.parametrize("streams", [True, False], ids=["whole streams", "inputs"])
 @pytest.mark.parametrize("name", ROTATED)
 def test_an_architecture_keeps_its_function(name: str, streams: bool) -> None:
-    case = ZOO[name]
-    torch.manual_seed(0)
-    gm, _ = run_passes(capture(seeded(case.make()), case.batches[0]), [fold_batch_norm, fold_constants])
-    gm = in_double(gm)
-    whole, blocks = (rotated(gm, streams=streams, block=block) for block in (None, 4))
-    for inputs in map(double_inputs, case.batches):
-        for changed in (whole, blocks):
-            assert difference(outputs(gm, inputs), outputs(changed, inputs)) < ROUNDING
+    gm, made = folded(name)
+    for block in (None, 4):
+        changed = rotated(gm, streams=streams, block=block)
+        for batch, expected in zip(ZOO[name].batches, made, strict=True):
+            assert difference(expected, outputs(changed, double_inputs(batch))) < ROUNDING
     analysis = find_rotation_sites(gm, streams=streams)
     readers = {node for node in gm.graph.nodes if Linear.of(node) is not None}
     found = {linear.node for site in analysis.sites for linear in site.readers}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torchvision.models as tv
 import transformers
-from tiny import rand
+from tiny import rand, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -17,7 +18,8 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 import quark_fx as qfx
 from quark_fx.graph.nodes import fake_mode, set_parameter, stored_tensors
-from quark_fx.graph.pass_manager import copy_graph
+from quark_fx.graph.pass_manager import copy_graph, run_passes
+from quark_fx.passes import fold_batch_norm, fold_constants
 
 
 def capture(model: nn.Module, batch: Any) -> GraphModule:
@@ -205,3 +207,16 @@ ZOO = {
     "T5 encoder": Case(text("T5EncoderModel", "T5Config", **_T5), ids(), 12, 12),
     "Whisper encoder": Case(whisper, mels(), 5, 8),
 }
+
+
+@cache
+def folded(name: str) -> tuple[GraphModule, list[list[Tensor]]]:
+    """Return an architecture in float64, batch norms and constants folded, with its outputs for both batches.
+
+    It is captured once. Tests change copies; one that changed the graph itself would change it for the next.
+    """
+    case = ZOO[name]
+    torch.manual_seed(0)
+    gm, _ = run_passes(capture(seeded(case.make()), case.batches[0]), [fold_batch_norm, fold_constants])
+    gm = in_double(gm)
+    return gm, [outputs(gm, double_inputs(batch)) for batch in case.batches]
