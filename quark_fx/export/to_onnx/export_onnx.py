@@ -217,6 +217,7 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
     results = results_of(gm)
     names = [name for name, node in zip(input_names, places, strict=True) if _is_tensor(node)]
     result_names = [name for name, node in zip(output_names, results, strict=True) if _is_tensor(node)]
+    result_types = [node.meta["val"].dtype for node in results if _is_tensor(node)]
     errors: list[Exception] = []
     for decompose in (False, True):
         program = to_exported_program(gm)
@@ -233,7 +234,7 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
             continue
         _name_codes(gm, model)
         _name_tensors(gm, model)
-        _separate_outputs(model, result_names)
+        _separate_outputs(model, result_names, result_types)
         return model
     raise ExportError(_missing_lowerings(gm, errors[-1])) from errors[-1]
 
@@ -264,12 +265,22 @@ def _name_tensors(gm: GraphModule, model: ir.Model) -> None:
             taken.add(name)
 
 
-def _separate_outputs(model: ir.Model, names: Sequence[str]) -> None:
-    """Give each output a value and a name of its own, also if two outputs are one value or an output is an input."""
+def _separate_outputs(model: ir.Model, names: Sequence[str], types: Sequence[torch.dtype]) -> None:
+    """Give each output a value and a name of its own, also if two outputs are one value or an output is an input.
+
+    torch computes some functions of 16-bit floats in float32, and casts what reads them, but not an output.
+    """
+    import onnx_ir as ir
     from onnx_ir.passes.common import OutputFixPass
+    from onnx_ir.tensor_adapters import from_torch_dtype
 
     OutputFixPass()(model)
-    for value, name in zip(model.graph.outputs, names, strict=True):
+    for place, (value, name, dtype) in enumerate(zip(model.graph.outputs, names, types, strict=True)):
+        if dtype.is_floating_point and value.dtype not in (None, from_torch_dtype(dtype)):
+            cast = ir.node("Cast", [value], {"to": from_torch_dtype(dtype)})
+            cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, from_torch_dtype(dtype)
+            model.graph.append(cast)
+            model.graph.outputs[place] = value = cast.outputs[0]
         value.name = name
 
 

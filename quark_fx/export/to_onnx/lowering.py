@@ -228,6 +228,18 @@ def _windows(x: Any, axis: int, side: Any, out: int) -> tuple[Any, Any]:
     return op.Cast(inside, to=x.dtype), op.Cast(op.Sub(end, start), to=x.dtype)
 
 
+@lowers("aten.amax.default")
+def amax(x: Any, dim: list[int] | None = None, keepdim: bool = False) -> Any:
+    """`ReduceMax`, of all dimensions where none is named."""
+    return op.ReduceMax(x, *([op.Constant(value_ints=dim)] if dim else []), keepdims=int(keepdim))
+
+
+@lowers("aten.amin.default")
+def amin(x: Any, dim: list[int] | None = None, keepdim: bool = False) -> Any:
+    """`ReduceMin`, of all dimensions where none is named."""
+    return op.ReduceMin(x, *([op.Constant(value_ints=dim)] if dim else []), keepdims=int(keepdim))
+
+
 @lowers("aten.squeeze.dim")
 def squeeze(x: Any, dim: int) -> Any:
     """`Squeeze`; nothing where the size is another than 1, as one that varies was when the model was captured."""

@@ -67,6 +67,12 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _refuse("antialias=True with align_corners=True has no form in ONNX; drop one of the two")
     if name == "aten.lstm.input" and _is_projected(gm, node):
         return _refuse("an LSTM with proj_size has no form in ONNX; project its output with a linear")
+    if name == "aten.cross_entropy_loss.default" and argument(node, 5):
+        return _refuse("label_smoothing has no form in ONNX; write the loss with log_softmax, or leave it out")
+    if name in _DEVIATIONS and value_of(gm, argument(node, 0)).dtype in (torch.float16, torch.bfloat16):
+        return _in_float32
+    if name == "aten.mean.dim" and argument(node, 1) is None:
+        return _mean_of_all
     if name == "aten.diff.default" and argument(node, 1) not in (None, 1):
         return None
     if name == "aten.batch_norm.default" and argument(node, 5):
@@ -84,6 +90,13 @@ _ANTIALIASED = frozenset(
     f"aten._upsample_{kind}2d_aa.{overload}" for kind in ("bilinear", "bicubic") for overload in ("default", "vec")
 )
 
+
+_DEVIATIONS = frozenset(
+    f"aten.{kind}.{overload}"
+    for kind in ("std", "var", "std_mean", "var_mean")
+    for overload in ("default", "dim", "correction")
+)
+"""Operators whose 16-bit operands torch's exporter would cast, which it cannot do for several results or no axes."""
 
 _ADAPTIVE_MAXIMA = frozenset(f"aten.adaptive_max_pool{rank}d.default" for rank in (1, 2, 3))
 
@@ -215,6 +228,21 @@ def _transposed_convolution(gm: GraphModule, node: Node) -> Node:
     operands = (argument(node, position) for position in range(3))
     convolve = aten.convolution.default
     return call(gm, convolve, *operands, stride, padding, dilation, True, beyond, groups, like=node)
+
+
+def _in_float32(gm: GraphModule, node: Node) -> Node | tuple[Node, ...]:
+    dtype = value_of(gm, argument(node, 0)).dtype
+    wide = call(gm, aten.to.dtype, argument(node, 0), torch.float32, like=node)
+    made = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
+    if "mean" not in target_name(node):
+        return call(gm, aten.to.dtype, made, dtype, like=node)
+    parts = (call(gm, operator.getitem, made, place, like=node) for place in (0, 1))
+    return tuple(call(gm, aten.to.dtype, part, dtype, like=node) for part in parts)
+
+
+def _mean_of_all(gm: GraphModule, node: Node) -> Node:
+    dims = list(range(value_of(gm, argument(node, 0)).dim()))
+    return call(gm, node.target, argument(node, 0), dims, *node.args[2:], like=node, **node.kwargs)
 
 
 def _mean_slope(gm: GraphModule, node: Node) -> Node:

@@ -45,10 +45,96 @@ def _log1p(x: Any, *, like: Any) -> Any:
 
 
 @lowers("aten.expm1.default")
+@lowers("aten.special_expm1.default")
 def expm1(x: Any) -> Any:
     """`tanh(x / 2) * (exp(x) + 1)`, which subtracts nothing."""
-    half = op.Mul(x, _constant(x, 0.5))
-    return op.Mul(op.Tanh(half), op.Add(op.Exp(x), _constant(x, 1.0)))
+    return _expm1(x, like=x)
+
+
+def _expm1(x: Any, *, like: Any) -> Any:
+    """Return `expm1(x)` of a value in the type of `like`."""
+    half = op.Mul(x, _constant(like, 0.5))
+    return op.Mul(op.Tanh(half), op.Add(op.Exp(x), _constant(like, 1.0)))
+
+
+@lowers("aten.elu.default")
+def elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
+    """`scale * (max(x, 0) + alpha * expm1(input_scale * min(x, 0)))`; ONNX Runtime's `Elu` subtracts 1 from `exp`."""
+    zero = _constant(x, 0.0)
+    below = _expm1(op.Mul(op.Min(x, zero), _constant(x, input_scale)), like=x)
+    below = op.Mul(below, _constant(x, alpha * scale))
+    return op.Add(op.Mul(op.Max(x, zero), _constant(x, scale)), below)
+
+
+@lowers("aten.celu.default")
+def celu(x: Any, alpha: float = 1.0) -> Any:
+    """See `elu`."""
+    return elu(x, alpha, 1.0, 1 / alpha)
+
+
+@lowers("aten.selu.default")
+def selu(x: Any) -> Any:
+    """See `elu`.
+
+    Source:
+        Klambauer et al. 2017, "Self-normalizing neural networks", section 2.
+    """
+    return elu(x, 1.6732632423543772, 1.0507009873554805)
+
+
+_ERFCX = (
+    -1.26551223,
+    1.00002368,
+    0.37409196,
+    0.09678418,
+    -0.18628806,
+    0.27886807,
+    -1.13520398,
+    1.48851587,
+    -0.82215223,
+    0.17087277,
+)
+
+
+@lowers("aten.erfc.default")
+@lowers("aten.special_erfc.default")
+def erfc(x: Any) -> Any:
+    """`exp(-x ** 2) * erfcx(x)`, which has a relative error of at most 1.2e-7 where `1 - erf(x)` has no digit left.
+
+    Source:
+        Press et al. 1992, "Numerical recipes in C", section 6.2.
+    """
+    tail = _scaled_tail(x, op.Neg(op.Mul(x, x)))
+    return op.Where(op.Less(x, _constant(x, 0.0)), op.Sub(_constant(x, 2.0), tail), tail)
+
+
+@lowers("aten.special_erfcx.default")
+def erfcx(x: Any) -> Any:
+    """`exp(x ** 2) * erfc(x)`; see `erfc`."""
+    zero, tail = _constant(x, 0.0), _scaled_tail(x, None)
+    below = op.Sub(op.Mul(_constant(x, 2.0), op.Exp(op.Mul(x, x))), tail)
+    return op.Where(op.Less(x, zero), below, tail)
+
+
+def _scaled_tail(x: Any, exponent: Any) -> Any:
+    """Return `erfcx(|x|) * exp(exponent)`."""
+    one = _constant(x, 1.0)
+    t = op.Div(one, op.Add(one, op.Mul(op.Abs(x), _constant(x, 0.5))))
+    *lower, power = (_constant(x, factor) for factor in _ERFCX)
+    for factor in reversed(lower):
+        power = op.Add(op.Mul(power, t), factor)
+    return op.Mul(t, op.Exp(power if exponent is None else op.Add(exponent, power)))
+
+
+@lowers("aten.logdet.default")
+def logdet(x: Any) -> Any:
+    """`log(det(x / c)) + n log(c)`, `c` a power of two near the largest magnitude: the determinant itself overflows."""
+    rows = op.CastLike(op.Gather(op.Shape(x), op.Constant(value_int=-1)), x)
+    peak = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[-2, -1]), keepdims=1)
+    exponent = op.Floor(op.Div(op.Log(peak), _constant(x, math.log(2))))
+    scale = op.Where(op.Equal(peak, _constant(x, 0.0)), _constant(x, 1.0), op.Pow(_constant(x, 2.0), exponent))
+    factor = op.Mul(rows, op.Log(op.Squeeze(scale, op.Constant(value_ints=[-2, -1]))))
+    return op.Add(op.Log(op.Det(op.Div(x, scale))), factor)
 
 
 @lowers("aten.log_sigmoid.default")
@@ -97,6 +183,27 @@ def remainder(x: Any, other: Any) -> Any:
     rest, zero = op.Mod(x, divisor, fmod=1), _constant(x, 0.0)
     across = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
     return op.Where(across, op.Add(rest, divisor), rest)
+
+
+@lowers("aten.div.Scalar_mode")
+@lowers("aten.div.Tensor_mode")
+def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    """`Div` of integers as integers, which truncates: a float does not hold a large one."""
+    divisor = other if isinstance(other, ir.Value) else _constant(x, other)
+    if x.dtype.is_floating_point() or rounding_mode is None:
+        quotient = op.Div(x, divisor)
+        if rounding_mode == "trunc":
+            return op.Mul(op.Sign(quotient), op.Floor(op.Abs(quotient)))
+        return quotient if rounding_mode is None else op.Floor(quotient)
+    wide = ir.DataType.INT64 if x.dtype == ir.DataType.INT64 else ir.DataType.INT32  # no kernel divides narrower ones
+    x, divisor, narrow = op.Cast(x, to=wide), op.Cast(divisor, to=wide), x.dtype
+    quotient = op.Div(x, divisor)
+    if rounding_mode == "floor":
+        zero = op.Constant(value=ir.Tensor(np.asarray(0, wide.numpy())))
+        inexact = op.Not(op.Equal(op.Mul(quotient, divisor), x))
+        below = op.And(inexact, op.Xor(op.Less(x, zero), op.Less(divisor, zero)))
+        quotient = op.Sub(quotient, op.Cast(below, to=wide))
+    return op.Cast(quotient, to=narrow)
 
 
 @lowers("aten.group_norm.default")
