@@ -26,6 +26,7 @@ from quark_fx import QuantConfig, observers, presets
 from quark_fx.capture.capture import capture_graph
 from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.calibration import observe_batches, read_observers, watches_in
+from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.graph.pass_manager import run_passes
 from quark_fx.passes import calibrate, insert_observers
@@ -109,7 +110,7 @@ def measure(name: str, rounds: int) -> Iterator[list[str]]:
 def watched(gm: GraphModule, observer: observers.Observer, batches: list[list[Any]]) -> tuple[GraphModule, Context]:
     """Return a graph with observers in it, and the context that has the batches."""
     cpu = torch.device("cpu")
-    context = Context(with_observer(observer), ActivationCache(None, cpu), cpu, unread=map(list, batches))
+    context = Context(with_observer(observer), CalibrationData(ActivationCache(), unread=map(list, batches)), cpu)
     return run_passes(gm, [insert_observers], context=context)[0], context
 
 

@@ -44,6 +44,7 @@ from quark_fx.capture.capture import Captured, capture_graph
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.calibration import fast_layout
+from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.graph.linear import Linear
@@ -377,8 +378,8 @@ def pass_rows(name: str, rounds: int) -> Iterator[list[str]]:
     gm, _ = run_passes(captured.module, presets.INT8_STATIC.passes)
     batches = [captured.signature.flatten(*split_batch(batch)) for batch in data]
     device = torch.device("cpu")
-    context = Context(presets.INT8_STATIC, ActivationCache(None, device), device)
-    context.add_batches(batches)
+    context = Context(presets.INT8_STATIC, CalibrationData(ActivationCache(None, device)), device)
+    context.data.add_batches(batches)
     sites: dict[str, int] = {}
 
     def forward() -> None:

@@ -179,7 +179,7 @@ def _transformed(
     memory, disk = resources.memory_bytes, resources.disk_bytes
     gm, records = session.rewritten(context, shelf, verify_inputs)
     _, others = divided(config.passes)
-    learns = reads_data_often(context, config) and bool(context.batches)
+    learns = reads_data_often(config, ranks, by_block=context.by_block) and bool(context.data.batches)
     if memory is not None or disk is not None or (learns and progress):
         expected = expect(gm, config, context, others, shelf=shelf is not None)
         if memory is not None or disk is not None:
@@ -190,9 +190,9 @@ def _transformed(
         if learns and progress:
             tqdm.write(str(expected), file=sys.stderr)
     if checkpoint is not None or not ranks.alone:
-        run = fingerprint(session.captured.module, context)
+        run = fingerprint(session.captured.module, config, context.data)
         ranks.require_same(run)
-        context.keep_share()
+        context.data.keep_share()
         context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
     floats = [p for p in others if pass_stage(p) is Stage.FLOAT]
     gm, rewritten = run_passes(gm, floats, verify_inputs=verify_inputs, context=context, in_place=True)
@@ -244,7 +244,7 @@ def predict(
             placed = Resources(device=resources.device)
             session = Session.of_one_run(model, config, first, batches, dynamic_shapes, placed, shelf)
         with session.run(config, shelf) as context:
-            shapes = [] if context.batches else [batch_shape(leaves) for leaves in context.unread]
+            shapes = [] if context.data.batches else [batch_shape(leaves) for leaves in context.data.unread]
             gm, _ = session.rewritten(context, shelf)
             return expect(gm, config, context, divided(config.passes)[1], shelf=streamed, shapes=shapes)
 

@@ -19,6 +19,7 @@ from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
 from quark_fx.engine.activation_cache import ActivationCache
+from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.known import Known
 from quark_fx.engine.ranks import ALONE, Ranks
@@ -124,7 +125,7 @@ class Session:
         """
         if isinstance(model, Session):
             require_of_session(data, dynamic_shapes, resources)
-            if not model.base.batches:
+            if not model.data.batches:
                 raise CalibrationError(lacking)
             return model
         first, batches = peek(data)
@@ -166,8 +167,8 @@ class Session:
         self._begin(model, first, batches, dynamic_shapes, resources, shelf, ranks)
         if (memory := resources.memory_bytes) is not None:
             # What data may take before the rest is known.
-            self.base.cache.limit_further(max(0, memory - occupied()) // 2)
-        if reads_data_often(self.base, config):
+            self.data.cache.limit_further(max(0, memory - occupied()) // 2)
+        if reads_data_often(config, ranks, by_block=self.by_block or shelf is not None):
             self._keep()
         return self
 
@@ -214,13 +215,17 @@ class Session:
         place = home
         if resources.device is not None:
             place = torch.empty(0, device=resources.device, dtype=torch.float32).device  # with its index
+        self.device, self.by_block = place, place != home
         names = self.captured.signature.input_names
-        self.base = Context(QuantConfig(), ActivationCache(resources.cache, place), place, names=names, ranks=ranks)
-        self.base.by_block = place != home
-        self._place_on(shelf, self.base)
+        self.data = CalibrationData(ActivationCache(resources.cache, place), names, ranks)
+        self._place_on(shelf, self.data)
 
-    def _place_on(self, shelf: Shelf | None, context: Context) -> None:
-        """Let a run keep what it makes on a shelf."""
+    def _place_on(self, shelf: Shelf | None, data: CalibrationData) -> None:
+        """Keep the files of a run on a shelf, unless a budget names another directory.
+
+        Raises:
+            ConfigError: If the model is not on the CPU.
+        """
         if shelf is None:
             return
         home = device_of(self.captured.module)
@@ -229,16 +234,15 @@ class Session:
                 f"a run with output_dir reads weights from files of the host, and the model is on {home}; load it on "
                 f'the CPU and pass resources=Resources(device="{home}", ...), where its blocks then run'
             )
-        context.by_block = True
-        if context.cache.budget.directory is None:
-            context.cache.budget = replace(context.cache.budget, directory=shelf.directory)
+        if data.cache.budget.directory is None:
+            data.cache.budget = replace(data.cache.budget, directory=shelf.directory)
 
     def _keep(self) -> None:
         """Keep the batches."""
         try:
-            self.base.keep_batches(flat_batches(self.captured, self.unread))
+            self.data.keep_batches(flat_batches(self.captured, self.unread))
         except BaseException:
-            self.base.cache.close()
+            self.data.cache.close()
             raise
         self.unread = ()
 
@@ -255,7 +259,7 @@ class Session:
         Raises:
             QuarkError: if the model was changed since the session began; the message names what.
         """
-        context = self._context(config, shelf)
+        context = self.context(config, shelf)
         try:
             yield context
         except BaseException:
@@ -264,17 +268,17 @@ class Session:
         finally:
             context.cache.close()
 
-    def _context(self, config: QuantConfig, shelf: Shelf | None) -> Context:
-        parted = any(map(learns_from_data, config.passes)) and divisible(self.captured)
-        if not self.shares:
-            self.base.config = config
-            self.base.divide(divisible=parted)
-            if not self.base.batches:
-                self.base.unread = flat_batches(self.captured, self.unread)
-            return self.base
-        self._require_unchanged()
-        context = self.base.of(config, divisible=parted)
-        self._place_on(shelf, context)
+    def context(self, config: QuantConfig, shelf: Shelf | None = None) -> Context:
+        """Return the context of a run, which `run` closes."""
+        if self.shares:
+            self._require_unchanged()
+        data = self.data.for_another_run() if self.shares else self.data
+        self._place_on(shelf, data)
+        learns = any(map(learns_from_data, config.passes))
+        data.divide(divisible=learns and divisible(self.captured), learns=learns)
+        if not data.batches:
+            data.unread = flat_batches(self.captured, self.unread)
+        context = Context(config, data, self.device, by_block=self.by_block or shelf is not None)
         context.known = self.known(context) if shelf is None else None
         return context
 
@@ -282,7 +286,7 @@ class Session:
         """Return what is known of the float graph of a run on its batches, `None` if that is its own."""
         if not self.shares or (made_of := _made_of(context.config)) is None:
             return None
-        found = self._known.setdefault((made_of, len(context.batches)), Known())
+        found = self._known.setdefault((made_of, len(context.data.batches)), Known())
         for other in self._known.values():
             if other is not found:
                 other.weights.clear()
@@ -316,7 +320,7 @@ class Session:
     def example(self) -> tuple[Any, ...] | None:
         """Return the flat inputs of the first batch, `None` if there is none."""
         if self.shares:
-            return tuple(self.base.inputs(0)) if self.base.batches else None
+            return tuple(self.data.inputs(0)) if self.data.batches else None
         return None if self._first is None else tuple(flatten(self.captured, self._first))
 
     def shared(self) -> list[Tensor]:
@@ -405,9 +409,9 @@ def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPas
     return rewrites, ordered[len(rewrites) :]
 
 
-def reads_data_often(context: Context, config: QuantConfig) -> bool:
-    """Tell whether a run reads its data more than once, or in parts, so that it has to be kept."""
-    return context.by_block or not context.ranks.alone or any(map(needs_context, config.passes))
+def reads_data_often(config: QuantConfig, ranks: Ranks, *, by_block: bool) -> bool:
+    """Tell whether a run reads its data more than once, or in parts, so that the data has to be kept."""
+    return by_block or not ranks.alone or any(map(needs_context, config.passes))
 
 
 def divisible(captured: Captured) -> bool:

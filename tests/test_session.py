@@ -315,9 +315,7 @@ class WriteAndFail:
 def test_a_run_that_fails_half_way_does_not_spoil_the_next() -> None:
     session = qfx.Session(model(), batches())
     quantize(session, INT8_STATIC)
-    folded = {*session.rewritten(session.base.of(INT8_STATIC, divisible=False))[0].state_dict()} - {
-        *model().state_dict()
-    }
+    folded = {*session.rewritten(session.context(INT8_STATIC))[0].state_dict()} - {*model().state_dict()}
     with pytest.raises(RuntimeError, match="half way"):
         quantize(session, with_passes(WriteAndFail(min(folded))))
     for name in ("min-max", "mse"):

@@ -17,7 +17,7 @@ from quark_fx.analysis.trials import unpadded
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import relative_error
 from quark_fx.engine.blocks import extract
-from quark_fx.engine.context import Positions
+from quark_fx.engine.calibration_data import Positions
 from quark_fx.errors import ConfigError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes, parameter, placeholders

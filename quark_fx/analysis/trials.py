@@ -17,7 +17,8 @@ from quark_fx.analysis.switches import NO_FLOATS, SwitchedGraph
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import compute_weights, relative_error
 from quark_fx.engine.calibration import fast_layout
-from quark_fx.engine.context import Context, Positions, without_padding
+from quark_fx.engine.calibration_data import Positions, without_padding
+from quark_fx.engine.context import Context
 from quark_fx.engine.known import Known
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.evaluation.tasks import divergence_of
@@ -147,7 +148,7 @@ class Trials:
         Raises:
             CalibrationError: if no part is left.
         """
-        positions = map(self.context.positions_in, self.parts)
+        positions = map(self.context.data.positions_in, self.parts)
         parts = zip(self.parts, self.names, positions, strict=True)
         found = [part for part in parts if part[2] is None or len(part[2].rows)]
         if not found:
@@ -322,13 +323,13 @@ def parts_of(context: Context, samples: int, *, divisible: bool) -> tuple[list[l
     Where batches are no rows of samples, the inputs are of whole ones.
     """
     found, names = list[list[Any]](), list[str]()
-    for index in reversed(range(len(context.batches))):
-        leaves = context.inputs(index)
+    for index in reversed(range(len(context.data.batches))):
+        leaves = context.data.inputs(index)
         wanted = samples - sum(map(samples_in, found))
         if wanted <= 0:
             break
         found += reversed(list(_split(leaves, wanted))) if divisible else [leaves]
-        names += [f"calibration batch {context.number_of(index)}"] * (len(found) - len(names))
+        names += [f"calibration batch {context.data.number_of(index)}"] * (len(found) - len(names))
     return found[::-1], names[::-1]
 
 

@@ -82,7 +82,7 @@ class BlockRun:
 
     def outputs(self, batch: int) -> list[Any]:
         """Return what the quantized block makes now of its quantized inputs, in the order of `targets`."""
-        with torch.no_grad(), running(self._context.number_of(batch)):
+        with torch.no_grad(), running(self._context.data.number_of(batch)):
             return self.made(self.module(*self.inputs(batch)))
 
     def made(self, outputs: Sequence[Any]) -> list[Any]:
@@ -108,7 +108,7 @@ class BlockRun:
         # Squared error, squared target, and how many batches have a float there.
         sums = torch.zeros(len(self.block.made), 3, dtype=torch.float64, device=self._context.device)
         with torch.no_grad():
-            for batch in self._context.validation:
+            for batch in self._context.data.validation:
                 made = with_room(self._context, partial(outputs or self.outputs, batch))
                 for i, noise, signal in _squares(made, self.targets(batch)):
                     sums[i] += torch.stack((noise, signal, torch.ones_like(noise)))
@@ -268,12 +268,12 @@ class Streams:
     def value(self, stream: str, name: str, batch: int) -> Any:
         """Return a value of a stream."""
         if name in self.inputs:
-            return self.context.input(batch, self.inputs[name])
+            return self.context.data.input(batch, self.inputs[name])
         return self.cache.get(self._key(stream, name, batch))
 
     def _key(self, stream: str, name: str, batch: int) -> Hashable:
         if name in self.inputs:
-            return self.context.key_of_input(batch, self.inputs[name])
+            return self.context.data.key_of_input(batch, self.inputs[name])
         return "float" if name in self.shared else stream, name, batch
 
     def advance(self, stream: str, block: Block, module: GraphModule) -> None:
@@ -282,7 +282,7 @@ class Streams:
         with torch.no_grad():
             for batch in self.batches:
                 give_back()
-                with running(self.context.number_of(batch)):
+                with running(self.context.data.number_of(batch)):
                     outputs = with_room(
                         self.context,
                         lambda batch=batch: module(*self.values(stream, block.inputs, batch)),  # type: ignore[misc]
@@ -318,11 +318,11 @@ def walk_blocks(
     Raises:
         CalibrationError: if there is no calibration data.
     """
-    context.require_batches()
+    context.data.require_batches()
     reference = context.float_graph
     walk = context.next_walk()
     blocks = _learning(find_blocks(reference, unit), context)
-    streams = Streams(reference, context, range(len(context.batches)))
+    streams = Streams(reference, context, range(len(context.data.batches)))
     float_nodes, quantized_nodes = named_nodes(reference), carriers(gm)
     settled = set[str]()
     try:
@@ -430,9 +430,9 @@ def walk_float_blocks(
         label: of the progress bar.
         watched: calls without readers that run once, with the first block that has what they read.
     """
-    context.require_batches()
+    context.data.require_batches()
     blocks = find_blocks(gm, unit)
-    streams = Streams(gm, context, range(len(context.batches)))
+    streams = Streams(gm, context, range(len(context.data.batches)))
     nodes, watches = named_nodes(gm), dict(watched or {})
     try:
         for index, block in enumerate(

@@ -130,8 +130,8 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
         raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
     failed = [
         CalibrationError(
-            f"calibration batch {context.number_of(batch)}: input {places[position].target} holds NaN or infinity; "
-            "remove such samples"
+            f"calibration batch {context.data.number_of(batch)}: input {places[position].target} holds NaN or "
+            "infinity; remove such samples"
         )
         for batch, flags in enumerate(torch.stack(finite).tolist())
         for flag, position in zip(flags, quantized, strict=True)
@@ -237,7 +237,7 @@ def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], N
         context: of the run.
         look: called with the flat inputs of each batch.
     """
-    batches = context.flat_batches(context.device if context.by_block else device_of(gm))
+    batches = context.data.flat_batches(context.device if context.by_block else device_of(gm))
     if context.by_block:
         if look is not None:
             for leaves in batches:
@@ -249,7 +249,7 @@ def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], N
         for batch, leaves in enumerate(bar):
             if look is not None:
                 look(leaves)
-            with running(context.number_of(batch)):
+            with running(context.data.number_of(batch)):
                 gm(*map(lay_out, leaves))
 
 

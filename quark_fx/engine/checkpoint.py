@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,13 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.fx import GraphModule
 
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.nodes import stored_tensors, target_name
 from quark_fx.graph.pass_manager import Change
 from quark_fx.system.writable import replace_synced
-
-if TYPE_CHECKING:
-    from quark_fx.engine.context import Context
 
 _OWNER = "run.json"
 """The file that says which run finished blocks are of."""
@@ -132,22 +131,22 @@ def _digest(tensors: Mapping[str, Tensor], changes: str) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
+def fingerprint(gm: GraphModule, config: QuantConfig, data: CalibrationData) -> dict[str, str]:
     """Return digests of a graph with its tensors, of the configuration and of the calibration data, to tell runs apart.
 
     The code of a pass does not count.
     """
-    model, configuration, data = (hashlib.sha256() for _ in range(3))
-    configuration.update(json.dumps(context.config.to_dict(), sort_keys=True, default=str).encode())
+    model, configuration, batches = (hashlib.sha256() for _ in range(3))
+    configuration.update(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
     for node in gm.graph.nodes:
         model.update(f"{node.name} {target_name(node)} {node.args} {node.kwargs}".encode())
     for name, tensor in stored_tensors(gm).items():
         _update(model, name, tensor)
-    for batch in range(len(context.batches)):
-        for position, leaf in enumerate(context.inputs(batch)):
-            _update(data, f"batch {batch} {position}", leaf)
-    digests = {"model": model, "configuration": configuration, "data": data}
-    others = {"number of ranks": str(context.ranks.count), "version": _version()}
+    for batch in range(len(data.batches)):
+        for position, leaf in enumerate(data.inputs(batch)):
+            _update(batches, f"batch {batch} {position}", leaf)
+    digests = {"model": model, "configuration": configuration, "data": batches}
+    others = {"number of ranks": str(data.ranks.count), "version": _version()}
     return {what: digest.hexdigest()[:32] for what, digest in digests.items()} | others
 
 

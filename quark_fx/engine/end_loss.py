@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.engine.context import Positions
+from quark_fx.engine.calibration_data import Positions
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import CAST, is_floating, results_of, target_name, value_of
 

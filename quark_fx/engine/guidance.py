@@ -84,7 +84,7 @@ class Guidance:
         Raises:
             CalibrationError: if there is no data.
         """
-        context.require_batches()
+        context.data.require_batches()
         coded = [op for op in context.plan.values() if isinstance(op, Coded)]
         linears = {op.node.name: op.linear for op in coded if op.linear is not None and op.linear.matrices is not None}
         kernels = {name: bool(linear.kernel_axes) for name, linear in linears.items()}
@@ -94,10 +94,10 @@ class Guidance:
         together = {name: _no_rows(linear, context.device) for name, linear in single.items()}
         walk = BackWalk(gm, find_blocks(gm, Unit.BLOCK), named_nodes(gm), context, watched=frozenset(kernels))
         generator, blocked = accelerator.new_generator(context.device), ""
-        batches = range(len(context.batches))
+        batches = range(len(context.data.batches))
         for batch in tqdm(batches, desc="guidance", unit="batch", disable=not context.progress, leave=False):
-            generator.manual_seed(context.first + batch)
-            gradients = loss.sampled(walk.forward(batch), context.kept_positions(batch), generator)
+            generator.manual_seed(context.data.first + batch)
+            gradients = loss.sampled(walk.forward(batch), context.data.kept_positions(batch), generator)
             try:
                 for name, gradient in walk.backward(gradients):
                     rows = gradient.float().movedim(1 if kernels[name] else -1, -1)
@@ -206,7 +206,7 @@ def _tempered(
     # Of each power: the sum, and that of squares, which float32 has no room for; at last the number of rows.
     sums = torch.zeros(len(inputs), 2 * len(_POWERS) + 1, dtype=torch.float64, device=context.device)
     for i, name in enumerate(inputs):
-        for batch in range(len(context.batches)):
+        for batch in range(len(context.data.batches)):
             if (found := weights.get((name, batch))) is not None:
                 raised = torch.stack([found.double() ** power for power in _POWERS]).flatten(1)
                 count = torch.full_like(raised[:1, 0], raised.shape[1])

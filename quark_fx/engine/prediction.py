@@ -121,7 +121,7 @@ def expect(
         shapes: of each batch's inputs, if they are not kept; default: one batch like that it was captured with.
     """
     plan = plan_quantization(gm, config, quiet=True)
-    largest, batches = _largest(context.shapes or shapes)
+    largest, batches = _largest(context.data.shapes or shapes)
     sizes = Sizes(gm, plan.operators, batches / context.ranks.count, largest)
     home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)
     stages, held = [], 0

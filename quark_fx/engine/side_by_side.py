@@ -47,10 +47,10 @@ class SideBySide:
         self._quantized = BackWalk(gm, blocks, carriers(gm), context, tensors=frozenset(tensors), stream="quantized")
         given = {node.name for node in placeholders(reference)}  # the cache holds these already
         kept = [name for name in blocks[-1].inputs if name not in given]
-        self._keys = [(_LAST, name, batch) for name in kept for batch in range(len(context.batches))]
+        self._keys = [(_LAST, name, batch) for name in kept for batch in range(len(context.data.batches))]
         for run in walk_float_blocks(reference, context, label="predictions"):
             if run.block.inputs == blocks[-1].inputs:
-                for batch in range(len(context.batches)):
+                for batch in range(len(context.data.batches)):
                     for name, value in zip(run.block.inputs, run.inputs(batch), strict=True):
                         if name not in given:
                             context.cache.put((_LAST, name, batch), value)
@@ -80,7 +80,7 @@ class SideBySide:
 
     def _compared(self, batch: int, *, keep: bool) -> tuple[Tensor, list[Any]]:
         wanted, results = self._float.forward(batch, keep=True), self._quantized.forward(batch, keep=keep)
-        return self._loss.compared(results, wanted, self._context.kept_positions(batch))
+        return self._loss.compared(results, wanted, self._context.data.kept_positions(batch))
 
     @property
     def count(self) -> int:

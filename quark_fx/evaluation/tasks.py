@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from quark_fx.engine.context import require_no_nan
+from quark_fx.engine.calibration_data import require_no_nan
 from quark_fx.errors import QuarkError
 from quark_fx.evaluation.runs import Run, main_tensor, run_of
 

@@ -389,7 +389,7 @@ def run_passes(
             records.append(PassRecord(name, rewrites, seconds))
         else:
             changes, context.remark, remark = tuple(context.take_changes()), "", context.remark
-            validated = context.has_validation and promise.validated and not context.all_samples_learned
+            validated = context.data.has_validation and promise.validated and not context.all_samples_learned
             context.all_samples_learned |= any(change.all_samples for change in changes)
             records.append(PassRecord(name, rewrites, seconds, changes, validated, remark))
     return gm, records

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from quark_fx.analysis.trials import Metric, Trials, metric_of, parts_of, samples_in
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import compute_weights
-from quark_fx.engine.context import require_no_nan
+from quark_fx.engine.calibration_data import require_no_nan
 from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph.pass_manager import copy_graph

@@ -140,7 +140,7 @@ class LearnRotations(Rotating):
             learned = self._learn(site)
         before, after = (site.judge(rotation) for rotation in (drawn.rotation, learned))
         kept = after < before  # false if either is NaN
-        what = f"{'learned' if kept else f'as drawn, no better on {context.judged_on}'}; {drawn.what}"
+        what = f"{'learned' if kept else f'as drawn, no better on {context.data.judged_on}'}; {drawn.what}"
         seconds = time.perf_counter() - began
         change = Change(drawn.name, what, True, before, after if kept else before, seconds)
         return site.pack(learned if kept else drawn.rotation), change
@@ -188,7 +188,7 @@ class _Value:
     def sample(self, context: Context, entrance: Entrance, wanted: int) -> None:
         """Remember about as many rows as are wanted of the batches of all ranks, in random order."""
         generator = torch.Generator().manual_seed(0)
-        for what, batches in (("learned", context.calibration), ("judged", context.validation)):
+        for what, batches in (("learned", context.data.calibration), ("judged", context.data.validation)):
             part = Part.of(batches, context)
             each, some = -(-wanted // max(1, part.count)), spread_indices(part.count, wanted).tolist()
             numbered = ((batch, number) for batch, number in part.numbers.items() if number in some)
@@ -203,7 +203,7 @@ class _Value:
     @torch.no_grad()
     def _some(self, entrance: Entrance, batch: int, number: int, context: Context, count: int) -> Tensor:
         """Return rows of a batch, spread over it, and of each batch at other places."""
-        (rows,) = entrance.values(batch, context.kept_positions(batch)).matrices(self.mapping)
+        (rows,) = entrance.values(batch, context.data.kept_positions(batch)).matrices(self.mapping)
         rows = rows[spread_indices(len(rows), count, seed=number).to(rows.device)]
         return rows if self.factor is None else rows / self.factor.to(rows)
 

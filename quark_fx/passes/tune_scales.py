@@ -106,7 +106,7 @@ class TuneScales(Selective):
             first = best = _validation_loss(both, context)
             if not math.isfinite(first):
                 raise CalibrationError(
-                    f"the end loss of the quantized model on {context.judged_on} is {first}; check that the float "
+                    f"the end loss of the quantized model on {context.data.judged_on} is {first}; check that the float "
                     "model returns finite values for the calibration data, and that an attention mask leaves tokens"
                 )
             kept = [p.detach().clone() for p in parameters]
@@ -127,7 +127,7 @@ class TuneScales(Selective):
             scales.offset = offset
             stored |= scales.store(gm)
             changed = bool(offset.any())
-            unused, worse = "what the model returns does not depend on it", f"no better on {context.judged_on}"
+            unused, worse = "what the model returns does not depend on it", f"no better on {context.data.judged_on}"
             reason = worse if best == first else unused
             what = "scales" if changed else f"skipped: {reason}"
             context.note(Change(scales.weight.name, what, changed, first, best))
@@ -165,7 +165,7 @@ class _Order:
     """
 
     def __init__(self, context: Context, count: int, seed: int) -> None:
-        here = context.calibration
+        here = context.data.calibration
         counts = context.ranks.gather(len(here))
         first = sum(counts[: context.ranks.index])
         self._here = {first + i: batch for i, batch in enumerate(here)}
@@ -183,7 +183,7 @@ class _Order:
 def _validation_loss(both: SideBySide, context: Context) -> float:
     """Return the end loss on the validation data of all ranks."""
     sums = torch.zeros(both.count, 2, dtype=torch.float32, device=context.device)
-    for batch in context.validation:
+    for batch in context.data.validation:
         sums += both.loss(batch)
     context.ranks.add(sums)
     return float((sums[:, 0] / sums[:, 1]).sum())

@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.calibration import run_batches, watching
-from quark_fx.engine.context import Context, without_padding
+from quark_fx.engine.calibration_data import without_padding
+from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes
@@ -58,9 +59,9 @@ class EnergyTrial(Trial[Linear]):
         cls, gm: GraphModule, sites: Mapping[int, PlannedSite[Linear]], context: Context, label: str
     ) -> Iterator[tuple[int, _Squares]]:
         """Sum squares in one forward pass."""
-        context.require_batches()
+        context.data.require_batches()
         read = {(r.scaled.value, r.scaled.axis) for site in sites.values() for r in site.readers}
-        parts = [frozenset(context.calibration), frozenset(context.validation)]
+        parts = [frozenset(context.data.calibration), frozenset(context.data.validation)]
         watches = {key: _Watch(key[1], parts, context) for key in read}
         nodes = named_nodes(gm)
         with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):
@@ -174,7 +175,7 @@ class _Watch(nn.Module):
     def forward(self, x: Tensor) -> None:
         for i, part in enumerate(self.parts):
             if self.batches in part:
-                rows = without_padding(x.movedim(self.axis, -1), self.context.kept_positions(self.batches))
+                rows = without_padding(x.movedim(self.axis, -1), self.context.data.kept_positions(self.batches))
                 found = rows.float().square().sum(0)
                 known = self.squares[i]
                 self.squares[i] = found if known is None else known + found

@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 
 from quark_fx.engine.block_walk import running
 from quark_fx.engine.blocks import extract
-from quark_fx.engine.context import Context, Positions, without_padding
+from quark_fx.engine.calibration_data import Positions, without_padding
+from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import placeholders
@@ -113,8 +114,8 @@ class Hessian:
         """
         moment = cls.empty(*entrance.shape, context.device, shifted=reference is not None)
         with torch.no_grad():
-            for batch in range(len(context.batches)) if batches is None else batches:
-                kept = context.kept_positions(batch)
+            for batch in range(len(context.data.batches)) if batches is None else batches:
+                kept = context.data.kept_positions(batch)
                 found = weights(batch) if weights is not None else None
                 reals = reference.values(batch, kept).weighted(found) if reference is not None else None
                 moment.add(entrance.mapping, entrance.values(batch, kept).weighted(found), reals)
@@ -129,9 +130,9 @@ class Hessian:
     @classmethod
     def of_parts(cls, context: Context, entrance: Entrance) -> tuple[Hessian, Hessian]:
         """Return the sums over the batches to learn from, and over those that judge; without any, the same ones."""
-        learned = cls.measure(context, entrance, batches=context.calibration)
-        judged = context.has_validation
-        return learned, cls.measure(context, entrance, batches=context.validation) if judged else learned
+        learned = cls.measure(context, entrance, batches=context.data.calibration)
+        judged = context.data.has_validation
+        return learned, cls.measure(context, entrance, batches=context.data.validation) if judged else learned
 
     def add(self, mapping: LinearMap, values: Entering, reals: Entering | None = None) -> None:
         """Add the rows of a batch.

@@ -57,9 +57,9 @@ class FormJudge:
         """Choose the weights of operators that read one value."""
         context, began = self.context, time.perf_counter()
         parts = [place for place in places if isinstance(place, Part)]
-        seen = judge = with_room(context, lambda: self.reading.measure(parts, context, context.calibration))
-        if context.has_validation:
-            judge = with_room(context, lambda: self.reading.measure(parts, context, context.validation))
+        seen = judge = with_room(context, lambda: self.reading.measure(parts, context, context.data.calibration))
+        if context.data.has_validation:
+            judge = with_room(context, lambda: self.reading.measure(parts, context, context.data.validation))
         self._loads = self._loads or [0.0] * context.ranks.count
         owners = context.ranks.owners([part.real.numel() * seen.h.shape[-1] for part in parts], self._loads)
         own = [part for part, owner in zip(parts, owners, strict=True) if owner == context.ranks.index]
@@ -69,7 +69,7 @@ class FormJudge:
             answers = [(part, with_room(context, partial(self._answer, part, seen, judge))) for part in own]
             judged = self._judged(answers, seen, judge)
             few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
-            again = context.has_validation and few
+            again = context.data.has_validation and few
             if again:
                 seen.add_rows_of(judge)
             del judge
@@ -110,7 +110,7 @@ class FormJudge:
                 found.append((part, _skipped(part, answer)))
                 continue
             before, after = next(pairs)
-            refused = Change(part.name, f"skipped: no better on {self.context.judged_on}", False, before, before)
+            refused = Change(part.name, f"skipped: no better on {self.context.data.judged_on}", False, before, before)
             found.append((part, _Judged(answer.proposal, before, after) if after < before else refused))
         return found
 
@@ -211,7 +211,9 @@ class BlockJudge:
             self._run, self._error = run, run.validation_error()
         began = time.perf_counter()
         try:
-            seen = with_room(self.context, lambda: self.reading.measure(places, self.context, self.context.calibration))
+            seen = with_room(
+                self.context, lambda: self.reading.measure(places, self.context, self.context.data.calibration)
+            )
         except (CalibrationError, ValueError) as error:
             raise blamed(places, error) from error
         for place in places:
@@ -231,7 +233,7 @@ class BlockJudge:
         tensors, what = answer
         after = run.attempt(lambda: run.store_all(tensors), before)
         better = after < before
-        refused = f"skipped: no better on {self.context.judged_on}"
+        refused = f"skipped: no better on {self.context.data.judged_on}"
         return Change(place.name, what if better else refused, better, before, after)
 
     def _answer(self, place: Place, seen: object) -> tuple[dict[str, Tensor], str] | Skip:

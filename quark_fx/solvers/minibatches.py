@@ -51,8 +51,8 @@ class MiniBatches:
 
     def __init__(self, run: BlockRun, context: Context, size: int, seed: int) -> None:
         self._context, self._run, self._size, self._seed = context, run, size, seed
-        here = [run.rows(batch) for batch in context.calibration]
-        divisible = bool(here) and _divisible(run, context.calibration[0], size)
+        here = [run.rows(batch) for batch in context.data.calibration]
+        divisible = bool(here) and _divisible(run, context.data.calibration[0], size)
         found = context.ranks.gather((here, divisible))
         self._rows = [rows for batches, _ in found for rows in batches]
         self._first = sum(len(batches) for batches, _ in found[: context.ranks.index])

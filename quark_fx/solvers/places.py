@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 
 from quark_fx.engine.block_walk import BlockRun, running
 from quark_fx.engine.blocks import extract
-from quark_fx.engine.context import Context, without_padding
+from quark_fx.engine.calibration_data import without_padding
+from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_activations import QuantizedActivation
 from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias
 from quark_fx.errors import CalibrationError
@@ -158,9 +159,9 @@ def _values(
     part: GraphModule, inputs: Callable[[int], list[Any]], context: Context, batches: Sequence[int]
 ) -> Iterator[Tensor]:
     for batch in batches:
-        with running(context.number_of(batch)):
+        with running(context.data.number_of(batch)):
             (x,) = part(*inputs(batch))
-        yield without_padding(x, context.kept_positions(batch)).reshape(1, -1)
+        yield without_padding(x, context.data.kept_positions(batch)).reshape(1, -1)
 
 
 __all__ = ["ActivationPlace", "BiasPlace", "OperatorPlace", "Place", "blamed"]

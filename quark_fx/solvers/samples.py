@@ -134,11 +134,14 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
         inputs: what operators of it, or of one it is a copy of, read.
         context: of the run.
     """
-    context.require_batches()
+    context.data.require_batches()
     readers: dict[tuple[Node, int], list[Linear]] = {}
     for scaled in inputs:
         readers.setdefault((scaled.value, scaled.axis), []).append(scaled.linear)
-    parts = {CALIBRATION: Part.of(context.calibration, context), VALIDATION: Part.of(context.validation, context)}
+    parts = {
+        CALIBRATION: Part.of(context.data.calibration, context),
+        VALIDATION: Part.of(context.data.validation, context),
+    }
     slabs = Slabs()
     watches = {key: _Watch(key[1], linears, parts, slabs) for key, linears in readers.items()}
     nodes = named_nodes(gm)

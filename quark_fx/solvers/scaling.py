@@ -199,7 +199,7 @@ def _refusal(before: Sequence[float], after: Sequence[float], gain: float, conte
     """Say which verdict, that on validation data first, refused a scale."""
     if all(a < b for b, a in zip(before, after, strict=True)):
         return f"less than {1 - gain:.0%} better"
-    return f"no better on {'the calibration data' if after[0] < before[0] else context.judged_on}"
+    return f"no better on {'the calibration data' if after[0] < before[0] else context.data.judged_on}"
 
 
 def search(errors: Callable[[Sequence[Point]], Sequence[float]], sizes: Sequence[int]) -> Point:

@@ -90,7 +90,7 @@ def feed_back(
 
 def _feed_back_product(product: Product, context: Context, fits_scales: bool) -> dict[str, Tensor]:
     give_back()
-    seen = with_room(context, lambda: product.hessian(context, shifted=True, batches=context.calibration))
+    seen = with_room(context, lambda: product.hessian(context, shifted=True, batches=context.data.calibration))
     factors = partial(seen.factors, damping=DAMPING, by_activation=True)
     rounded = {}
     try:
@@ -121,9 +121,9 @@ def _output_error(
     bias = None if weight.bias is None else weight.bias.value(run.module)
     total = QuadraticError.of_nothing(mapping.matrix(real))
     with torch.no_grad():
-        for batch in context.calibration:
+        for batch in context.data.calibration:
             (x,), (y,) = activation(*run.inputs(batch)), output(*run.reference_inputs(batch))
-            columns, outputs = mapping.rows(x, y, most=ROWS, seed=seed + context.first + batch)
+            columns, outputs = mapping.rows(x, y, most=ROWS, seed=seed + context.data.first + batch)
             if bias is not None:
                 outputs = outputs - bias.reshape(outputs.shape[0], -1, 1)
             total += QuadraticError.of(columns, outputs)

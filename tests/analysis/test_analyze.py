@@ -202,8 +202,8 @@ def test_a_divergence_of_classes_is_attributed_alike() -> None:
 def test_every_switch_off_is_float_and_every_switch_on_is_quantized(name: str) -> None:
     batches = images(4, 4)
     session = Session(cnn(), batches)
-    context = session.base.of(preset(name), divisible=False)
-    trials = Trials(session, context, METRICS["error"], [context.inputs(0)], ["calibration batch 0"])
+    context = session.context(preset(name))
+    trials = Trials(session, context, METRICS["error"], [context.data.inputs(0)], ["calibration batch 0"])
     found = trials.convert(preset(name))
     graph = SwitchedGraph(found.float_graph, found.gm, found.plan)
     x, everything = batches[0], range(len(graph.rounded))

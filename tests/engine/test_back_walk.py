@@ -17,7 +17,8 @@ from torch.fx import GraphModule
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine.back_walk import BackWalk
 from quark_fx.engine.blocks import Unit, find_blocks
-from quark_fx.engine.context import Context, Positions
+from quark_fx.engine.calibration_data import Positions
+from quark_fx.engine.context import Context
 from quark_fx.engine.end_loss import EndLoss
 from quark_fx.engine.guidance import guidance_of
 from quark_fx.graph.nodes import named_nodes, stored_tensors
@@ -65,7 +66,7 @@ def test_gradients_of_a_float_graph(name: str, unit: Unit, device: torch.device)
                 return value
 
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() if _floats(x) else x for x in context.inputs(0)]
+            inputs = [x.detach().requires_grad_() if _floats(x) else x for x in context.data.inputs(0)]
             made = Recording(gm).run(*inputs)
         torch.testing.assert_close(list(results), [r.detach() if isinstance(r, Tensor) else r for r in made])
         ends = [(r, s) for r, s in zip(made, signs(results), strict=True) if s is not None]
@@ -234,7 +235,7 @@ def test_weights_of_rows() -> None:
         guidance = guidance_of(context)
         assert guidance_of(context) is guidance
         (name,) = [op.node.name for op in context.plan.values() if op.name == "first"]
-        first = [guidance.of(name, batch) for batch in range(len(context.batches))]
+        first = [guidance.of(name, batch) for batch in range(len(context.data.batches))]
         assert all(found is not None for found in first)
         whole = torch.cat([found.flatten() for found in first if found is not None])
         torch.testing.assert_close(whole.mean(), torch.tensor(1.0))
@@ -242,14 +243,14 @@ def test_weights_of_rows() -> None:
         torch.testing.assert_close(first[0][0, 3:], torch.zeros(2))
         # The same signs, drawn again, and torch's own gradient.
         generator, expected = torch.Generator(), list[Tensor]()
-        for batch in range(len(context.batches)):
+        for batch in range(len(context.data.batches)):
             generator.manual_seed(batch)
-            ids, _ = context.inputs(batch)
+            ids, _ = context.data.inputs(batch)
             loss = EndLoss.of(gm)
             with torch.enable_grad():
                 made = model.first(model.table(ids)).detach().requires_grad_()
                 logits = model.head(torch.tanh(made))
-                (gradient,) = loss.sampled([logits.detach()], context.kept_positions(batch), generator)
+                (gradient,) = loss.sampled([logits.detach()], context.data.kept_positions(batch), generator)
                 expected.append(torch.autograd.grad(logits, made, gradient)[0].square().mean(-1).flatten())
         found = torch.cat(expected)
         assert _effective(found.sqrt()) < 8 * 8, "rows per input"
@@ -302,7 +303,7 @@ def test_a_guided_hessian_weights_its_rows(shifted: bool, device: torch.device) 
     def look(_: GraphModule, context: Context) -> None:
         guidance = guidance_of(context)
         for op in context.plan.values():
-            weights[op.name] = [w for b in context.calibration if (w := guidance.of(op.node.name, b)) is not None]
+            weights[op.name] = [w for b in context.data.calibration if (w := guidance.of(op.node.name, b)) is not None]
 
     model = seeded(Mixed()).to(device)
     data = [x.to(device) for x in images(40, 40)]

@@ -24,6 +24,7 @@ from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.engine.block_walk import BlockRun, relative_error, run_blocks, walk_blocks
 from quark_fx.engine.blocks import Block, Unit, carriers, extract
 from quark_fx.engine.calibration import watching
+from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import quantized_weights, shared_tensors
 from quark_fx.engine.resources import Resources
@@ -214,8 +215,8 @@ def test_a_walk_sees_the_values_of_the_whole_graphs(name: str, config: QuantConf
             for run in walk_blocks(gm, context, unit=unit):
                 assert run.index == len(visited)
                 visited += [run.block]
-                for batch in range(len(context.batches)):
-                    given = context.inputs(batch)
+                for batch in range(len(context.data.batches)):
+                    given = context.data.inputs(batch)
                     assert_identical(run.reference_inputs(batch), values(real, run.block.inputs, given))
                     assert_identical(run.targets(batch), values(real, run.block.made, given))
                     assert_identical(run.inputs(batch), values(quantized, run.block.inputs, given))
@@ -271,7 +272,7 @@ def test_a_change_in_a_block_is_seen_by_those_after_it(name: str, unit: Unit, de
         unchanged, shared = copy_graph(gm), shared_tensors(gm)
         seen = 0
         for run in walk_blocks(gm, context, unit=unit):
-            given = context.inputs(1)
+            given = context.data.inputs(1)
             assert_identical(run.reference_inputs(1), values(context.float_graph, run.block.inputs, given))
             assert_identical(run.inputs(1), values(gm, run.block.inputs, given))
             seen += differ(run.inputs(1), values(unchanged, run.block.inputs, given))
@@ -300,7 +301,7 @@ def differ(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def test_the_validation_error_is_that_of_what_the_block_makes() -> None:
     def look(gm: GraphModule, context: Context) -> None:
         for run in walk_blocks(gm, context):
-            (batch,) = context.validation
+            (batch,) = context.data.validation
             (y,), (t,) = run.outputs(batch), run.targets(batch)
             expected = float((y - t).square().sum() / t.square().sum())
             assert run.validation_error() == pytest.approx(expected)
@@ -367,8 +368,8 @@ def test_every_value_is_watched_once_a_batch_also_block_by_block(name: str, devi
                 if by_block:
                     run_blocks(gm, context)
                 else:
-                    for batch in range(len(context.batches)):
-                        gm(*context.inputs(batch))
+                    for batch in range(len(context.data.batches)):
+                        gm(*context.data.inputs(batch))
             kept.append([watch.seen for watch in keep])
         assert_identical(kept[1], kept[0])
 
@@ -483,14 +484,14 @@ def test_what_is_learned_does_not_depend_on_the_budget(
 
 
 def context_of(batches: Sequence[Sequence[Any]], *, divisible: bool = True) -> Context:
-    context = Context(INT8_STATIC, ActivationCache(), torch.device("cpu"))
-    context.add_batches(batches, divisible=divisible)
+    context = Context(INT8_STATIC, CalibrationData(ActivationCache()), torch.device("cpu"))
+    context.data.add_batches(batches, divisible=divisible)
     return context
 
 
 def sizes(context: Context) -> list[int]:
     """Return how many samples each batch has."""
-    return [len(context.inputs(i)[0]) for i in range(len(context.batches))]
+    return [len(context.data.inputs(i)[0]) for i in range(len(context.data.batches))]
 
 
 @pytest.mark.parametrize(
@@ -499,23 +500,23 @@ def sizes(context: Context) -> list[int]:
 def test_a_single_batch_is_divided_so_that_some_of_it_is_validation_data(size: int, parts: list[int]) -> None:
     x, y = rand(size, 3), rand(size, 2) > 0
     context = context_of([[x, 7, y, torch.tensor(2.0), None]])
-    assert (sizes(context), context.calibration, context.validation) == (parts, [0], [1])
-    first, second = context.inputs(0), context.inputs(1)
+    assert (sizes(context), context.data.calibration, context.data.validation) == (parts, [0], [1])
+    first, second = context.data.inputs(0), context.data.inputs(1)
     assert_identical([torch.cat(pair) for pair in zip(first[::2][:2], second[::2][:2], strict=True)], [x, y])
     assert_identical([first[1], *first[3:]], [7, torch.tensor(2.0), None])
-    given = list(context.flat_batches(torch.device("cpu")))
+    given = list(context.data.flat_batches(torch.device("cpu")))
     assert_identical(given[0], first)
     assert_identical(given[1], second)
 
 
 def test_a_single_sample_is_learned_from_and_judged_by() -> None:
     context = context_of([[rand(1, 3)]])
-    assert (sizes(context), context.calibration, context.validation) == ([1], [0], [0])
+    assert (sizes(context), context.data.calibration, context.data.validation) == ([1], [0], [0])
 
 
 def test_inputs_that_do_not_count_the_same_samples_are_not_divided() -> None:
     context = context_of([[rand(8, 3), rand(5, 5)]])
-    assert (sizes(context), context.calibration, context.validation) == ([8], [0], [0])
+    assert (sizes(context), context.data.calibration, context.data.validation) == ([8], [0], [0])
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -530,8 +531,8 @@ def test_a_mask_that_all_samples_share_is_left_whole_even_if_it_has_as_many_rows
 def test_one_batch_in_eight_is_validation_data_where_batches_cannot_be_divided(count: int) -> None:
     context = context_of([[rand(2, 3, seed=i)] for i in range(count)], divisible=False)
     assert sizes(context) == [2] * count
-    assert [*context.calibration, *context.validation] == list(range(count))
-    assert len(context.validation) == max(1, count // 8)
+    assert [*context.data.calibration, *context.data.validation] == list(range(count))
+    assert len(context.data.validation) == max(1, count // 8)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 48])
@@ -539,8 +540,8 @@ def test_one_sample_in_eight_is_validation_data_however_they_are_divided(size: i
     samples = rand(48, 3)
     context = context_of([[batch] for batch in samples.split(size)])
     learned, validation = (
-        torch.cat([context.inputs(batch)[0] for batch in batches])
-        for batches in (context.calibration, context.validation)
+        torch.cat([context.data.inputs(batch)[0] for batch in batches])
+        for batches in (context.data.calibration, context.data.validation)
     )
     assert torch.equal(learned, samples[:42])
     assert torch.equal(validation, samples[42:])
@@ -574,7 +575,9 @@ def test_batches_of_different_sizes_are_learned_from() -> None:
 def test_without_data_a_pass_that_learns_says_what_it_lacks() -> None:
     program = torch.export.export(cnn(), (images(2)[0],))
     with pytest.raises(CalibrationError, match="pass calibration_data"):
-        qfx.quantize(program, looking(lambda _, context: print(context.inputs(0)), INT8_WEIGHT_ONLY), progress=False)
+        qfx.quantize(
+            program, looking(lambda _, context: print(context.data.inputs(0)), INT8_WEIGHT_ONLY), progress=False
+        )
 
 
 def test_data_may_come_from_a_generator() -> None:

@@ -374,7 +374,7 @@ def test_streamed_results_take_disk_and_no_memory() -> None:
 @graph_pass()
 def count_batches(gm: Any, context: Context) -> int:
     """Learn nothing."""
-    return len(context.batches)
+    return len(context.data.batches)
 
 
 def test_a_pass_that_does_not_say_what_it_needs_is_named() -> None:

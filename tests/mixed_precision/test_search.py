@@ -284,7 +284,7 @@ def test_a_candidate_is_a_number_format_of_any_size() -> None:
 def test_estimates_are_near_what_operators_add_alone_even_at_two_bits() -> None:
     model, batches = spoiled()
     session = Session(model, batches)
-    context = session.base.of(preset(INT8), divisible=False)
+    context = session.context(preset(INT8))
     trials = Trials(session, context, METRICS["error"], *parts_of(context, 32, divisible=True))
     candidates = candidates_of([INT8, "int2"])
     space = Space.measure(trials, candidates)
@@ -300,7 +300,7 @@ def test_estimates_are_near_what_operators_add_alone_even_at_two_bits() -> None:
 def test_the_choice_is_the_one_of_least_estimated_error() -> None:
     model, batches = spoiled()
     session = Session(model, batches)
-    context = session.base.of(preset(INT8), divisible=False)
+    context = session.context(preset(INT8))
     trials = Trials(session, context, METRICS["error"], *parts_of(context, 32, divisible=True))
     space = Space.measure(trials, candidates_of([INT4, INT8, "float"]))
     for share in (0.2, 0.5, 0.9):

@@ -37,12 +37,12 @@ class CalibrateOnFirst:
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Observe; return the number of observers."""
-        given = context.flat_batches
+        given = context.data.flat_batches
 
         def first(device: torch.device) -> Iterator[list[object]]:
             return islice(given(device), self.batches)
 
-        with mock.patch.object(context, "flat_batches", first):
+        with mock.patch.object(context.data, "flat_batches", first):
             count = calibrate(gm, context)
         assert context.calibrated is not None
         values = context.calibrated.values

@@ -91,7 +91,7 @@ def test_gradients_of_scales_are_those_of_the_whole_graph(config: QuantConfig, d
         for name in names:
             tensor_of(gm, name).requires_grad_()
         with torch.enable_grad():
-            (q,), (p,) = run_with_gradients(gm, *context.inputs(0)), context.float_graph(*context.inputs(0))
+            (q,), (p,) = run_with_gradients(gm, *context.data.inputs(0)), context.float_graph(*context.data.inputs(0))
             expected = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum()
             gradients = torch.autograd.grad(expected, [tensor_of(gm, name) for name in names])
         torch.testing.assert_close(sums, torch.stack([expected, torch.tensor(160.0)]).detach()[None])

@@ -144,7 +144,7 @@ def test_a_trainable_block_computes_what_the_block_in_codes_does(
             weights = quantized_weights(run.module, context.plan)
             block = trainable_block(run, weights)
             hard = [weight.value(run.module) for weight in weights]
-            for batch in range(len(context.batches)):
+            for batch in range(len(context.data.batches)):
                 for got, expected in zip(block(run.inputs(batch), hard), run.outputs(batch), strict=True):
                     torch.testing.assert_close(got.shape, expected.shape)
                     same = torch.isclose(got, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
@@ -433,7 +433,7 @@ def test_the_error_that_is_reported_is_that_of_what_is_stored(name: str) -> None
     def look(gm: GraphModule, context: Context) -> None:
         seen = 0
         for run in walk_blocks(gm, context, unit=options.unit):
-            size = torch.cat([t.flatten() for t in run.targets(context.validation[0])]).square().mean().sqrt()
+            size = torch.cat([t.flatten() for t in run.targets(context.data.validation[0])]).square().mean().sqrt()
             for weight in quantized_weights(run.module, context.plan):
                 row, found = rows[weight.name], run.validation_error()
                 assert row.after is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
-from quark_fx.engine.context import with_nan
+from quark_fx.engine.calibration_data import with_nan
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.checkpoint_verification import checkpoint_answers, is_checkpoint
