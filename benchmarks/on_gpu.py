@@ -517,30 +517,82 @@ def plain_round(module: nn.Linear, h: Tensor, group: int = 128, block: int = 128
 
 
 def step_kernels(place: Place) -> Result:
-    """Run int4, int8 and FP8 products of `eager(kernels=True)`; say why others are refused."""
-    found: Result = {}
-    shape = replace(place.of(SMALL), layers=1)
-    model, batches = shape.model(place.device), shape.batches(place.device)
-    x = batches[0]["input_ids"]
-    names = ("w4a16_gptq", "w8a8_dynamic", "fp8_dynamic", "nvfp4_best", "mxfp4_best")
-    for name in names[:2] if place.small else names:
+    """Compare the products of `eager(kernels=True)` and `compile()` with the simulated ones, and time them.
+
+    Of one layer of an 8B shape, by kind of product, and of a small Llama; the reports say why others are refused.
+    """
+    inputs, outputs, many = (128, 256, 40) if place.small else (4096, 14336, 2048)
+    layer = nn.Linear(inputs, outputs, device=place.device, dtype=torch.bfloat16)
+    data = [torch.randn(1, rows, inputs).to(place.device, torch.bfloat16) for rows in (many, 1)]
+    float_seconds = [seconds_of(place, partial(layer, x)) for x in data]
+    found: Result = {"rows": [many, 1], "float seconds": float_seconds}
+    model = nn.Sequential(layer).eval()
+    for name, config in product_configs().items():
         try:
-            qmodel = quantized(model, name, batches)
-            simulated = qmodel.eager()
-            fast = qmodel.eager(kernels=True)
-            with torch.no_grad():
-                a, b = simulated(x).logits.float(), fast(x).logits.float()
-                seconds = median_seconds(lambda fast=fast: fast(x)) if place.device == "cuda" else None  # type: ignore[misc]
-            rows = list(fast.kernel_report)
-            found[name] = {
-                "kernels": dict(Counter(row.kernel for row in rows if row.kernel)),
-                "reasons": dict(Counter(row.reason for row in rows if row.reason).most_common(3)),
-                "relative error to the simulated": float((a - b).norm() / a.norm()),
-                "seconds": seconds,
-            }
+            qmodel = quantized(model, config, data[:1])
+            found[name] = compared(place, qmodel.eager(), qmodel.eager(kernels=True), data)
         except Exception as error:
             found[name] = said(error)
+    shape = replace(place.of(SMALL), layers=1)
+    llama, batches = shape.model(place.device), shape.batches(place.device)
+    ids = batches[0]["input_ids"]
+    for name in ("w8a8_dynamic", "fp8_dynamic")[: 1 if place.small else 2]:
+        try:
+            qmodel = quantized(llama, name, batches)
+            found[f"Llama, {name}"] = compared(place, qmodel.eager(), qmodel.eager(kernels=True), [ids])
+            if place.device == "cuda":
+                compiled = qmodel.compile()
+                compiled.kernel_report = compiled.report()
+                found[f"Llama, {name}, compile()"] = compared(place, qmodel.eager(), compiled, [ids])
+        except Exception as error:
+            found[f"Llama, {name}, failed"] = said(error)
     return found
+
+
+def product_configs() -> dict[str, Any]:
+    """Return configurations that take each product of torch on GPUs, and two that Hopper does not have."""
+    from quark_fx import QuantConfig, TensorSpec
+    from quark_fx.config.quant_config import Granularity
+    from quark_fx.numbers.formats import FP8_E4M3
+    from quark_fx.presets import PRESETS
+
+    fp8 = TensorSpec(format=FP8_E4M3)
+    group = fp8.replace(granularity=Granularity.GROUP, group_size=128)
+    tokens = group.replace(dynamic=True)
+    presets = ("w4a16_rtn", "w8a8_dynamic", "int8_static", "fp8_static", "fp8_dynamic", "nvfp4", "mxfp4")
+    return {
+        **{name: QuantConfig(weight=PRESETS[name].weight, input=PRESETS[name].input) for name in presets},
+        "fp8, one scale": QuantConfig(weight=fp8, input=fp8),
+        "fp8, 1x128": QuantConfig(weight=group, input=tokens),
+        "fp8, 128x128": QuantConfig(weight=group.replace(group_rows=128), input=tokens),
+    }
+
+
+def compared(place: Place, simulated: Any, fast: Any, data: list[Tensor]) -> Result:
+    """Return the kernels of a model, how far its results are from the simulated ones, and its times."""
+    with torch.no_grad():
+        pairs = [(result_of(simulated, x), result_of(fast, x)) for x in data]
+        seconds = [seconds_of(place, partial(fast, x)) for x in data]
+    rows = list(fast.kernel_report)
+    print(fast.kernel_report)
+    return {
+        "kernels": dict(Counter(row.kernel for row in rows if row.kernel)),
+        "reasons": dict(Counter(row.reason for row in rows if row.reason).most_common(3)),
+        "relative error to the simulated": max(float((a - b).norm() / a.norm()) for a, b in pairs),
+        "seconds": seconds,
+    }
+
+
+def result_of(model: Any, x: Tensor) -> Tensor:
+    """Return the result of a model, or its logits, float32."""
+    result = model(x)
+    values: Tensor = getattr(result, "logits", result).float()
+    return values
+
+
+def seconds_of(place: Place, function: Callable[[], object]) -> float | None:
+    """Return the time of a call on a GPU."""
+    return median_seconds(function) if place.device == "cuda" else None
 
 
 def said(error: BaseException) -> Result:
@@ -562,7 +614,7 @@ STEPS: dict[str, tuple[Callable[[Place], Result], int]] = {
     "w4a16_gptq 8B": (algorithm_step("w4a16_gptq", EIGHT), 120),
     "plain GPTQ 8B": (step_plain_gptq, 90),
     "w4a16_awq 8B": (algorithm_step("w4a16_awq", EIGHT), 120),
-    "kernels": (step_kernels, 60),
+    "kernels": (step_kernels, 120),
     **{f"{name} 1B": (algorithm_step(name, ONE), 120) for name in ALGORITHMS},
     **{f"{name} 8B": (algorithm_step(name, EIGHT), 240) for name in ALGORITHMS[2:]},
 }

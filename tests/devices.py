@@ -7,16 +7,15 @@ import sys
 import pytest
 import torch
 
-on_devices = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param(torch.device("cpu"), id="cpu"),
-        pytest.param(
-            torch.device("cuda"),
-            id="cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-        ),
-        *([pytest.param(torch.device("pretend"), id="pretend")] if "pretend_gpu" in sys.modules else ()),
-    ],
-)
+_GPUS = [
+    pytest.param(
+        torch.device("cuda"), id="cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    ),
+    *([pytest.param(torch.device("pretend"), id="pretend")] if "pretend_gpu" in sys.modules else ()),
+]
+
+on_devices = pytest.mark.parametrize("device", [pytest.param(torch.device("cpu"), id="cpu"), *_GPUS])
 """Runs a test once per device, passed as `device`."""
+
+on_gpus = pytest.mark.parametrize("device", _GPUS)
+"""The same without the CPU."""

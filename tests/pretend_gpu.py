@@ -31,6 +31,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gpu_products import PRODUCTS
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -216,6 +217,7 @@ class PretendGPU(TorchDispatchMode):
         refused: for each allocation that fails, for lack of memory elsewhere, how many larger than a kilobyte come
             before it.
         stream: that operators run on now.
+        capability: that it claims; it multiplies codes as CUDA does (`gpu_products.py`).
         races: found where nothing could be raised; leaving the block raises the first of them.
     """
 
@@ -225,6 +227,7 @@ class PretendGPU(TorchDispatchMode):
         """Begin with no waits."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits, self.copies, self.streamed = Counter[str](), Counter[str](), Counter[str]()
+        self.capability = (9, 0)
         self.total_bytes, self.used_bytes, self.peak_bytes, self.refused = total_bytes, 0, 0, list[int]()
         self.streams = [_MAIN]  # kept, so that no id is used twice
         self.stream = _MAIN
@@ -254,6 +257,8 @@ class PretendGPU(TorchDispatchMode):
             pinned_bytes=self.pinned_bytes,
             free_bytes=lambda device: self.total_bytes - self.used_bytes if device.type == DEVICE.type else 0,
             return_unused=lambda device: None,
+            capability=lambda device: self.capability if device.type == DEVICE.type else None,
+            cuda_version=lambda: (12, 9),
         )
         self._patches.start()
         # Otherwise `Module.to` would set the data of a parameter, which the values of a wrapper do not follow.
@@ -358,7 +363,7 @@ class PretendGPU(TorchDispatchMode):
         if held_kwargs.get("pin_memory"):
             held_kwargs = {**held_kwargs, "pin_memory": False}
         with _disable_current_modes():
-            out = func(*held_args, **held_kwargs)
+            out = PRODUCTS.get(name, func)(*held_args, **held_kwargs)
         if not here:
             known = {id(t): t for t in theirs}
             return out if name != "copy_" else known.get(id(args[0]), out)

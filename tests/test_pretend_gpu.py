@@ -13,6 +13,7 @@ TESTS = Path(__file__).resolve().parent
 
 GROUPS = {
     "runs": ("on_pretend_gpu.py",),
+    "kernels": ("model/test_gpu_kernels.py",),
     "numbers": (
         "numbers/test_qparams.py",
         "numbers/test_ops.py",

@@ -1,4 +1,4 @@
-"""Runs a quantized model on PyTorch's native int8 and int4 CPU kernels."""
+"""Runs a quantized model on PyTorch's native int8, int4, and FP8 kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._inductor import config as inductor
 from quark_fx.errors import ConfigError, QuarkError
 from quark_fx.graph.nodes import device_of
 from quark_fx.graph.signature import Signature
-from quark_fx.model.kernels.lowering import KernelReport, use_kernels
+from quark_fx.model.kernels.lowering import KernelReport, has_rules, use_kernels
 from quark_fx.model.kernels.modules import require_unchanged
 from quark_fx.model.kernels.residual import CONVOLVE_ONTO
 from quark_fx.system.isolation import warn
@@ -37,7 +37,7 @@ class CompiledModel(nn.Module):
         super().__init__()
         self.graph_module, self.signature, self._report = graph_module, signature, report
         self._warned = False
-        self._freezing = any(row.integer for row in report)
+        self._freezing = any(row.packed for row in report)
         self._pre_pass: Any = None
         if any(node.target is CONVOLVE_ONTO for node in graph_module.graph.nodes):
             from quark_fx.model.kernels.in_place import AddInPlace  # loads sympy
@@ -57,10 +57,12 @@ class CompiledModel(nn.Module):
         """Return the compiled form of a quantized model.
 
         Raises:
-            QuarkError: for a model that is not on a CPU.
+            QuarkError: for a model that is neither on a CPU nor on an NVIDIA GPU.
         """
-        if (device := device_of(qmodel.graph_module)).type != "cpu":
-            raise QuarkError(f"compile() has kernels for CPUs, and the model is on {device}; move it: qmodel.cpu()")
+        if not has_rules(device := device_of(qmodel.graph_module)):
+            raise QuarkError(
+                f"compile() has kernels for CPUs and NVIDIA GPUs, and the model is on {device}; move it: qmodel.cpu()"
+            )
         graph_module, report = use_kernels(qmodel.graph_module)
         return cls(graph_module, qmodel.signature, report, **options)
 
@@ -99,8 +101,9 @@ class CompiledModel(nn.Module):
         raise QuarkError("this model is compiled already; for other options, compile the quantized model again")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModel:
-        dtypes = {torch.float32, *(tensor.dtype for tensor in self.buffers())}
-        require_unchanged(fn, dtypes, "a compiled model", "compile the quantized model again")
+        device = device_of(self.graph_module)
+        kinds = {(dtype, device) for dtype in (torch.float32, *(tensor.dtype for tensor in self.buffers()))}
+        require_unchanged(fn, kinds, "a compiled model", "compile the quantized model again")
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -284,7 +284,7 @@ def eager(
             `ExportedProgram`; its parameters do not matter, and stay as they are.
         trained: the parameters of `qmodel` while it is trained, and what rounds them; they become those of the result.
         kernels: replace linear layers by modules that run what `compile()` would run, and embeddings by modules that
-            look codes up. The result has a `kernel_report`, and is for inference on a CPU.
+            look codes up. The result has a `kernel_report`, and is for inference.
 
     Raises:
         QuarkError: if no module computes what the graph does; the message names the operator.

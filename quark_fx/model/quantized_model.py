@@ -113,9 +113,10 @@ class QuantizedModel(nn.Module):
         Args:
             model: a float model of the same class and configuration, with any weights, where this one was loaded.
             kernels: run linear layers on the kernels that `compile()` uses, and look codes of embeddings up. The
-                result is for inference on a CPU; its attribute `kernel_report` has one row per operator, as the report
-                of a compiled model: its kernel, or why it is simulated. Results differ from the simulated ones by the
-                order of sums. The first call with one row, a decoding step, compiles; `torch.compile` works on it.
+                result is for inference, on a CPU or an NVIDIA GPU; its attribute `kernel_report` has one row per
+                operator, as the report of a compiled model: its kernel, or why it is simulated. Results differ from the
+                simulated ones by the order of sums, and in bfloat16 by its rounding. On a CPU the first call with
+                one row, a decoding step, compiles. `torch.compile` works on it.
 
         Raises:
             QuarkError: if no module computes what the graph does; the message names the operator.
@@ -133,7 +134,7 @@ class QuantizedModel(nn.Module):
         backend: str | Callable[..., Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> CompiledModel:
-        """Compile this model for CPU inference; int8 layers run as integer matmuls and convolutions.
+        """Compile this model for inference on a CPU or an NVIDIA GPU, where int8 layers multiply integers.
 
         What has no kernel is computed in floats, as here; `report()` of the result says why, by operator. The result
         is a snapshot: later changes of this model do not reach it. The first call, and the first one with a new batch
@@ -147,7 +148,7 @@ class QuantizedModel(nn.Module):
 
         Raises:
             ConfigError: for an option that does not exist, or a value of another type.
-            QuarkError: for a model that is not on a CPU.
+            QuarkError: for a model that is neither on a CPU nor on an NVIDIA GPU.
         """
         from quark_fx.model.compiled_model import CompiledModel
 

@@ -87,6 +87,19 @@ def new_generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device)
 
 
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU, `None` for other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def cuda_version() -> tuple[int, int]:
+    """Return the version of CUDA that torch was built for; zeros without it."""
+    major, minor, *_ = [*(torch.version.cuda or "0.0").split("."), "0"]
+    return int(major), int(minor)
+
+
 def has_streams(device: torch.device) -> bool:
     """Return whether copies to and from `device` can run while it computes."""
     return device.type in _STREAMING
@@ -210,7 +223,9 @@ __all__ = [
     "Check",
     "PinnedSlabs",
     "Transfers",
+    "capability",
     "checked_later",
+    "cuda_version",
     "current_stream",
     "free_bytes",
     "has_streams",

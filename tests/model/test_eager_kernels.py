@@ -233,7 +233,7 @@ def test_weights_elsewhere_than_on_a_cpu_have_no_kernel() -> None:
     (product,) = (product for node in gm.graph.nodes if (product := Product.of(gm, node)) is not None)
     graph, row = row_graphs.RowGraphs().of(product)
     assert graph is None
-    assert row.reason == "its weight is on meta; there are kernels for CPUs"
+    assert row.reason == "its weight is on meta; there are kernels for CPUs and NVIDIA GPUs"
 
 
 class Tied(nn.Module):
@@ -480,11 +480,11 @@ def test_it_is_for_inference() -> None:
         kernels.lm_head(x.detach()[..., :1])
 
 
-def test_it_keeps_its_dtypes_and_stays_on_the_cpu() -> None:
+def test_it_keeps_its_dtypes_and_stays_where_it_is() -> None:
     kernels = quantized("int4")[2]
     before = kernels(torch.tensor([[5]])).logits
     for convert in (kernels.half, kernels.bfloat16, kernels.double, lambda: kernels.to("meta")):
-        with pytest.raises(RuntimeError, match="keeps its dtypes and stays on the CPU"):
+        with pytest.raises(RuntimeError, match="keeps its dtypes and stays where it is"):
             convert()
     assert kernels.float().cpu() is kernels
     assert torch.equal(kernels(torch.tensor([[5]])).logits, before)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from quark_fx.model.kernels.integers import Unsigned, channel_codes, require_exact, signed_codes
+from quark_fx.model.kernels.integers import Unsigned, at_least, channel_codes, require_exact, signed_codes
 from quark_fx.model.kernels.product import (
     RELU,
     RELU_OR_GELU,
@@ -32,9 +32,10 @@ def integer_linear(product: Product) -> str:
     """
     codes, scale = channel_codes(product.matrix())
     require_exact(product, codes)
-    bias, read = product.bias(), Unsigned.of(product)
     if not product.packs:
-        return _multiply_plain(product, read, codes, scale, bias)
+        _require_dtype(product)
+        return plain_linear(product)
+    bias, read = product.bias(), Unsigned.of(product)
     packed = onednn.qlinear_prepack.default(codes, None)
     _multiply(product, onednn.qlinear_pointwise, read, packed, scale, bias)
     return "onednn.qlinear_pointwise"
@@ -92,9 +93,10 @@ def token_linear(product: Product) -> str:
     assert rounded is not None
     if not rounded.is_symmetric:
         raise NoKernelError("its activation has a zero point for each token")
-    bias, read = product.bias(), Unsigned.of(product)
     if not product.packs:
-        return _multiply_plain(product, read, codes, scale, bias)
+        _require_dtype(product)
+        return plain_linear(product)
+    bias, read = product.bias(), Unsigned.of(product)
     packed = onednn.qlinear_prepack.default(codes, None)
     zero = torch.zeros_like(scale, dtype=torch.int32)
     result = product.insert(
@@ -109,15 +111,15 @@ def token_linear(product: Product) -> str:
     return "onednn.qlinear_pointwise"
 
 
-def _multiply_plain(product: Product, read: Unsigned, codes: Tensor, scale: Tensor, bias: Tensor | None) -> str:
-    """Replace a product by `torch._int_mm`, and what turns its sums into values."""
-    _require_dtype(product)
-    point, step = (
-        given if isinstance(given, Node) else product.number_node(given, dtype)
-        for given, dtype in ((read.zero_point, torch.int32), (read.scale, torch.float32))
-    )
-    sums = codes.sum(1, dtype=torch.int32)
-    made = product.insert(integer_product, read.codes, step, point, codes, scale, sums)
+def plain_linear(product: Product) -> str:
+    """Multiply integer codes of activations, with any scales and zero points of tokens, by `torch._int_mm`."""
+    codes, scale = channel_codes(product.matrix())
+    rounded, bias = product.rounded, product.bias()
+    assert rounded is not None
+    if not rounded.format.is_integer or rounded.format.bits > 8:
+        raise NoKernelError(f"its activation is {rounded.format}; integer kernels read at most 8 bits")
+    given = (rounded.codes, rounded.scale, rounded.zero_point)
+    made = product.insert(integer_product, *given, codes, scale, codes.sum(1, dtype=torch.int32))
     if bias is not None:
         made = product.insert(aten.add.Tensor, made, bias)
     product.node.replace_all_uses_with(product.insert(aten._to_copy.default, made, dtype=product.dtype))
@@ -130,14 +132,20 @@ def integer_product(
     """Return `((x - zero_point) * scale) @ (codes * weight_scale).T`, float32, of sums that are exact.
 
     Args:
-        x: uint8, `(rows, inputs)`.
+        x: int8 or uint8, `(..., inputs)`.
         scale, zero_point: float32 and int32, one or one for each row.
         codes: int8, `(outputs, inputs)`.
         weight_scale: float32, `(outputs,)`.
         sums: int32, `(outputs,)`, those of codes over inputs.
     """
-    total: Tensor = torch.ops.aten._int_mm((x.to(torch.int16) - 128).to(torch.int8), codes.t())
-    return (total - (zero_point - 128) * sums).float() * scale * weight_scale
+    shift = 128 if x.dtype is torch.uint8 else 0
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if shift:
+        rows = (rows.to(torch.int16) - shift).to(torch.int8)
+    # cuBLAS multiplies more than 16 rows.
+    total: Tensor = aten._int_mm(rows if x.is_cpu else at_least(rows, 17), codes.t())
+    total = total[: rows.shape[0]].reshape(*x.shape[:-1], codes.shape[0])
+    return (total - (zero_point - shift) * sums).float() * scale * weight_scale
 
 
 def _require_dtype(product: Product) -> None:
@@ -183,4 +191,4 @@ def _replace(product: Product, nodes: Sequence[Node], made: Node, signed: bool) 
         node.replace_all_uses_with(made)
 
 
-__all__ = ["integer_convolution", "integer_linear", "token_linear"]
+__all__ = ["integer_convolution", "integer_linear", "plain_linear", "token_linear"]

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.nn import functional as F
 
 from quark_fx.model.kernels.product import Activation, NoKernelError, Product, Rounded
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -85,6 +86,12 @@ def shifted_codes(product: Product, codes: Node, shift: int, dtype: torch.dtype)
     return product.insert(cast, product.insert(aten.add.Scalar, wide, shift), dtype=dtype)
 
 
+def at_least(rows: Tensor, count: int) -> Tensor:
+    """Append rows of zeros to `(rows, values)`, contiguous, until there are so many."""
+    missing = count - rows.shape[0]
+    return F.pad(rows.view(torch.uint8), (0, 0, 0, missing)).view(rows.dtype) if missing > 0 else rows
+
+
 _UNSIGNED = "unsigned_codes"
 
 
@@ -148,4 +155,4 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
         )
 
 
-__all__ = ["Unsigned", "adds_pairs", "channel_codes", "require_exact", "signed_codes"]
+__all__ = ["Unsigned", "adds_pairs", "at_least", "channel_codes", "require_exact", "signed_codes"]

@@ -7,18 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph.nodes import describe, own_tensors
 from quark_fx.graph.operators import argument, row_by_target
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.model.constants import constant_of, parameter_name
+from quark_fx.model.kernels.gpu_products import gpu_linear
 from quark_fx.model.kernels.integer_products import integer_convolution, integer_linear, token_linear
 from quark_fx.model.kernels.product import Activation, NoKernelError, Product
 from quark_fx.model.kernels.spelling import Traced, spell_out
 from quark_fx.model.kernels.weight_only import weight_only_linear
 from quark_fx.plan.placement import module_name
 from quark_fx.plan.report import aligned
+from quark_fx.system import accelerator
 from quark_fx.system.isolation import isolated
 
 logger = logging.getLogger(__name__)
@@ -28,13 +31,14 @@ Rule = Callable[[Product], str]
 
 _FOLDED = "int8 layers in this model require constant freezing, which would dequantize this weight back to float"
 
-RULES: dict[tuple[str, Activation], Rule] = {
-    ("linear", Activation.STATIC): integer_linear,
-    ("linear", Activation.DYNAMIC): integer_linear,
-    ("linear", Activation.TOKEN): token_linear,
-    ("conv", Activation.STATIC): integer_convolution,
-    ("conv", Activation.DYNAMIC): integer_convolution,
-    ("linear", Activation.FLOAT): weight_only_linear,
+RULES: dict[tuple[str, str, Activation], Rule] = {
+    ("cpu", "linear", Activation.STATIC): integer_linear,
+    ("cpu", "linear", Activation.DYNAMIC): integer_linear,
+    ("cpu", "linear", Activation.TOKEN): token_linear,
+    ("cpu", "conv", Activation.STATIC): integer_convolution,
+    ("cpu", "conv", Activation.DYNAMIC): integer_convolution,
+    ("cpu", "linear", Activation.FLOAT): weight_only_linear,
+    **{("gpu", "linear", rounding): gpu_linear for rounding in Activation},
 }
 """The rule for a family of operators whose activation is rounded in some way; integer kernels first."""
 
@@ -58,7 +62,12 @@ class KernelRow:
     @property
     def integer(self) -> bool:
         """Whether it multiplies integers."""
-        return self.kernel.startswith(("onednn.", "aten._int_mm"))
+        return self.packed or self.kernel == "aten._int_mm"
+
+    @property
+    def packed(self) -> bool:
+        """Whether `compile()` freezes the weight that it packs."""
+        return self.kernel.startswith("onednn.")
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def use_kernels(
     for product in sorted(products, key=lambda product: product.rounding is Activation.FLOAT):
         name, kernel, reason = product.node.name, "", ""
         try:
-            if product.rounding is Activation.FLOAT and any(row.kernel for row in rows.values() if row.integer):
+            if product.rounding is Activation.FLOAT and any(row.packed for row in rows.values()):
                 raise NoKernelError(_FOLDED)
             kernel = rule_of(product)(product)
         except NoKernelError as error:
@@ -132,12 +141,18 @@ def rule_of(product: Product) -> Rule:
     Raises:
         NoKernelError: if there is none.
     """
-    if (device := product.weight.codes.device).type != "cpu":
-        raise NoKernelError(f"its weight is on {device}; there are kernels for CPUs")
-    found = RULES.get((product.row.kind, product.rounding))
+    device = product.weight.codes.device
+    if not has_rules(device):
+        raise NoKernelError(f"its weight is on {device}; there are kernels for CPUs and NVIDIA GPUs")
+    found = RULES.get(("cpu" if device.type == "cpu" else "gpu", product.row.kind, product.rounding))
     if found is None:
         raise NoKernelError(f"torch has no kernel for {product.row.kind} with {_WORDS[product.rounding]}")
     return found
+
+
+def has_rules(device: torch.device) -> bool:
+    """Tell whether there are kernels for a kind of device."""
+    return device.type == "cpu" or accelerator.capability(device) is not None
 
 
 _WORDS = {
@@ -148,4 +163,4 @@ _WORDS = {
     Activation.OTHER: "scales of groups or channels of the activation",
 }
 
-__all__ = ["RULES", "KernelReport", "KernelRow", "Rule", "rows_of_lists", "rule_of", "use_kernels"]
+__all__ = ["RULES", "KernelReport", "KernelRow", "Rule", "has_rules", "rows_of_lists", "rule_of", "use_kernels"]

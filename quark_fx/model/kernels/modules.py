@@ -24,9 +24,10 @@ class KernelModule(nn.Module):
     """
 
     dtype: torch.dtype
+    weight: Tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        require_unchanged(fn, {torch.float32, self.dtype}, *_CONVERTED)
+        require_unchanged(fn, {(dtype, self.weight.device) for dtype in (torch.float32, self.dtype)}, *_CONVERTED)
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -67,35 +68,36 @@ class ShapeOnly(Tensor):
     """The shape, dtype and device of a parameter, for code that asks for them; computing with it is refused."""
 
     @classmethod
-    def of(cls, parameter: Tensor, dtype: torch.dtype) -> ShapeOnly:
+    def of(cls, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> ShapeOnly:
         """Return what stands in for a parameter that a kernel reads in another form."""
-        return torch.empty((), dtype=dtype).expand(parameter.shape).as_subclass(cls)
+        made: ShapeOnly = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=dtype, device=device)
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _FACTS:
-            raise QuarkError(
-                "a model with kernels has no weights to compute with, as kernels read codes; use qmodel.eager()"
-            )
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise QuarkError(
+            "a model with kernels has no weights to compute with, as kernels read codes; use qmodel.eager()"
+        )
 
-_FACTS = {
-    *(getattr(Tensor, name).__get__ for name in ("device", "dtype", "ndim", "requires_grad", "shape")),
-    *(Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.size),
-}
+
+Kinds = set[tuple[torch.dtype, torch.device]]
 
 
 def keep_as_it_is(model: nn.Module) -> None:
     """Let a model with kernels refuse another dtype or device before any of its modules has changed."""
-    dtypes = {torch.float32, *(m.dtype for m in model.modules() if isinstance(m, KernelModule))}
-    vars(model)["_apply"] = partial(_apply_if_unchanged, model, dtypes)
+    kernels = [m for m in model.modules() if isinstance(m, KernelModule)]
+    kinds = {(dtype, m.weight.device) for m in kernels for dtype in (torch.float32, m.dtype)}
+    vars(model)["_apply"] = partial(_apply_if_unchanged, model, kinds)
 
 
 def _apply_if_unchanged(
-    model: nn.Module, dtypes: set[torch.dtype], fn: Callable[[Tensor], Tensor], recurse: bool = True
+    model: nn.Module, kinds: Kinds, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    require_unchanged(fn, dtypes, *_CONVERTED)
+    require_unchanged(fn, kinds, *_CONVERTED)
     converted: nn.Module = type(model)._apply(model, fn, recurse)
     return converted
 
@@ -103,24 +105,24 @@ def _apply_if_unchanged(
 _CONVERTED = "a model with kernels", "call eager(kernels=True) again"
 
 
-def require_unchanged(fn: Callable[[Tensor], Tensor], dtypes: set[torch.dtype], what: str, again: str) -> None:
-    """Raise if a conversion changes tensors on the CPU.
+def require_unchanged(fn: Callable[[Tensor], Tensor], kinds: Kinds, what: str, again: str) -> None:
+    """Raise if a conversion changes tensors.
 
     Args:
         fn: as `nn.Module._apply` takes it.
-        dtypes: of the tensors.
+        kinds: of the tensors: dtype and device.
         what: is converted, for the message.
         again: what to do once the model is converted, for the message.
 
     Raises:
         RuntimeError: if it changes a dtype or the device.
     """
-    for dtype in dtypes:
-        before = torch.zeros((), dtype=dtype)
+    for dtype, device in kinds:
+        before = torch.zeros((), dtype=dtype, device=device)
         after = fn(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
             raise RuntimeError(
-                f"{what} keeps its dtypes and stays on the CPU; convert the model before quantizing it, and {again}"
+                f"{what} keeps its dtypes and stays where it is; convert the model before quantizing it, and {again}"
             )
 
 
@@ -142,8 +144,9 @@ class KernelLinear(KernelModule):
         self.out_features, self.in_features = product.matrix().codes.shape
         self.dtype, self.rounds = product.dtype, product.rounded is not None
         weight, bias = (getattr(module, name) for name in ("weight", "bias"))
-        self.weight = ShapeOnly.of(weight, self.dtype)
-        self.bias = None if bias is None else ShapeOnly.of(bias, self.dtype)
+        device = product.weight.codes.device
+        self.weight = ShapeOnly.of(weight, self.dtype, device)
+        self.bias = None if bias is None else ShapeOnly.of(bias, self.dtype, device)
         self._computation, tensors = Computation.of(graph_module, self.in_features)
         self._count = len(tensors)
         for i, tensor in enumerate(tensors):
@@ -191,7 +194,7 @@ class CodeEmbedding(KernelModule):
         self.dtype = dtype
         self.num_embeddings, self.embedding_dim = table.codes.shape
         self.padding_idx = module.padding_idx
-        self.weight = ShapeOnly.of(module.weight, dtype)
+        self.weight = ShapeOnly.of(module.weight, dtype, table.codes.device)
         self.register_buffer("codes", table.codes.detach().clone(), persistent=False)
         self.register_buffer("scale", table.scale.detach().clone(), persistent=False)
         self.register_buffer("zero_point", table.zero_point.detach().clone(), persistent=False)

@@ -64,7 +64,7 @@ class Computation:
 
     def __call__(self, rows: Tensor, *constants: Tensor) -> Tensor:
         """Return the result for rows, contiguous, `(rows, inputs)`."""
-        if torch.compiler.is_compiling() or rows.shape[0] != 1 or not finds_compiler():
+        if torch.compiler.is_compiling() or not rows.is_cpu or rows.shape[0] != 1 or not finds_compiler():
             result: Tensor = self.graph_module(rows, *constants)
             return result
         return self._one_row(rows, *constants)

@@ -195,11 +195,6 @@ class Product:
         """Return the number that a constant of one element is."""
         return parameter(self.gm, node).item()
 
-    def number_node(self, value: float, dtype: torch.dtype) -> Node:
-        """Insert a constant of one element, which graphs that are alike otherwise may share code with."""
-        with self.gm.graph.inserting_before(self.node):
-            return get_attr(self.gm, "kernel_constant", torch.tensor(value, dtype=dtype))
-
     def insert(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Insert a call before the operator, with its notes and value; tensors become constants of the graph."""
         with self.gm.graph.inserting_before(self.node):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
+from quark_fx.model.kernels.integers import at_least
 from quark_fx.model.kernels.product import NoKernelError, Product
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
@@ -30,7 +31,7 @@ def weight_only_linear(product: Product) -> str:
     if not weight.format.is_integer or weight.format.bits > 8:
         raise NoKernelError(f"its weight is {weight.format}; there are kernels for integers of at most 8 bits")
     bias = product.bias()
-    codes, scale, zero_point = _groups(weight)
+    codes, scale, zero_point = groups_of(weight)
     made = None
     if product.dtype is torch.bfloat16:
         made = _bfloat16_kernel(product, weight, codes, scale, zero_point)
@@ -47,7 +48,7 @@ def weight_only_linear(product: Product) -> str:
     return name
 
 
-def _groups(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
+def groups_of(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes from 0 on, uint8, as (outputs, groups, inputs), and scale and zero point as (outputs, groups).
 
     Raises:
@@ -113,10 +114,13 @@ def _bfloat16_kernel(
         return product.insert(int8_product, product.activation, signed, scale.flatten().bfloat16())
     if weight.format.bits <= 4 and size in (32, 64, 128, 256) and outputs % 16 == 0:
         packed = aten._convert_weight_to_int4pack_for_cpu.default(codes.reshape(outputs, -1).int(), 1)
-        # It computes (code - 8) * scale + zero.
-        table = torch.stack((scale, (8 - zero_point) * scale), -1).transpose(0, 1).bfloat16().contiguous()
-        return product.insert(int4_product, product.activation, packed, size, table)
+        return product.insert(int4_product, product.activation, packed, size, int4_table(scale, zero_point))
     return None
+
+
+def int4_table(scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Return what `int4_product` reads; its kernels compute `(code - 8) * scale + zero`."""
+    return torch.stack((scale, (8 - zero_point) * scale), -1).transpose(0, 1).bfloat16().contiguous()
 
 
 def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -130,11 +134,15 @@ def int4_product(x: Tensor, packed: Tensor, size: int, table: Tensor) -> Tensor:
 
     Args:
         x: bfloat16, `(..., inputs)`.
-        packed: of `_convert_weight_to_int4pack_for_cpu`.
+        packed: of `_convert_weight_to_int4pack`, on a CPU of the operator for those.
         size: inputs of a group.
         table: bfloat16, `(groups, outputs, 2)`; scale, and what is added to codes counted from 8.
     """
-    y: Tensor = aten._weight_int4pack_mm_for_cpu.default(x.reshape(-1, x.shape[-1]), packed, size, table)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if x.is_cpu:
+        y: Tensor = aten._weight_int4pack_mm_for_cpu.default(rows, packed, size, table)
+    else:  # CUDA launches no grid of no rows
+        y = aten._weight_int4pack_mm.default(at_least(rows, 1), packed, size, table)[: rows.shape[0]]
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -144,4 +152,4 @@ _KERNELS = {
     int4_product: "aten._weight_int4pack_mm_for_cpu",
 }
 
-__all__ = ["code_product", "code_values", "weight_only_linear"]
+__all__ = ["code_product", "code_values", "groups_of", "int4_product", "int4_table", "weight_only_linear"]

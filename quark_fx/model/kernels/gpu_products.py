@@ -1,0 +1,211 @@
+"""Products of torch for NVIDIA GPUs: a table of the weights and activations they multiply, and the GPUs they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from quark_fx.model.kernels.integer_products import plain_linear
+from quark_fx.model.kernels.integers import at_least
+from quark_fx.model.kernels.product import Activation, NoKernelError, Product
+from quark_fx.model.kernels.weight_only import groups_of, int4_product, int4_table
+from quark_fx.system import accelerator
+
+aten = torch.ops.aten
+
+
+def scaled_linear(product: Product) -> None:
+    """Multiply codes in E4M3 with a scale for the tensor, or for each token and output."""
+    weight, rounded = product.matrix(), product.rounded
+    assert rounded is not None
+    if weight.axis not in (None, 0) or weight.block_size:
+        raise NoKernelError("its weight has a scale for each group, and its activation one for each token or for all")
+    scale = weight.scale.float().reshape(-1 if weight.axis == 0 else ())
+    if weight.axis == 0 or rounded.kind is Activation.TOKEN:
+        scale = scale.reshape(1, -1).expand(1, len(weight.codes)).contiguous()
+    bias = product.bias()
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    codes = weight.codes.contiguous()
+    made = product.insert(scaled_product, rounded.codes, rounded.scale, codes, scale, bias)
+    product.node.replace_all_uses_with(made)
+
+
+def scaled_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `(x * scale) @ (codes * weight_scale).T + bias`, bfloat16, of sums in float32.
+
+    Args:
+        x: Codes, float8_e4m3fn, `(..., inputs)`.
+        scale: Scales, float32, one, or one for each row, `(..., 1)`.
+        codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`.
+        weight_scale: Scales, float32, `()` where `scale` is one number, otherwise `(1, outputs)`.
+        bias: Bias, bfloat16, `(outputs,)`.
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if weight_scale.dim():
+        scale = scale.reshape(-1, 1).expand(rows.shape[0], 1).contiguous()
+    y: Tensor = aten._scaled_mm.default(rows, codes.t(), scale, weight_scale, bias, None, torch.bfloat16)
+    return y.reshape(*x.shape[:-1], codes.shape[0])
+
+
+def block_linear(product: Product) -> None:
+    """Multiply codes in E4M3 with a scale for each 128 inputs of a token, and of an output or of 128 outputs."""
+    weight, rounded = product.matrix(), product.rounded
+    assert rounded is not None
+    outputs, inputs = weight.codes.shape
+    if (weight.axis, weight.block_size, rounded.block_size) != (1, 128, 128):
+        raise NoKernelError(
+            f"its scales are of {weight.block_size} inputs of its weight and {rounded.block_size} of its activation; "
+            "the product of blocks takes 128 (for NVFP4 and MX formats torch needs compute capability 10.0)"
+        )
+    bias, scale = product.bias(), weight.scale.float()
+    # The strides of scales of 128x128 are multiples of 16 bytes.
+    rows = scale.reshape(-1, 128, scale.shape[1]) if outputs % 128 == inputs % 512 == 0 else None
+    if rows is not None and bool((rows == rows[:, :1]).all()):
+        scale = rows[:, 0].contiguous().t()
+    else:
+        scale = scale.t().contiguous()
+    codes = weight.codes.contiguous()
+    _replace(product, product.insert(block_product, rounded.codes, rounded.scale, codes, scale), bias)
+
+
+def block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor) -> Tensor:
+    """Return the product of codes with their scales, bfloat16, of sums in float32.
+
+    Args:
+        x: Codes, float8_e4m3fn, `(..., inputs)`.
+        scale: Scales, float32, `(..., inputs / 128)`.
+        codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`.
+        weight_scale: Scales, float32, `(inputs / 128, outputs)`, contiguous, or `(inputs / 128, outputs / 128)`,
+            transposed.
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    given = rows.shape[0]
+    count = max(-(-given // 16), 1) * 16  # whole 16 bytes of scales
+    step = at_least(scale.reshape(-1, scale.shape[-1]).contiguous(), count).t().contiguous().t()
+    rows = at_least(rows, count)
+    y: Tensor = aten._scaled_mm.default(rows, codes.t(), step, weight_scale, None, None, torch.bfloat16)
+    return y[:given].reshape(*x.shape[:-1], codes.shape[0])
+
+
+def int4_linear(product: Product) -> None:
+    """Multiply bfloat16 by codes of at most 4 bits with scales for up to 256 inputs (tinygemm)."""
+    if product.weight.format.bits > 4:
+        raise NoKernelError(f"its weight is {product.weight.format}; torch multiplies floats by at most 4 bits on GPUs")
+    bias, (codes, scale, zero_point) = product.bias(), groups_of(product.matrix())
+    outputs, _, inputs = codes.shape
+    size = gcd(inputs, 256)
+    if size < 32:
+        raise NoKernelError(f"its groups of {inputs} inputs are not a multiple of 32")
+    scale, zero_point = (p.repeat_interleave(inputs // size, 1) for p in (scale, zero_point))
+    codes = codes.reshape(outputs, -1)
+    tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
+    packed = aten._convert_weight_to_int4pack.default((codes[:, ::2] << 4) | codes[:, 1::2], tiles)
+    table = int4_table(scale, zero_point)
+    _replace(product, product.insert(int4_product, product.activation, packed, size, table), bias)
+
+
+def _replace(product: Product, made: Node, bias: Tensor | None) -> None:
+    """Replace a product by one without its bias."""
+    made = made if bias is None else product.insert(aten.add.Tensor, made, bias.to(product.dtype))
+    product.node.replace_all_uses_with(made)
+
+
+@dataclass(frozen=True)
+class GPUKernel:
+    """One product of torch on GPUs.
+
+    Attributes:
+        name: Name in the report.
+        codes: Dtypes that store codes of the weight, and of a rounded activation.
+        roundings: Roundings of the activation.
+        build: Function that replaces a product; it refuses other scales.
+        since, before: Compute capability, the first and the one after the last.
+        multiples: Divisors of the numbers of inputs and outputs.
+        dtypes: Dtypes of the result.
+        cuda: First version of CUDA.
+    """
+
+    name: str
+    codes: tuple[torch.dtype, ...]
+    roundings: tuple[Activation, ...]
+    build: Callable[[Product], object]
+    since: tuple[int, int]
+    multiples: tuple[int, int]
+    before: tuple[int, int] = (100, 0)
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    cuda: tuple[int, int] = (0, 0)
+
+    def takes(self, product: Product) -> bool:
+        """Return whether the codes and the rounding of a product match."""
+        rounded = product.rounded
+        codes = [product.weight.codes] if rounded is None else [product.weight.codes, rounded.codes.meta["val"]]
+        return product.rounding in self.roundings and all(c.dtype in self.codes for c in codes)
+
+    def require(self, product: Product) -> None:
+        """Refuse a product that does not fit, or a GPU that does not have this kernel.
+
+        Raises:
+            NoKernelError: with the reason.
+        """
+        codes = product.matrix().codes
+        found, (outputs, inputs) = accelerator.capability(codes.device), codes.shape
+        assert found is not None
+        if not self.since <= found < self.before:
+            below = "" if self.before[0] == 100 else f" and below {_version(self.before)}"
+            needed = f"compute capability {_version(self.since)} or above{below}"
+            raise NoKernelError(f"{self.name} needs {needed}, and this GPU has {_version(found)}")
+        if accelerator.cuda_version() < self.cuda:
+            raise NoKernelError(f"{self.name} needs torch built for CUDA {_version(self.cuda)} or above")
+        if product.dtype not in self.dtypes:
+            given, taken = (str(dtype).removeprefix("torch.") for dtype in (product.dtype, self.dtypes[0]))
+            raise NoKernelError(f"it computes in {given}; {self.name} computes in {taken}")
+        if inputs % self.multiples[0] or outputs % self.multiples[1]:
+            raise NoKernelError(
+                f"it has {inputs} inputs and {outputs} outputs; {self.name} takes multiples of {self.multiples[0]} and "
+                f"{self.multiples[1]}"
+            )
+
+
+_BYTES, _E4M3 = (torch.int8, torch.uint8), (torch.float8_e4m3fn,)
+_ONE_OR_TOKENS = (Activation.STATIC, Activation.DYNAMIC, Activation.TOKEN)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+KERNELS = (
+    GPUKernel("aten._int_mm", _BYTES, _ONE_OR_TOKENS, plain_linear, (7, 5), (8, 8), dtypes=_FLOATS),
+    GPUKernel("aten._scaled_mm", _E4M3, _ONE_OR_TOKENS, scaled_linear, (8, 9), (16, 16)),
+    GPUKernel(
+        *("aten._scaled_mm of blocks", _E4M3, (Activation.OTHER,), block_linear, (9, 0), (128, 16)),
+        before=(10, 0),
+        cuda=(12, 9),
+    ),
+    GPUKernel("aten._weight_int4pack_mm", _BYTES, (Activation.FLOAT,), int4_linear, (8, 0), (32, 8)),
+)
+"""The first that matches is used. Source: the checks of `_int_mm_out_cuda`, `_scaled_mm_out_cuda`, and `int4mm.cu` in
+ATen's `native/cuda`."""
+
+
+def gpu_linear(product: Product) -> str:
+    """Multiply on a GPU.
+
+    Int8 sums are exact; the others are sums in float32, rounded to bfloat16 once, or twice where a bias is added.
+    """
+    kernel = next((kernel for kernel in KERNELS if kernel.takes(product)), None)
+    rounded = product.rounded
+    if kernel is None:
+        given = "floats" if rounded is None else str(rounded.format)
+        raise NoKernelError(f"torch has no product for GPUs of {given} and {product.weight.format}")
+    kernel.require(product)
+    kernel.build(product)
+    return kernel.name
+
+
+def _version(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+__all__ = ["KERNELS", "GPUKernel", "gpu_linear"]
