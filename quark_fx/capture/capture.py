@@ -314,10 +314,14 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 @contextmanager
 def _no_cache_within(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Keep models of transformers that `model` wraps, as a PeftModel does, from returning a cache nobody asked for."""
+    """Keep `model`, or models of transformers inside, from returning a cache nobody asked for.
+
+    A PeftModel wraps one, and transformers' exporter turns the argument `use_cache` into an attribute of the
+    configuration, of which T5's decoder has its own.
+    """
     transformers = sys.modules.get("transformers")
     configs: list[Any] = []
-    if transformers is not None and not _is_hugging_face(model) and not {"use_cache", *CACHE_NAMES} & set(kwargs):
+    if transformers is not None and not kwargs.get("use_cache") and not {*CACHE_NAMES} & set(kwargs):
         wrapped: list[Any] = [m.config for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
         configs = [config for config in wrapped if getattr(config, "use_cache", None)]
     for config in configs:

@@ -58,9 +58,9 @@ def to_exported_program(gm: GraphModule, *, signature: Signature | None = None) 
         if node.op == "placeholder":
             inputs.append(InputSpec(InputKind.USER_INPUT, _argument(copied), None))
         elif node.op == "output":
-            # A file holds tensors: constants in the result (None, numbers) are the signature's to restore.
+            # A file holds tensors: other results (None, numbers, sizes of inputs) are the caller's to restore.
             whole: Any = copied.args[0]
-            results = tuple(r for r in whole if signature is not None or isinstance(r, Node))
+            results = tuple(r for r in whole if signature is not None or _is_tensor(r))
             copied.args = (results,)
             outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(r), None) for r in results]
     if signature is None:
@@ -89,6 +89,10 @@ def _ranges(graph: Graph) -> dict[sympy.Symbol, ValueRanges[Any]]:
             known = node.shape_env.var_to_range
             found |= {symbol: known[symbol] for symbol in node.expr.free_symbols if symbol in known}
     return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor)
 
 
 def _argument(value: Any) -> Any:

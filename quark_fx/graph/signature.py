@@ -251,8 +251,11 @@ def leaf_names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
     children = _children(spec)
     if spec.is_leaf():
         return [prefix or "output"]
-    keys = spec.context if isinstance(spec.context, list) and len(spec.context) == len(children) else None
-    names = [str(key) for key in keys] if keys else [str(i) if prefix else f"output_{i}" for i in range(len(children))]
+    keys = spec.context if isinstance(spec.context, list) else []
+    if keys and all(isinstance(part, list) for part in keys):  # of a dataclass: fields with a value, and those without
+        keys = keys[0]
+    named = len(keys) == len(children)
+    names = [str(key) for key in keys] if named else [str(i) if prefix else f"output_{i}" for i in range(len(children))]
     return [
         leaf
         for name, child in zip(names, children, strict=True)

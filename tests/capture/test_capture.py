@@ -948,3 +948,13 @@ def test_a_packed_sequence_is_refused_by_name() -> None:
 
     with pytest.raises(qfx.CaptureError, match="packed sequence depend on the lengths"):
         quantize(Packed().eval(), "int8_weight_only", [(rand(2, 3, 4), torch.tensor([3, 2]))])
+
+
+def test_a_decoder_with_a_configuration_of_its_own_returns_no_cache_that_nobody_asked_for() -> None:
+    t = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 1, "num_heads": 2}
+    model = t.T5ForConditionalGeneration(t.T5Config(vocab_size=32, **sizes)).eval()
+    tokens = torch.arange(2, 18).reshape(2, 8)
+    captured = qfx.capture_graph(model, {"input_ids": tokens, "decoder_input_ids": tokens})
+    assert captured.signature.output_names == ("logits", "encoder_last_hidden_state")
+    assert model.decoder.config.use_cache

@@ -15,6 +15,7 @@ from tiny import rand
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from benchmarks.output_structures import require_right
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx import formats as formats_of_files
 from quark_fx.export.to_onnx.rules import TRANSLATED, onnx_rule
@@ -70,6 +71,30 @@ def test_a_file_has_the_outputs_of_the_model_under_their_names(structure: str, t
             verification = qfx.verify(qmodel, file, BATCHES)
             assert len(verification.differences) == len(names)
             assert verification.max_steps < 0.01  # float32 sums in another order
+
+
+@pytest.mark.parametrize(
+    ("structure", "one", "other"),
+    [("dataclass", "result", "input"), ("nested dict", "view of the result", "size"), ("list", "None", "constant")],
+)
+def test_a_structure_is_returned_and_its_tensors_are_the_outputs_of_the_file(
+    structure: str, one: str, other: str
+) -> None:
+    """A sample of `python -m benchmarks.output_structures`."""
+    require_right(structure, one, other)
+
+
+def test_names_that_were_chosen_at_export_are_compared(tmp_path: Path) -> None:
+    qmodel = quantize(Calls(lambda m, x: (m.linear(x), x + 1)).eval(), "int8_weight_only", BATCHES)
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", output_names=["first", "second"])
+    assert [d.name for d in qfx.verify(qmodel, file, BATCHES).differences] == ["first", "second"]
+    model = onnx.load(file)
+    outputs = [*model.graph.output]
+    del model.graph.output[:]
+    model.graph.output.extend(reversed(outputs))
+    onnx.save(model, file)
+    with pytest.raises(ExportError, match="has the outputs second, first"):
+        qfx.verify(qmodel, file, BATCHES)
 
 
 def test_verify_refuses_a_name_that_two_outputs_share_and_names_that_changed_places(tmp_path: Path) -> None:

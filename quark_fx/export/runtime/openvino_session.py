@@ -19,6 +19,13 @@ class Named:
 
 
 @dataclass(frozen=True)
+class Metadata:
+    """The metadata of a file, by key."""
+
+    custom_metadata_map: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Kernel:
     """What OpenVINO ran for an operator: its `name`, its `kind`, and the implementation with the type it counts in."""
 
@@ -57,10 +64,13 @@ class OpenVinoSession:
         self._compiled: Any = core.compile_model(core.read_model(path), "CPU", options)
         self._request = self._compiled.create_infer_request()
         self._outputs = [port.any_name for port in self._compiled.outputs]
+        self._metadata: dict[str, str] = {}
         if path.suffix == ".onnx":
             import onnx_ir
 
-            named = [str(value.name) for value in onnx_ir.load(path).graph.outputs]
+            model = onnx_ir.load(path)
+            self._metadata = dict(model.metadata_props)
+            named = [str(value.name) for value in model.graph.outputs]
             self._outputs = named if len(named) == len(self._outputs) else self._outputs
 
     def get_inputs(self) -> list[Named]:
@@ -70,6 +80,10 @@ class OpenVinoSession:
     def get_outputs(self) -> list[Named]:
         """Return the outputs in order, called as in the file: OpenVINO may know one by several names."""
         return [Named(name) for name in self._outputs]
+
+    def get_modelmeta(self) -> Metadata:
+        """Return the metadata of an ONNX file."""
+        return Metadata(self._metadata)
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
         """Return the outputs called `names`, all of them for `None`, as arrays."""

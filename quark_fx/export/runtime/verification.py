@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -248,7 +249,8 @@ def verify(
         again = _AGAIN + ", quantized with target='openvino'" * (runtime == "openvino")
         raise ExportError(f"{path} cannot be loaded: {error}; {again}") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
-    _require_output_names([name for name in names if name not in shown], qmodel, path)
+    metadata = session.get_modelmeta().custom_metadata_map
+    _require_output_names([name for name in names if name not in shown], metadata, qmodel, path)
     steps, parts = _known_steps(qmodel) | dict.fromkeys(shown, 1.0), _joined_parts(qmodel)
     compared, shipped = _Comparison(steps, parts), _Comparison(steps, parts)
     count = 0
@@ -272,10 +274,6 @@ def verify(
         for name, (own, theirs) in follower.compared.items():
             compared.add(name, own, theirs)
         tensors = [name for name in names if name not in codes]  # in the order of the model's own outputs
-        if len(tensors) != len(expected):
-            raise ExportError(
-                f"{path} has {len(tensors)} outputs, the model {len(expected)}: it is not this model's export; {_AGAIN}"
-            )
         for name, own in zip(tensors, expected, strict=True):
             compared.add(name, own, torch.from_numpy(np.asarray(results[name])))
         if per_node:
@@ -481,14 +479,26 @@ def _require_file(path: str | os.PathLike[str]) -> None:
         raise ExportError(f"{path} is a directory or a device; give the file that qfx.export.onnx wrote")
 
 
-def _require_output_names(names: Sequence[str], qmodel: QuantizedModel, path: str | os.PathLike[str]) -> None:
-    """Refuse outputs that share a name, and names of the model that stand for another output in the file."""
+def _require_output_names(
+    names: Sequence[str], metadata: Mapping[str, str], qmodel: QuantizedModel, path: str | os.PathLike[str]
+) -> None:
+    """Refuse a file whose outputs are not those that were written: others, in another order, or twice."""
+    from quark_fx.export.to_onnx.export_onnx import CHOSEN_NAMES, named_apart
+
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ExportError(f"{path} has several outputs named {', '.join(repeated)}; {_AGAIN}")
-    results = zip(qmodel.signature.output_names, results_of(qmodel.graph_module), strict=True)
+    signature = qmodel.signature
+    results = zip(
+        named_apart(signature.output_names, signature.input_names), results_of(qmodel.graph_module), strict=True
+    )
     own = [name for name, node in results if isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)]
-    if set(names) == set(own) and list(names) != own:
+    if len(names) != len(own):
+        raise ExportError(
+            f"{path} has {len(names)} outputs, the model {len(own)}: it is not this model's export; {_AGAIN}"
+        )
+    chosen = json.loads(metadata[CHOSEN_NAMES]) if CHOSEN_NAMES in metadata else own
+    if list(names) != chosen or (set(names) == set(own) and list(names) != own):
         raise ExportError(f"{path} has the outputs {', '.join(names)}, the model {', '.join(own)}; {_AGAIN}")
 
 

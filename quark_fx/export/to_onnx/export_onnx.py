@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 _EXTERNAL = 1_900_000_000
 """Bytes of tensors above which they go to `<name>.data`: a protobuf file ends at 2 GiB."""
+
+CHOSEN_NAMES = "quark_fx.output_names"
+"""Key of a file's metadata for the names of outputs that the caller chose, which `verify` compares."""
 
 
 @checked_call
@@ -139,9 +143,11 @@ def onnx(
     _require_fixed_groups(gm, qmodel.signature)
     _require_writable(file)
     inputs = input_names or qmodel.signature.input_names
-    names = inputs, output_names or _named_apart(qmodel.signature.output_names, inputs)
+    names = inputs, output_names or named_apart(qmodel.signature.output_names, inputs)
     _require_apart([*names[0], *names[1]])
     model, file.kept = _lowered(gm, *names, chosen, options, opset, target.onnx, rules)
+    if list(names[1]) != named_apart(qmodel.signature.output_names, qmodel.signature.input_names):
+        model.metadata_props[CHOSEN_NAMES] = json.dumps([value.name for value in model.graph.outputs])
     if target.onnx.check is not None:
         target.onnx.check(model)
     file.optimize = may_optimize(gm)
@@ -412,7 +418,7 @@ def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str])
         raise ExportError(f"{option} has {len(given)} name(s), the model {len(own)}: {', '.join(own)}")
 
 
-def _named_apart(names: Sequence[str], taken: Sequence[str]) -> list[str]:
+def named_apart(names: Sequence[str], taken: Sequence[str]) -> list[str]:
     """Return `names` with `_out` at the end of those that are taken."""
     made: list[str] = []
     for name in names:
