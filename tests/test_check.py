@@ -194,6 +194,22 @@ def test_a_model_larger_than_memory_is_compared_without_its_weights() -> None:
         require_plain(model)
 
 
+def test_settings_of_torchs_modules_that_the_configuration_does_not_have_are_refused() -> None:
+    t = transformers()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = t.ViTForImageClassification(t.ViTConfig(**sizes, image_size=8, patch_size=4)).eval()
+    require_plain(model)
+    projection = model.vit.embeddings.patch_embeddings.projection
+    for name, value in (("stride", (2, 2)), ("padding", (1, 1)), ("groups", 2), ("padding_mode", "circular")):
+        before = getattr(projection, name)
+        setattr(projection, name, value)
+        with pytest.raises(qfx.ExportError) as refused:
+            require_plain(model)
+        assert f"projection.{name}: {value!r} instead of {before!r}" in str(refused.value)
+        setattr(projection, name, before)
+    require_plain(model)
+
+
 def test_a_class_that_readers_do_not_find_is_refused_unless_it_is_registered() -> None:
     t = transformers()
 

@@ -95,6 +95,23 @@ def test_labels_of_minus_100_do_not_count() -> None:
     assert qfx.evaluate(lambda x: x, tokens_) == {"accuracy": 0.5, "agreement": 1, "KL": 0}
 
 
+def test_the_first_error_counts_where_labels_do_not_help() -> None:
+    def model(input_ids: Tensor, **labels: Tensor) -> Tensor:
+        raise qfx.QuarkError("labels are no help" if labels else "the model is broken")
+
+    def needs(input_ids: Tensor, **labels: Tensor) -> Tensor:
+        if not labels:
+            raise qfx.QuarkError("labels are missing")
+        return nn.functional.one_hot(labels["labels"], 8).float()
+
+    ids = torch.tensor([[1, 2, 3]])
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(qfx.QuarkError, match="the model is broken") as error:
+        qfx.evaluate(model, LanguageModeling([batch]))
+    assert "largest token id of the batch is 3" in error.value.__notes__[0]
+    assert qfx.evaluate(needs, LanguageModeling([batch]))["perplexity"] > 1
+
+
 def test_rows_of_padding_alone_have_no_vector() -> None:
     batch = {"x": rand(2, 3, 4), "attention_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])}
     found = qfx.evaluate(lambda x, attention_mask: x, Embedding([batch], reference=lambda x, attention_mask: x))

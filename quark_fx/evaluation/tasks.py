@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,13 +205,14 @@ def _run(run: Run, batch: Mapping[str, Tensor]) -> Any:
     try:
         return run(inputs)
     except QuarkError as error:
-        if len(inputs) == len(batch):
-            error.add_note(
-                f"The largest token id of the batch is {int(batch['input_ids'].max())}; the model may have fewer: "
-                "tokenize with its own tokenizer."
-            )
-            raise
-    return run(batch)
+        if len(inputs) < len(batch):
+            with suppress(QuarkError):  # the first error says more of a model that does not run with them either
+                return run(batch)
+        error.add_note(
+            f"The largest token id of the batch is {int(batch['input_ids'].max())}; the model may have fewer: "
+            "tokenize with its own tokenizer."
+        )
+        raise
 
 
 def _numbers(output: Tensor) -> Tensor:

@@ -248,10 +248,7 @@ def _by_written_size(space: Space, budget: Budget, judged: _Judge) -> tuple[Spac
     target, mixtures = limit - space.fixed, _Tried()
     for _ in range(_ROUNDS):
         found = choose(space.errors, space.sizes, target)
-        if found is None:
-            break
-        settled = space.settled(found)
-        if len({*settled}) == 1 or any(settled == chosen for _, chosen in mixtures):
+        if (settled := _untried(space, found, [*tried, *mixtures])) is None:
             break
         one = _judged(space, settled, judged)
         mixtures.append((one, settled))
@@ -290,10 +287,7 @@ def _by_latency(
     for _ in range(_ROUNDS):
         # What the estimate was off by may ask for less than there is: the fastest mixture is tried then.
         found = choose(space.errors, space.latencies, max(target, least(space.latencies, space.errors) * (1 + 1e-9)))
-        if found is None:
-            break
-        settled = space.settled(found)
-        if len({*settled}) == 1 or any(settled == chosen for _, chosen in mixtures):
+        if (settled := _untried(space, found, [*tried, *mixtures])) is None:
             break
         one = _judged(space, settled, judged)
         if one.fits and (one.latency or 0.0) >= _NEAR * limit:
@@ -328,9 +322,7 @@ def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
     target, floor = ceiling, sum(min(row) for row in space.errors)
     for _ in range(_ROUNDS):
         found = choose(space.sizes, space.errors, max(target, floor * (1 + 1e-9)))
-        assert found is not None
-        settled = space.settled(found)
-        if any(settled == chosen for _, chosen in tried):
+        if (settled := _untried(space, found, tried)) is None:
             break
         one = _judged(space, settled, judged)
         tried.append((one, settled))
@@ -358,6 +350,12 @@ def _uniform(space: Space) -> Iterator[list[int]]:
     """Yield every candidate for all groups."""
     for i in range(len(space.candidates)):
         yield [i] * len(space.groups)
+
+
+def _untried(space: Space, found: Sequence[int] | None, tried: _Tried) -> list[int] | None:
+    """Return the candidate of every group that was found, `None` if there is none or it was measured."""
+    settled = None if found is None else space.settled(found)
+    return None if any(settled == chosen for _, chosen in tried) else settled
 
 
 def _judged(space: Space, chosen: Sequence[int], judged: _Judge) -> Verified:

@@ -18,6 +18,9 @@ _LISTED = 6
 _LIBRARIES = ("transformers", "transformers_modules")
 """Packages whose classes readers find: transformers, and code from a repository that a checkpoint names."""
 
+_IMMATERIAL = ("training", "inplace", "padding_idx")
+"""Attributes of modules that change nothing of what they compute in eval mode."""
+
 
 def require_reader(model: nn.Module) -> None:
     """Raise `ExportError` unless readers of a checkpoint find the class of a model."""
@@ -109,11 +112,14 @@ def _named(module: nn.Module) -> str:
 
 
 def _other_numbers(module: nn.Module, other: nn.Module) -> Iterator[str]:
-    """Yield attributes that are other numbers, such as an epsilon or a factor."""
+    """Yield attributes that are other numbers, such as an epsilon, and of torch's modules other settings as well."""
+    of_torch = any(kind.__module__.startswith("torch.nn.") and kind is not nn.Module for kind in type(module).__mro__)
+    kinds = (float, int, str, tuple, type(None)) if of_torch else float
     for name, value in vars(other).items():
-        mine = vars(module).get(name)
-        if isinstance(value, float) and isinstance(mine, float) and value != mine:
-            yield f"{name}: {mine:g} instead of {value:g}"
+        mine = vars(module).get(name, value)
+        compared = isinstance(value, kinds) and isinstance(mine, kinds) and not name.startswith("_")
+        if compared and name not in _IMMATERIAL and mine != value:
+            yield f"{name}: {mine!r} instead of {value!r}"
 
 
 __all__ = ["require_plain", "require_reader"]
