@@ -28,7 +28,8 @@ from benchmarks.common import environment, peer_job, publish, sqnr, table
 from benchmarks.language_models import Trained
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import INT4, INT8, UINT4
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import FLOAT16
 from quark_fx.presets import (
     FP8_DYNAMIC,
     INT8_WEIGHT_ONLY,
@@ -80,7 +81,7 @@ def _gguf(qmodel: qfx.QuantizedModel, trained: Trained, folder: Path) -> Path:
 
 
 def _weights(spec: TensorSpec) -> QuantConfig:
-    return W4A16_RTN.replace(weight=spec.replace(scale_type=ScaleType.FLOAT16))
+    return W4A16_RTN.replace(weight=spec.replace(scale=FLOAT16))
 
 
 def _groups(spec: TensorSpec, size: int) -> TensorSpec:

@@ -82,7 +82,7 @@ class Format:
 
 _BLOCKS = [name for name in PRESETS if name.removesuffix("_weight_only") in qfx.block_formats.BLOCK_FORMATS]
 _VITIS = {"format": "vitis"}
-_FLOOR = {"scale_type": "e8m0_floor", "observer": MinMax()}
+_FLOOR = {"scale": "e8m0_floor", "observer": MinMax()}
 """What the vendor's nodes compute: exponents of the largest magnitudes."""
 
 FORMATS: dict[str, Format] = {

@@ -37,7 +37,7 @@ from benchmarks.common import environment, one_thread, peer_job, publish, spread
 from benchmarks.compiled import llama_135m
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import FP8_E4M3, INT8, UINT8
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import FLOAT16
 from quark_fx.passes import Rotate
 from quark_fx.presets import (
     FP8_DYNAMIC,
@@ -56,7 +56,7 @@ CT = "compressed-tensors"
 
 def _groups(spec: TensorSpec, size: int) -> QuantConfig:
     """Return a configuration of weights in groups, with scales that GPTQ and AWQ store exactly."""
-    weight = spec.replace(granularity=Granularity.GROUP, group_size=size, scale_type=ScaleType.FLOAT16)
+    weight = spec.replace(granularity=Granularity.GROUP, group_size=size, scale=FLOAT16)
     return W4A16_RTN.replace(weight=weight)
 
 

@@ -90,7 +90,7 @@ def _both(weight: TensorSpec, input: TensorSpec | None = None) -> QuantConfig:
 
 
 def _shifts(weight: str, activation: str) -> QuantConfig:
-    return _both(*(TensorSpec(format=fmt, scale_type="power_of_two") for fmt in (weight, activation)))  # type: ignore[arg-type]
+    return _both(*(TensorSpec(format=fmt, scale="power_of_two") for fmt in (weight, activation)))  # type: ignore[arg-type]
 
 
 def _channels(weight: str, activation: str) -> QuantConfig:
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[QuantConfig, tuple[str, ...]]] = {
     "MXINT8": (_blocks(block_formats.MXINT8), ("wide", "weights")),
     **{
         f"{name}, `e8m0_floor`": (
-            _blocks(getattr(block_formats, name).replace(scale_type="e8m0_floor")),
+            _blocks(getattr(block_formats, name).replace(scale="e8m0_floor")),
             ("wide", "weights"),
         )
         for name in ("MXFP8_E5M2", "MXFP8_E4M3", "MXFP6_E3M2", "MXFP6_E2M3", "MXFP4", "MXINT8")

@@ -36,7 +36,8 @@ from quark_fx.model.qat import prepare_qat
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.serialization import load
 from quark_fx.numbers import formats, ops
-from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.numbers.qparams import Scheme, Symmetry
+from quark_fx.numbers.scales import QuantizedScale
 from quark_fx.quantization import check, predict, quantize
 from quark_fx.session import Session
 
@@ -58,9 +59,9 @@ __all__ = [
     "Prediction",
     "QuantConfig",
     "QuantizedModel",
+    "QuantizedScale",
     "QuarkError",
     "Resources",
-    "ScaleType",
     "Scheme",
     "Search",
     "Session",

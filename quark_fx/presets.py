@@ -11,7 +11,8 @@ from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Ten
 from quark_fx.numbers.formats import BF16 as BFLOAT16
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
 from quark_fx.numbers.formats import FP16 as FLOAT16
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.observers import Adjusted, Mse, PowerOfTwoMinMse
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.dpu.align_shifts import AlignShifts
@@ -75,7 +76,7 @@ FP16 = QuantConfig(weight=TensorSpec(format=FLOAT16), input=TensorSpec(format=FL
 BF16 = QuantConfig(weight=TensorSpec(format=BFLOAT16), input=TensorSpec(format=BFLOAT16), passes=_FUSE)
 """Weights and inputs of weighted operators rounded to bfloat16; needs no data."""
 
-_POWER_OF_TWO = TensorSpec(format=INT8, scale_type=ScaleType.POWER_OF_TWO, observer=PowerOfTwoMinMse())
+_POWER_OF_TWO = TensorSpec(format=INT8, scale=POWER_OF_TWO, observer=PowerOfTwoMinMse())
 
 XINT8 = QuantConfig(
     weight=_POWER_OF_TWO,

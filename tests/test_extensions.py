@@ -291,7 +291,7 @@ class Joined(nn.Module):
 def test_activations_that_may_not_be_chosen_are_left_with_the_reason() -> None:
     data = [rand(32, 8, seed=i) for i in range(4)]
     powers = learned(seeded(Branches()), XINT8, data, ClipActivations())
-    assert {change.what for change in changes(powers)} == {"skipped: its scale may not take any value (scale_type)"}
+    assert {change.what for change in changes(powers)} == {"skipped: its scale may not take any value (scale)"}
     some = learned(seeded(Branches()), FOUR_BITS, data, ClipActivations(only=("c",)))
     rows = {change.name: change.what for change in changes(some)}
     assert [name for name, what in rows.items() if what != "skipped: not selected"] == ["tanh_1"]

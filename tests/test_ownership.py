@@ -15,7 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT32, UINT8
-from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry, affine_qparams
+from quark_fx.numbers.qparams import Scheme, Symmetry, affine_qparams
+from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.observers import MinMax, Mse
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.presets import FP16, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
@@ -144,7 +145,7 @@ def test_channels_without_bias_keep_their_scale_under_power_of_two_scales() -> N
     with torch.no_grad():
         model.weight.mul_(0.01)
         model.bias.copy_(torch.tensor([0.0, 1.0, 0.0, -1.0]))
-    weight = TensorSpec(format=INT8, granularity=Granularity.CHANNEL, scale_type=ScaleType.POWER_OF_TWO)
+    weight = TensorSpec(format=INT8, granularity=Granularity.CHANNEL, scale=POWER_OF_TWO)
     (row,) = quantize(model, INT8_STATIC.replace(weight=weight), [rand(16, 8)]).report()
     assert row.sqnr is not None
     assert row.sqnr > 25

@@ -62,7 +62,7 @@ CONFIGS: dict[str, qfx.QuantConfig] = {
     "l2": observed(HistogramL2(candidates=8)),
     "moving average": observed(MovingAverage()),
     "shrunk": observed(Adjusted(observer=Percentile(), ratio=0.9)),
-    "powers of two": observed(NonOverflow(), scale_type="power_of_two"),
+    "powers of two": observed(NonOverflow(), scale="power_of_two"),
     "other bins": observed(Mse(bins=512)),
     "peer's bins": observed(Percentile(grid="onnxruntime", percentile=99.0)),
     "per tensor": INT8_STATIC.replace(weight=PER_TENSOR),

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2, INT8, SM3, SM5, SM8
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import E4M3_SCALES, E8M0_EVEN, E8M0_FLOOR, HALVES, QuantizedScale
 
-MXFP8_E4M3 = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, scale_type=ScaleType.E8M0_EVEN)
+MXFP8_E4M3 = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, scale=E8M0_EVEN)
 """8-bit floats, blocks of 32. How the exponent of a block is chosen is no part of the standard: this and the other MX
 formats take that of the largest magnitude rounded to the element's mantissa (E4M3 still saturates there, above 464/448
-of its largest value); `.replace(scale_type="e8m0_floor")` is the standard's example, `"e8m0_ceil"` never saturates."""
+of its largest value); `.replace(scale="e8m0_floor")` is the standard's example, `"e8m0_ceil"` never saturates."""
 
 MXFP8_E5M2 = MXFP8_E4M3.replace(format=FP8_E5M2)
 """8-bit floats of more range, blocks of 32."""
@@ -38,16 +38,19 @@ MXFP4 = MXFP8_E4M3.replace(format=FP4_E2M1)
 MXINT8 = MXFP8_E4M3.replace(format=INT8)
 """8-bit integers, blocks of 32. A code counts 1/64 of the block's E8M0 scale; the scale held is that of a code."""
 
-NVFP4 = TensorSpec(format=FP4_E2M1, granularity=Granularity.GROUP, group_size=16, scale_type=ScaleType.FP8_E4M3)
+NVFP4 = TensorSpec(format=FP4_E2M1, granularity=Granularity.GROUP, group_size=16, scale=E4M3_SCALES)
 """4-bit floats, blocks of 16 with E4M3 scales below one float32 scale per tensor, which
-`quark_fx.numbers.qparams.recover_global_scale` finds again."""
+`quark_fx.numbers.scales.recover_global_scale` finds again."""
 
 BFP16 = MXINT8.replace(group_size=8)
 """Block floating point: 8-bit mantissas, blocks of 8 that share an exponent. The exponent is one higher where a value
-above zero would round beyond 127 (-128 is a code); `.replace(scale_type="e8m0_floor")` saturates there."""
+above zero would round beyond 127 (-128 is a code); `.replace(scale="e8m0_floor")` saturates there."""
 
 MX9 = TensorSpec(
-    format=SM8, granularity=Granularity.GROUP, group_size=16, sub_group_size=2, scale_type=ScaleType.E8M0_FLOOR
+    format=SM8,
+    granularity=Granularity.GROUP,
+    group_size=2,
+    scale=QuantizedScale(HALVES, group_size=8, scale=E8M0_FLOOR),
 )
 """Sign and 7 bits; 16 values share an exponent, and each 2 of them a bit that halves their scale: 9 bits a value."""
 

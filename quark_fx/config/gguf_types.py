@@ -20,11 +20,12 @@ from torch import nn
 
 from quark_fx.config.quant_config import Override, QuantConfig, Target
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.numbers.formats import INT3, INT4, INT5, INT6, INT8, UINT2, UINT4, UINT5
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.formats import INT3, INT4, INT5, INT6, INT8, UINT2, UINT4, UINT5, UINT6
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import FLOAT16, QuantizedScale
 from quark_fx.system.names import unknown
 
-Q8_0 = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=32, scale_type=ScaleType.FLOAT16)
+Q8_0 = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=32, scale=FLOAT16)
 """8-bit integers, blocks of 32 with a float16 scale: 8.5 bits a weight."""
 
 Q5_0 = Q8_0.replace(format=INT5, symmetry=Symmetry.SIGN_AWARE)
@@ -42,23 +43,22 @@ Q4_1 = Q5_1.replace(format=UINT4)
 Q4_K = TensorSpec(
     format=UINT4,
     granularity=Granularity.GROUP,
-    group_size=256,
-    sub_group_size=32,
+    group_size=32,
     symmetry=Symmetry.OFFSET,
-    scale_type=ScaleType.UINT6_FLOAT16,
+    scale=QuantizedScale(UINT6, group_size=8, scale=FLOAT16),
 )
 """4-bit codes; each 32 of 256 have a scale and an offset of 6 bits, which count steps of float16: 4.5 bits."""
 
 Q5_K = Q4_K.replace(format=UINT5, symmetry=Symmetry.OFFSET)
 """5-bit codes, otherwise as `Q4_K`: 5.5 bits."""
 
-Q2_K = Q4_K.replace(format=UINT2, symmetry=Symmetry.OFFSET, sub_group_size=16, scale_type=ScaleType.UINT4_FLOAT16)
+Q2_K = Q4_K.replace(format=UINT2, symmetry=Symmetry.OFFSET, group_size=16, scale=QuantizedScale(UINT4, 16, FLOAT16))
 """2-bit codes; each 16 of 256 have a scale and an offset of 4 bits: 2.625 bits."""
 
-Q6_K = Q2_K.replace(format=INT6, symmetry=Symmetry.SIGN_AWARE, scale_type=ScaleType.INT8_FLOAT16)
+Q6_K = Q2_K.replace(format=INT6, symmetry=Symmetry.SIGN_AWARE, scale=QuantizedScale(INT8, 16, FLOAT16))
 """6-bit integers; each 16 of 256 have a scale of 8 bits, either sign: 6.5625 bits."""
 
-Q3_K = Q6_K.replace(format=INT3, symmetry=Symmetry.SIGN_AWARE, scale_type=ScaleType.INT6_FLOAT16)
+Q3_K = Q6_K.replace(format=INT3, symmetry=Symmetry.SIGN_AWARE, scale=QuantizedScale(INT6, 16, FLOAT16))
 """3-bit integers; each 16 of 256 have a scale of 6 bits, either sign: 3.4375 bits."""
 
 GGUF_TYPES: dict[str, TensorSpec] = {

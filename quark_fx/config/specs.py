@@ -10,7 +10,8 @@ from typing import Any, Self
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import Format, as_format
 from quark_fx.numbers.ops import Measurement
-from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.numbers.qparams import Scheme, Symmetry
+from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO, ScaleFormat, scale_format
 from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
 from quark_fx.observers.base import OBSERVERS
 from quark_fx.system.options import PositiveInt, checked, known_fields, parsed, plain_fields
@@ -42,11 +43,8 @@ class TensorSpec:
         group_size: values per group, for `Granularity.GROUP` (the last group may be shorter).
         group_rows: Output channels of a weight that share the scales of their groups: with group_size=128 and
             group_rows=128, one scale per block of 128x128 (the last blocks can be smaller). Solvers keep these scales.
-        sub_group_size: values per sub-group, each with its own scale: that of its group or, where it needs no more,
-            half of it (the shared microexponents of MX4, MX6 and MX9); or, with scales of two levels, a whole number
-            times that of its group (llama.cpp's K-quants).
         symmetry: default: symmetric for signed formats, asymmetric for unsigned ones.
-        scale_type: which scales are allowed.
+        scale: Format of the scales: a name such as "float16" or "e8m0_even", or a `QuantizedScale`.
         observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
         dynamic: measure the range at run time instead of by calibration (activations only); a share of it with the
             observer `Adjusted(ratio=...)`.
@@ -61,9 +59,8 @@ class TensorSpec:
     granularity: Granularity = Granularity.TENSOR
     group_size: PositiveInt | None = None
     group_rows: PositiveInt = 1
-    sub_group_size: PositiveInt | None = None
     symmetry: Symmetry | None = None
-    scale_type: ScaleType = ScaleType.FLOAT32
+    scale: ScaleFormat = FLOAT32
     observer: Observer | None = None
     dynamic: bool = False
     reduce_range: bool = False
@@ -86,21 +83,16 @@ class TensorSpec:
                 "`group_rows` is for weights in groups: set granularity='group' and group_size, or drop it",
             ),
             (
-                self.group_rows > 1 and (self.sub_group_size is not None or self.symmetry is Symmetry.OFFSET),
-                "blocks of several rows have neither sub-groups nor offsets; drop `group_rows`",
+                self.group_rows > 1 and (self.scale.group_size is not None or self.symmetry is Symmetry.OFFSET),
+                "blocks of several rows have neither scales in groups nor offsets; drop `group_rows`",
             ),
             (
-                self.sub_group_size is not None and (not self.group_size or self.group_size % self.sub_group_size != 0),
-                f"sub_group_size={self.sub_group_size} must divide group_size={self.group_size}",
+                self.scale.format is not None and self.granularity is not Granularity.GROUP,
+                f"scale='{self.scale}' is for scales of groups in a tensor; set granularity='group' and group_size",
             ),
             (
-                self.sub_group_size is not None and not self.scale_type.is_e8m0 and self.scale_type.multiples is None,
-                "sub-groups halve a power-of-two scale, or multiply one of two levels: set scale_type='e8m0_floor', or "
-                "'uint6_float16'",
-            ),
-            (
-                self.scale_type.multiples is not None and (self.sub_group_size is None or self.dynamic),
-                f"scale_type='{self.scale_type}' is for scales of sub-groups of weights: set sub_group_size",
+                self.scale.multiples is not None and self.dynamic,
+                f"scale='{self.scale}' is for weights; use 'float32', or one of 8 bits such as 'e8m0_even'",
             ),
             (
                 self.symmetry is Symmetry.OFFSET and (self.format.signed or self.dynamic or not self.group_size),
@@ -111,22 +103,16 @@ class TensorSpec:
                 "offsets begin at the smallest value; drop the observer, or use a pass that fits them (FitScales)",
             ),
             (
-                self.symmetry is Symmetry.OFFSET
-                and self.scale_type not in (ScaleType.FLOAT32, ScaleType.FLOAT16)
-                and (self.scale_type.multiples is None or self.scale_type.multiples.signed),
-                f"scale_type='{self.scale_type}' has no offsets; use 'float16' or 'uint6_float16', or another symmetry",
+                self.symmetry is Symmetry.OFFSET and not self.scale.has_offsets,
+                f"scale='{self.scale}' has no offsets; use 'float16' or scales in uint6, or another symmetry",
             ),
             (
-                self.scale_type.multiples is not None and self.symmetry is not self._symmetry_of_levels,
-                f"scale_type='{self.scale_type}' needs symmetry='{self._symmetry_of_levels}'",
+                self.scale.multiples is not None and self.symmetry is not self._symmetry_of_levels,
+                f"scale='{self.scale}' needs symmetry='{self._symmetry_of_levels}'",
             ),
             (
-                self.scale_type.is_8_bit and self.symmetry not in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL),
-                f"scale_type='{self.scale_type}' has no zero points; set symmetry='symmetric'",
-            ),
-            (
-                self.scale_type is ScaleType.FP8_E4M3 and self.granularity is not Granularity.GROUP,
-                "scale_type='fp8_e4m3' is for scales of groups in a tensor; set granularity='group' and group_size",
+                self.scale.is_8_bit and self.symmetry not in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL),
+                f"scale='{self.scale}' has no zero points; set symmetry='symmetric'",
             ),
             (
                 not self.format.is_integer and self.symmetry is Symmetry.ASYMMETRIC,
@@ -138,8 +124,8 @@ class TensorSpec:
                 "symmetry='sign_aware' is for weights in signed integers",
             ),
             (
-                cast and (self.granularity is not Granularity.TENSOR or self.scale_type is not ScaleType.FLOAT32),
-                f"{self.format} is reached by a cast and has no scale; drop granularity and scale_type",
+                cast and (self.granularity is not Granularity.TENSOR or self.scale != FLOAT32),
+                f"{self.format} is reached by a cast and has no scale; drop granularity and scale",
             ),
             (
                 cast != isinstance(self.observer, Placeholder),
@@ -147,8 +133,8 @@ class TensorSpec:
                 "'placeholder'",
             ),
             (
-                isinstance(finder, NonOverflow | PowerOfTwoMinMse) and self.scale_type is not ScaleType.POWER_OF_TWO,
-                f"observer {type(finder).__name__} chooses power-of-two scales; set scale_type='power_of_two'",
+                isinstance(finder, NonOverflow | PowerOfTwoMinMse) and self.scale != POWER_OF_TWO,
+                f"observer {type(finder).__name__} chooses power-of-two scales; set scale='power_of_two'",
             ),
             (
                 isinstance(finder, Distribution) and (cast or self.format.is_integer),
@@ -163,8 +149,8 @@ class TensorSpec:
                 "a dynamic range is per tensor, token or group, not per channel",
             ),
             (
-                self.dynamic and self.scale_type is not ScaleType.FLOAT32 and not self.scale_type.is_8_bit,
-                "a dynamic range has float32 scales, or such of 8 bits; drop scale_type",
+                self.dynamic and self.scale != FLOAT32 and not self.scale.is_8_bit,
+                "a dynamic range has float32 scales, or such of 8 bits; drop scale",
             ),
             (
                 not self.format.signed and self.format.bits > 16,
@@ -185,8 +171,8 @@ class TensorSpec:
                 "Adjusted(ratio=0.9)",
             ),
             (
-                self.scale_type.is_8_bit and self.measures_a_share,
-                f"scale_type='{self.scale_type}' takes the whole range at run time; drop the observer",
+                self.scale.is_8_bit and self.measures_a_share,
+                f"scale='{self.scale}' takes the whole range at run time; drop the observer",
             ),
         ):
             if wrong:
@@ -195,16 +181,16 @@ class TensorSpec:
     @property
     def _symmetry_of_levels(self) -> Symmetry | None:
         """The symmetry that scales of two levels go with; `None` for other scales."""
-        multiples = self.scale_type.multiples
+        multiples = self.scale.multiples
         return None if multiples is None else Symmetry.SIGN_AWARE if multiples.signed else Symmetry.OFFSET
 
     @property
     def scheme(self) -> Scheme:
-        """Format, symmetry and kind of scale: what the numerics need."""
+        """Format, symmetry, and format of scales: what the numerics need."""
         return Scheme(
             format=self.format,
             symmetry=self.symmetry or (Symmetry.SYMMETRIC if self.format.signed else Symmetry.ASYMMETRIC),
-            scale_type=self.scale_type,
+            scale=self.scale,
             reduce_range=self.reduce_range,
         )
 
@@ -222,11 +208,6 @@ class TensorSpec:
     def is_calibrated(self) -> bool:
         """Whether scales of activations are found on calibration data: neither measured at run time, nor a cast."""
         return not self.dynamic and not self.is_cast
-
-    @property
-    def block_size(self) -> int | None:
-        """Values per stored scale, for `Granularity.GROUP`."""
-        return self.sub_group_size or self.group_size
 
     @property
     def ratio(self) -> float:
@@ -247,10 +228,10 @@ class TensorSpec:
         axis, block = None, 0
         if self.granularity is Granularity.TOKEN:
             axis, block = dim, -1
-        elif self.block_size is not None:
-            axis, block = dim, self.block_size
-        group = self.group_size if self.sub_group_size and self.group_size else 0
-        return str(self.format), str(self.symmetry), axis, block, str(self.scale_type), group, self.ratio
+        elif self.group_size is not None:
+            axis, block = dim, self.group_size
+        group = block * (self.scale.group_size or 0)
+        return str(self.format), str(self.symmetry), axis, block, str(self.scale), group, self.ratio
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with `changes`, checked again; what followed from the format follows from a new one.
@@ -267,16 +248,16 @@ class TensorSpec:
 
     def __str__(self) -> str:
         rows = f"{self.group_rows}x" if self.group_rows > 1 else ""
-        group = f"group {rows}{self.group_size}" + (f"/{self.sub_group_size}" if self.sub_group_size else "")
+        size = self.group_size or 0
+        group = f"group {rows}" + (f"{size * self.scale.group_size}/{size}" if self.scale.group_size else f"{size}")
         shared = {Granularity.TENSOR: "", Granularity.GROUP: group}
-        scales = {ScaleType.POWER_OF_TWO: "pow2", ScaleType.FP8_E4M3: "e4m3 scales"}
-        two = self.scale_type.is_e8m0 or self.scale_type.multiples is not None
+        scales = {"power_of_two": "pow2", "fp8_e4m3": "e4m3 scales", "float32": "", "float16": ""}
         return " ".join(
             word
             for word in (
                 str(self.format),
                 shared.get(self.granularity, str(self.granularity)),
-                scales.get(self.scale_type, str(self.scale_type) if two else ""),
+                scales.get(str(self.scale), str(self.scale)),
                 "offset" if self.symmetry is Symmetry.OFFSET else "",
                 "dynamic" if self.dynamic else "",
                 "reduced range" if self.reduce_range else "",
@@ -290,11 +271,28 @@ class TensorSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; raises `ConfigError` for an unknown key or value and lists the valid ones."""
-        values = known_fields(cls, data)
+        """Inverse of `to_dict`; raises `ConfigError` for an unknown key or value and lists the valid ones.
+
+        Earlier versions wrote `scale_type`, the name of a format of scales, and `sub_group_size`, the values of a scale
+        of which several share a scale.
+        """
+        values = known_fields(cls, _with_scale(data))
         if "format" not in values:
             raise ConfigError(f"a tensor spec needs a format: {brief(dict(data))}")
         return cls(**values)
+
+
+def _with_scale(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return fields of which `scale` and `group_size` replace those of earlier versions."""
+    if not isinstance(data, Mapping) or not {"scale_type", "sub_group_size"} & set(data) or "scale" in data:
+        return data
+    values = dict(data)
+    name, group, sub = values.pop("scale_type", "float32"), values.get("group_size"), values.pop("sub_group_size", None)
+    if sub is not None:
+        if not (isinstance(sub, int) and isinstance(group, int) and sub > 0 and group % sub == 0):
+            raise ConfigError(f"sub_group_size={brief(sub)} must divide group_size={brief(group)}")
+        values["group_size"] = sub
+    return values | {"scale": scale_format(name, None if sub is None else group // sub)}
 
 
 parsed(TensorSpec, ("a TensorSpec(format=...)", "its dict"), Mapping, TensorSpec.from_dict, TensorSpec.to_dict)

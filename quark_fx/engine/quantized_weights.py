@@ -19,8 +19,9 @@ from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import INT32, parse_format
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Layout
-from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry
+from quark_fx.numbers.qparams import QParams, Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.plan.placement import Coded, PlannedOperator
 from quark_fx.plan.weights import storable
 
@@ -148,15 +149,15 @@ class QuantizedWeight:
     def movable(self, gm: GraphModule) -> bool:
         """Tell whether scales may change one by one: nothing else depends on them but an int32 bias that follows."""
         spec = self.operator.weight
-        alone = spec.sub_group_size is None and spec.group_rows == 1 and spec.symmetry is not Symmetry.OFFSET
-        free = alone and spec.scale_type is not ScaleType.POWER_OF_TWO
+        alone = spec.scale.group_size is None and spec.group_rows == 1 and spec.symmetry is not Symmetry.OFFSET
+        free = alone and spec.scale != POWER_OF_TWO
         bias = self.int32_bias
         return free and (bias is None or bias.scale(gm).shape == self.scale(gm).shape)
 
     def storable_ranges(self, gm: GraphModule) -> Callable[[QParams], QParams] | None:
         """Return what rounds scales that change together, with offsets, or of two levels; `None` for other scales."""
         spec, axis = self.operator.weight, self.layout(gm).axis
-        together = spec.scale_type.multiples is not None or spec.symmetry is Symmetry.OFFSET
+        together = spec.scale.multiples is not None or spec.symmetry is Symmetry.OFFSET
         if not together or axis is None or self.int32_bias is not None:
             return None
         return partial(storable, spec=spec, axis=axis)

@@ -84,7 +84,7 @@ def half_scales(weight: QuantizedTensor) -> Tensor:
     magnitude, exact = half.abs(), half.float() == weight.scale
     fits = magnitude.isfinite() & (exact | (magnitude >= torch.finfo(torch.float16).smallest_normal))
     if not bool(fits.all()):
-        raise ExportError("a scale does not fit float16; quantize with scale_type='float16', or leave it in float")
+        raise ExportError("a scale does not fit float16; quantize with scale='float16', or leave it in float")
     return half
 
 

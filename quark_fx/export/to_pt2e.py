@@ -35,7 +35,8 @@ from quark_fx.model.constants import Constant, constant_of, table_of
 from quark_fx.model.kernels.product import Activation, Rounded
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import INT8, INT32, UINT8, Format, parse_format
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import FLOAT32
 from quark_fx.system.isolation import isolated
 
 
@@ -138,7 +139,7 @@ class _Lowering:
         whole = axis is None or (axis % x.meta["val"].dim() == x.meta["val"].dim() - 1 and block == -1)
         known = parse_format(name) in (INT8, UINT8) and symmetry == Symmetry.ASYMMETRIC
         share = measured_share(node) != 1
-        if not (whole and known and scale_type in (None, ScaleType.FLOAT32)) or share:
+        if not (whole and known and scale_type in (None, str(FLOAT32))) or share:
             how = " in groups" * (not whole) + " in a share of the range (drop the observer)" * share
             raise _UnsupportedError(f"{symmetry} {name} measured at run time{how}")
         _require_float32_or_less(x)

@@ -42,8 +42,9 @@ from quark_fx.model.constants import Constant, constant_of, parameter_name, tabl
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import INT32, parse_format
-from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, sqnr
+from quark_fx.numbers.scales import FLOAT32
 from quark_fx.plan.pair_sums import PairBound, pair_bound
 from quark_fx.plan.report import Row
 from quark_fx.system.isolation import warn
@@ -427,7 +428,7 @@ class _Preparation:
         """Return a scale, which is a parameter if it is learned; what reads one scale reads one tensor."""
         if name not in self.steps:
             alike = [s for s in specs if isinstance(s, TensorSpec) and str(s.format) == fmt]
-            free = bool(alike) and all(s.scale_type is ScaleType.FLOAT32 and s.group_rows == 1 for s in alike)
+            free = bool(alike) and all(s.scale == FLOAT32 and s.group_rows == 1 for s in alike)
             value = tensor_of(self.gm, name).detach().clone()
             learned = self.scales and free and fmt != str(INT32)
             self.steps[name] = nn.Parameter(value) if learned else value

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from quark_fx.numbers.formats import INT32, Format
 from quark_fx.numbers.layout import Layout
-from quark_fx.numbers.qparams import ScaleType, Scheme, allowed_scales
+from quark_fx.numbers.qparams import Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
+from quark_fx.numbers.scales import FLOAT32, ScaleFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,17 +22,17 @@ class FreeScales:
     Attributes:
         stored: Scales, of shape `layout.scale_shape`.
         layout: Assignment of scales to values.
-        scale_type: Kind of scales.
+        format: Format of scales.
     """
 
     stored: Tensor
     layout: Layout
-    scale_type: ScaleType = ScaleType.FLOAT32
+    format: ScaleFormat = FLOAT32
 
     @cached_property
     def allowed(self) -> Callable[[Tensor], Tensor]:
         """Function from ideal scales, float64 and not negative, to ones that can be stored."""
-        return allowed_scales(self.stored, self.scale_type)
+        return self.format.allowed(self.stored)
 
     def times(self, ratio: Tensor) -> Tensor:
         """Return every scale times its ratio, of the shape of `stored`, rounded to one that can be stored."""
@@ -70,7 +71,7 @@ class Grid:
             zero_point = zero_point.flatten()[:1].reshape(())
         spread = tensor.layout.spread
         scale, zero_point = (spread(p).expand(tensor.layout.shape) for p in (tensor.scale.float(), zero_point))
-        free = FreeScales(tensor.scale, tensor.layout, scheme.scale_type) if movable else None
+        free = FreeScales(tensor.scale, tensor.layout, scheme.scale) if movable else None
         return cls(scale, zero_point, scheme.limits, free, tensor.format)
 
     def times(self, ratio: Tensor | None) -> Grid:
@@ -83,7 +84,7 @@ class Grid:
             return self
         spread = self.free.layout.spread
         scale = self.scale * spread(ratio)
-        if self.free.scale_type is not ScaleType.FLOAT32:
+        if self.free.format != FLOAT32:
             scale = scale + (spread(self.free.times(ratio.detach()).float()) - scale).detach()
         return replace(self, scale=scale)
 

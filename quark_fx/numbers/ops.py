@@ -34,8 +34,9 @@ from torch import Tensor
 
 from quark_fx.numbers.formats import Format, parse_format
 from quark_fx.numbers.layout import Layout
-from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
+from quark_fx.numbers.qparams import QParams, Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode, dequantized_like, values_at_once
+from quark_fx.numbers.scales import QuantizedScale, like, scale_format
 
 
 @torch.library.custom_op("quark_fx::quantize", mutates_args=())
@@ -329,25 +330,26 @@ def dynamic_qparams(
         symmetry: Value of `Symmetry`.
         axis: Dimension of the scales, see the module docstring.
         block_size: Values per scale, see the module docstring; 0 goes with `axis=None`, for one scale.
-        scale_type: Value of `ScaleType`: `"float32"`, or one with 8 bits.
+        scale_type: Name of a format of scales: `"float32"`, or one with 8 bits.
         group_size: Values per group, in which blocks share an exponent except for one bit; 0 for none.
         ratio: Share of the range to keep, 1 with scales of 8 bits; the rest saturates.
 
     Source:
         https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html, for uint8 per tensor;
-        `quark_fx.numbers.qparams.block_scale` for scales of 8 bits.
+        `quark_fx.numbers.scales` for scales of 8 bits.
     """
     x = x.float()
-    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry), scale_type=ScaleType(scale_type))
+    kind = scale_format(scale_type, group_size // block_size if group_size else None)
+    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry), scale=kind)
     low, high = extremes(x, axis, block_size)
     if ratio != 1:
         low, high = low * ratio, high * ratio
-    if scheme.scale_type.is_8_bit:
-        scale = block_scale(torch.maximum(-low, high), scheme, high=high)
-        if group_size:
+    if kind.is_8_bit:
+        scale = kind.of_range(torch.maximum(-low, high), scheme, high)
+        if isinstance(kind, QuantizedScale) and kind.group_size is not None:
             low, high = extremes(x, axis, group_size)
-            group = block_scale(torch.maximum(-low, high), scheme, high=high)
-            scale = share_scale(scale, spread(group, scale, axis, group_size // block_size))
+            group = kind.of_range(torch.maximum(-low, high), scheme, high)
+            scale = kind.of_groups(scale, spread(group, scale, axis, kind.group_size))
         return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
     if scheme.symmetric:
         scale = _nonzero(torch.maximum(-low, high) / like(low, scheme.largest))

@@ -58,7 +58,7 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
 def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor) -> Tensor:
     """Return, per row, the share of the range with the smallest error; the whole range where none is smaller."""
     error = _squared_error(x, scheme, *thresholds(best))
-    if scheme.scale_type.is_e8m0:
+    if scheme.scale.rule:
         for power in _EXPONENTS:
             found = _squared_error(x, scheme, *thresholds(torch.full_like(best, power)))
             best, error = torch.where(found < error, power, best), torch.minimum(found, error)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import Format
-from quark_fx.numbers.qparams import QParams, Scheme, constrain_scale
+from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.observers.base import finite_range, observer
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.system.names import unknown
@@ -67,7 +67,7 @@ class Distribution(HistogramObserver):
         ideal = deviation.float() / deviation_of(scheme.format)
         single = (low == high) | (deviation == 0)
         ideal = torch.where(single, torch.maximum(-low, high) / scheme.largest, ideal)
-        scale = constrain_scale(ideal.double(), scheme.scale_type)
+        scale = scheme.scale.nearest(ideal.double())
         return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
 
 

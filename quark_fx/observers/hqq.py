@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, affine_qparams, constrain_scale
+from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
 from quark_fx.numbers.quantized_tensor import decode
+from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.observers.base import observer
 from quark_fx.observers.minmax import MinMax
 from quark_fx.system.options import Interval, PositiveInt
@@ -49,8 +50,8 @@ class Hqq(MinMax):
     def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
         if scheme.symmetric:
             raise ConfigError("observer 'hqq' chooses zero points; use symmetry='asymmetric'")
-        if scheme.scale_type is ScaleType.POWER_OF_TWO:
-            raise ConfigError("observer 'hqq' fits scales, which powers of two are too coarse for; drop scale_type")
+        if scheme.scale == POWER_OF_TWO:
+            raise ConfigError("observer 'hqq' fits scales, which powers of two are too coarse for; drop scale")
         x = x.detach().float()
         start = affine_qparams(x.amin(1), x.amax(1), scheme)
         scale, zero = start.scale.unsqueeze(1), start.zero_point.float().unsqueeze(1)
@@ -74,7 +75,7 @@ class Hqq(MinMax):
             best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
             least = torch.where(better, error, least)
         scale, zero = (p.squeeze(1) for p in best)
-        return QParams(constrain_scale(scale.double(), scheme.scale_type), zero.to(torch.int32))
+        return QParams(scheme.scale.nearest(scale.double()), zero.to(torch.int32))
 
     def _error(self, x: Tensor, scale: Tensor, zero: Tensor, limits: tuple[int, int]) -> Tensor:
         codes = (x / scale + zero).round_().clamp_(*limits)

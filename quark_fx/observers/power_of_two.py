@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import parse_format
-from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams, symmetric_qparams
+from quark_fx.numbers.qparams import QParams, Scheme, Symmetry, affine_qparams, symmetric_qparams
+from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO
 from quark_fx.observers.base import Observer, finite_range, observer, state
 from quark_fx.observers.histogram import Histogram, power_of_two
 from quark_fx.observers.minmax import MinMax
@@ -43,7 +44,7 @@ class NonOverflow(MinMax):
     def qparams(self, scheme: Scheme) -> QParams:
         low, high = self.range(scheme)
         if self.rounding == "ceil":
-            return affine_qparams(low, high, replace(scheme, scale_type=ScaleType.POWER_OF_TWO))
+            return affine_qparams(low, high, replace(scheme, scale=POWER_OF_TWO))
         exponent, zero_point = nearest_exponent(low, high, scheme)
         return QParams(power_of_two(exponent), zero_point)
 
@@ -53,7 +54,7 @@ def nearest_exponent(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor,
 
     The zero point is the float scale's: recomputed from the widened minimum `(qmin - zp) * 2**exponent` it is itself.
     """
-    scheme = replace(scheme, scale_type=ScaleType.FLOAT32)
+    scheme = replace(scheme, scale=FLOAT32)
     if scheme.symmetric:
         qparams = symmetric_qparams(torch.maximum(-low, high).clamp(min=0), scheme)
     else:

@@ -21,7 +21,7 @@ from quark_fx.graph.nodes import call, cast, describe, get_attr, is_finite, is_p
 from quark_fx.graph.operators import BRANCH, argument
 from quark_fx.graph.provenance import inherit
 from quark_fx.numbers.formats import INT32
-from quark_fx.numbers.qparams import QParams, ScaleType
+from quark_fx.numbers.qparams import QParams
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.pair_sums import PairBound
 from quark_fx.plan.placement import Attending, Coded, Plan, PlannedOperator, Quantized
@@ -92,7 +92,7 @@ def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
     """
     groups: dict[object, list[Coded]] = {}
     for op in plan.operators:
-        if isinstance(op, Coded) and op.linear and op.kind == "linear" and op.weight.scale_type is ScaleType.FP8_E4M3:
+        if isinstance(op, Coded) and op.linear and op.kind == "linear" and op.weight.scale.has_unit:
             groups.setdefault((value_read(op), op.weight), []).append(op)
     found: dict[Node, Tensor] = {}
     for group in groups.values():
@@ -148,7 +148,7 @@ def _quantize_operator(
         encode = partial(_quantize_weight, op, weight.detach(), smallest, amax, given, known)
         quantized, sqnr = with_room(context, encode)
         if free is not None and given is None:
-            quantized = rescale_zeros(quantized, free, op.weight.scale_type)  # which changes no value
+            quantized = rescale_zeros(quantized, free, op.weight.scale)  # which changes no value
         found = stored[key] = replace(_store(gm, op.weight_node, quantized, op.weight), sqnr=sqnr)
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None and op.input is not None:
@@ -174,7 +174,7 @@ def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> boo
     scale = stored.tensor.scale
     if smallest is not None and bool((scale.abs() < smallest).any()):
         return False
-    return free is None or torch.equal(rescale_zeros(stored.tensor, free, stored.spec.scale_type).scale, scale)
+    return free is None or torch.equal(rescale_zeros(stored.tensor, free, stored.spec.scale).scale, scale)
 
 
 def _takes_int32_bias(gm: GraphModule, op: Coded, bias: TensorSpec) -> bool:

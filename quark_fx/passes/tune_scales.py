@@ -88,7 +88,7 @@ class TuneScales(Selective):
             reason = ""
             if not weight.movable(gm):
                 reason = "its scales are not free to change"
-            elif weight.scheme.scale_type.is_8_bit:
+            elif weight.scheme.scale.is_8_bit:
                 reason = "its scales have 8 bits, too few for small steps"
             if reason:
                 context.note(Change(weight.name, f"skipped: {reason}", changed=False))
@@ -211,7 +211,7 @@ class _Scales:
     def of(cls, weight: QuantizedWeight, gm: GraphModule) -> _Scales:
         """Return those of a weight of a graph."""
         stored, bias = weight.stored(gm), weight.int32_bias
-        free = FreeScales(stored.scale, stored.layout, weight.scheme.scale_type)
+        free = FreeScales(stored.scale, stored.layout, weight.scheme.scale)
         offset = torch.zeros_like(stored.scale, dtype=torch.float32)
         return cls(weight, free, None if bias is None else (bias, bias.value(gm), bias.scale(gm)), offset, stored.scale)
 

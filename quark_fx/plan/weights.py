@@ -12,18 +12,9 @@ from torch import Tensor
 from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.graph.linear import Linear
 from quark_fx.numbers.ops import encode, spread
-from quark_fx.numbers.qparams import (
-    QParams,
-    ScaleType,
-    Scheme,
-    Symmetry,
-    constrain_offset,
-    constrain_scale,
-    global_scale_of,
-    share_scale,
-)
+from quark_fx.numbers.qparams import QParams, Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.two_levels import two_levels
+from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO, QuantizedScale, ScaleFormat, global_scale_of
 from quark_fx.plan.pair_sums import PairBound
 
 _ROWS_AT_ONCE = 8192
@@ -51,13 +42,11 @@ def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec, linear: Linear | Non
     if (together := _rows_together(tensor.codes, spec)) > 1 and count:
         rows = tensor.scale.shape[_axes(tensor.codes, linear)[0]]
         count = count // rows * -(-rows // together)
-    if spec.sub_group_size and spec.group_size and tensor.axis is not None:
+    groups = 0
+    if spec.scale.group_size is not None and tensor.axis is not None:
         blocks = tensor.scale.shape[tensor.axis]
-        groups = count // blocks * -(-tensor.codes.shape[tensor.axis] // spec.group_size)
-        if spec.scale_type.multiples is not None:
-            return 2 * groups + (count * spec.scale_type.bits + 7) // 8
-        return groups + (count + 7) // 8  # a byte per group, and a bit per sub-group
-    return count * spec.scale_type.bits // 8 + 4 * (spec.scale_type is ScaleType.FP8_E4M3)
+        groups = count // blocks * -(-blocks // spec.scale.group_size)
+    return spec.scale.stored_bytes(count, groups)
 
 
 def _axes(x: Tensor, linear: Linear | None) -> tuple[int, int]:
@@ -150,8 +139,8 @@ def quantize_tensor(
             channels of different matrices of a stack, or groups of a transposed convolution, have scales of their own.
             Default: dimension 0 counts channels, and groups lie along dimension 1.
         smallest_scale: lower bound of the scales, broadcastable to one value per output channel.
-        amax: the largest magnitude that the global scale of `ScaleType.FP8_E4M3` follows, shape `()`; default: that of
-            `x`. Give tensors that will be joined one.
+        amax: the largest magnitude that the scale of E4M3 scales follows, shape `()`; default: that of `x`. Give
+            tensors that will be joined one.
         qparams: what to use instead of what the observer finds, shaped by the granularity.
         pairs: of codes that must not saturate in 16 bits: what the observer finds is widened where that costs less
             than limiting codes, and the pairs that still exceed the limit are lowered to it.
@@ -189,33 +178,30 @@ def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, ax
     joint = qparams.scale.numel() == 1
     # What the observer chose to clip stays clipped.
     position = (x.float() / spread(qparams.scale, x, axis, block)).clamp_(*spec.scheme.limits)
-    ratio = pairs.widening(position, joint=joint, doubled=spec.scale_type is ScaleType.POWER_OF_TWO)
+    ratio = pairs.widening(position, joint=joint, doubled=spec.scale == POWER_OF_TWO)
     wanted = qparams.scale.abs().double() * ratio.reshape(qparams.scale.shape)
-    scale = constrain_scale(wanted, spec.scale_type).copysign(qparams.scale)
+    scale = spec.scale.nearest(wanted).copysign(qparams.scale)
     return QParams(torch.where(ratio.reshape(scale.shape) > 1, scale, qparams.scale), qparams.zero_point)
 
 
 def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: Tensor | None, outputs: int) -> QParams:
     """Return what the observer of the spec finds."""
     scheme = spec.scheme
-    if spec.scale_type is ScaleType.FP8_E4M3:
+    kind = spec.scale
+    if isinstance(kind, QuantizedScale) and kind.has_unit:
         amax = x.detach().abs().amax() if amax is None else amax
         if not torch.isfinite(amax):
             raise ValueError("it holds NaN or infinity")
-        scheme = replace(scheme, global_scale=float(global_scale_of(amax, scheme)))
+        scheme = replace(scheme, scale=replace(kind, unit=float(global_scale_of(amax, scheme))))
     observe = partial(_row_qparams, spec=spec, scheme=scheme)
     if block:
         qparams = _block_qparams(x, observe, axis or 0, block, outputs, _rows_together(x, spec))
-        if spec.scale_type.multiples is not None:
+        if kind.multiples is not None:
             qparams = storable(qparams, spec, axis or 0)
-        elif spec.sub_group_size and spec.group_size:
-            group = spread(
-                _block_qparams(x, observe, axis or 0, spec.group_size).scale,
-                qparams.scale,
-                axis,
-                spec.group_size // block,
-            )
-            qparams = QParams(share_scale(qparams.scale, group), qparams.zero_point)
+        elif isinstance(kind, QuantizedScale) and kind.group_size is not None and spec.group_size is not None:
+            group = _block_qparams(x, observe, axis or 0, spec.group_size * kind.group_size).scale
+            group = spread(group, qparams.scale, axis, spec.group_size * kind.group_size // block)
+            qparams = QParams(kind.of_groups(qparams.scale, group), qparams.zero_point)
     else:
         rows = x.reshape(1, -1) if axis is None else x.movedim(axis, 0).flatten(1)
         qparams = observe(rows)
@@ -229,17 +215,17 @@ def storable(qparams: QParams, spec: TensorSpec, axis: int) -> QParams:
 
     Args:
         qparams: with ideal scales, float32, as the granularity shapes them.
-        spec: of the weight, with scales in float or of two levels.
+        spec: of the weight, with scales in float, or in integers times floats.
         axis: dimension that groups lie along.
     """
-    if spec.scale_type.multiples is not None:
-        assert spec.group_size is not None
-        assert spec.sub_group_size is not None
-        return two_levels(qparams, spec.scale_type, axis, spec.group_size // spec.sub_group_size)
     scale, zero_point = qparams.scale, qparams.zero_point
-    scale = constrain_scale(scale.abs().double(), spec.scale_type).copysign(scale)
+    if isinstance(spec.scale, QuantizedScale):
+        if zero_point.is_floating_point():
+            zero_point = spec.scale.in_groups(zero_point, axis, nonzero=False)
+        return QParams(spec.scale.in_groups(scale, axis), zero_point)
+    scale = spec.scale.nearest(scale.abs().double()).copysign(scale)
     if spec.symmetry is Symmetry.OFFSET:
-        zero_point = constrain_offset(zero_point.double(), spec.scale_type)
+        zero_point = spec.scale.nearest_offset(zero_point.double())
     return QParams(scale, zero_point)
 
 
@@ -248,8 +234,8 @@ def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stac
     if spec.granularity is Granularity.TENSOR:
         return None, 0
     if spec.granularity is Granularity.GROUP:
-        assert spec.block_size is not None
-        return input_axis, min(spec.block_size, x.shape[input_axis])
+        assert spec.group_size is not None
+        return input_axis, min(spec.group_size, x.shape[input_axis])
     if stacked:  # one scale per matrix and output channel
         return input_axis, x.shape[input_axis]
     return output_axis, 0
@@ -319,16 +305,16 @@ def _row_qparams(rows: Tensor, spec: TensorSpec, scheme: Scheme) -> QParams:
 
 def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:
     bound = smallest if qparams.scale.dim() else smallest.max()
-    if spec.scale_type is not ScaleType.FLOAT32:
+    if spec.scale != FLOAT32:
         # A bound of zero (no bias) is none, not that of a tensor of zeros.
-        bound = torch.where(bound > 0, constrain_scale(bound.double(), spec.scale_type), 0)
+        bound = torch.where(bound > 0, spec.scale.nearest(bound.double()), 0)
     # Scales of sign-aware weights may be negative.
     raised = torch.maximum(qparams.scale.abs(), bound.to(qparams.scale)).copysign(qparams.scale)
     # A symmetric zero point does not depend on the scale; an asymmetric one is left, as its range only grew.
     return QParams(raised, qparams.zero_point)
 
 
-def rescale_zeros(weight: QuantizedTensor, wanted: Tensor, scale_type: ScaleType) -> QuantizedTensor:
+def rescale_zeros(weight: QuantizedTensor, wanted: Tensor, kind: ScaleFormat) -> QuantizedTensor:
     """Give channels whose codes all stand for zero another scale: any scale gives their values.
 
     What follows a weight's scale, as the steps of an int32 bias, is coarse beside the 1 that a range of zeros gets.
@@ -336,12 +322,12 @@ def rescale_zeros(weight: QuantizedTensor, wanted: Tensor, scale_type: ScaleType
     Args:
         weight: with one scale, or one per channel.
         wanted: one scale per channel, 0 where any does.
-        scale_type: of the scales.
+        kind: Format of the scales.
     """
     used = weight.codes != weight.layout.spread(weight.zero_point).to(weight.codes.dtype)
     if weight.axis is None:
         zeros, wanted = ~used.any(), wanted.max()
     else:
         zeros = ~used.movedim(weight.axis, 0).flatten(1).any(1)
-    new = constrain_scale(wanted.double(), scale_type).to(weight.scale)
+    new = kind.nearest(wanted.double()).to(weight.scale)
     return replace(weight, scale=torch.where(zeros & (wanted > 0), new, weight.scale))

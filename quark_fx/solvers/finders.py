@@ -19,7 +19,7 @@ from quark_fx.engine.quantized_weights import (
 )
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.graph.pass_manager import Change
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import FLOAT32
 from quark_fx.solvers.places import ActivationPlace, BiasPlace, Place
 from quark_fx.solvers.products import find_products
 from quark_fx.solvers.proposals import Activation, Bias
@@ -89,8 +89,8 @@ def _activations(gm: GraphModule, context: Context, chooser: Selective) -> Find:
         name = activation.rounding.value
         if chooser.only and activation.scale_name not in read:
             context.note(Change(name, NOT_SELECTED, changed=False))
-        elif activation.rounding.spec.scale_type is not ScaleType.FLOAT32:
-            context.note(Change(name, "skipped: its scale may not take any value (scale_type)", changed=False))
+        elif activation.rounding.spec.scale != FLOAT32:
+            context.note(Change(name, "skipped: its scale may not take any value (scale)", changed=False))
         else:
             free[activation.scale_name] = activation
 

@@ -18,7 +18,7 @@ from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import QuantizedWeight, own_weights
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.grid import Grid
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import FLOAT32
 from quark_fx.plan.placement import Quantized
 from quark_fx.solvers.proposals import naming_failures
 from quark_fx.solvers.reconstruction import Reconstruction
@@ -54,7 +54,7 @@ class GradientSolver(Schedule, ABC):
         own = own_weights(gm, context, self)
         learns_scales = self.scale_rate > 0 and _free_scales(context)
         if self.scale_rate and not learns_scales:
-            what = "skipped: activation scales may not take any value (scale_type)"
+            what = "skipped: activation scales may not take any value (scale)"
             context.note(Change("scale_rate", what, changed=False))
         for run in walk_blocks(gm, context, unit=self.unit, label=type(self).__name__):
             if run.finished or not (weights := self._learnable(run, own(run.module), context)):
@@ -87,7 +87,7 @@ def _free_scales(context: Context) -> bool:
     """Tell whether activation scales may take any value."""
     quantized = (op for op in context.plan.values() if isinstance(op, Quantized))
     specs = (spec for op in quantized for spec in (op.input, op.output) if spec is not None)
-    return all(spec.scale_type is ScaleType.FLOAT32 for spec in specs)
+    return all(spec.scale == FLOAT32 for spec in specs)
 
 
 __all__ = ["GradientSolver"]

@@ -19,7 +19,6 @@ from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes, has
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes
-from quark_fx.numbers.qparams import ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.sampling import spread_indices
 from quark_fx.plan.placement import Coded
@@ -217,7 +216,7 @@ class _Weight:
     def of(cls, gm: GraphModule, reader: Reader[LinearMap], device: torch.device) -> _Weight:
         """Read the weight of an operator of `gm`."""
         weight, largest = reader.value(gm), None
-        if reader.operator.weight.scale_type is ScaleType.FP8_E4M3:
+        if reader.operator.weight.scale.has_unit:
             alike = [dim for dim, size in enumerate(reader.labels.shape) if size == 1]
             ends = (weight.amin(alike, keepdim=True), weight.amax(alike, keepdim=True)) if alike else (weight, weight)
             largest = torch.maximum(-ends[0], ends[1]).float().to(device)

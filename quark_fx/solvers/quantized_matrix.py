@@ -11,7 +11,7 @@ from torch import Tensor
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers.grid import FreeScales, Grid
 from quark_fx.numbers.layout import Columns
-from quark_fx.numbers.qparams import QParams, Scheme, allowed_scales
+from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
 _AT_ONCE = 1 << 21
@@ -74,14 +74,14 @@ class QuantizedMatrix:
 
     @property
     def allowed(self) -> Callable[[Tensor], Tensor] | None:
-        """Rounds scales to ones that an 8-bit scale type can store; `None` for other scale types."""
-        kind = self.scheme.scale_type
-        return allowed_scales(self.stored.scale, kind) if kind.is_8_bit else None
+        """Rounds scales to ones that a format of 8 bits can store; `None` for other formats."""
+        kind = self.scheme.scale
+        return kind.allowed(self.stored.scale) if kind.is_8_bit else None
 
     @property
     def free(self) -> FreeScales:
         """Its scales, which may change if it is `movable`."""
-        return FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale_type)
+        return FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale)
 
     def with_codes(self, codes: Tensor) -> QuantizedMatrix:
         """Return it with other codes, given as matrices of values; the target's limits lower some of them."""

@@ -58,7 +58,7 @@ def _affine(x: Tensor, w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """Fit scales and offsets to blocks, the last dimension of `x` and its weights."""
     low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
     span, steps = (high - low).clamp_min(torch.finfo(torch.float32).tiny), scheme.qmax
-    nested = scheme.scale_type.multiples is not None
+    nested = scheme.scale.multiples is not None
     w = w.expand_as(x)
     wx = w * x
     total, sums = w.sum(-1), wx.sum(-1)

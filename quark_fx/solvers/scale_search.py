@@ -45,7 +45,7 @@ def around(scheme: Scheme) -> tuple[float, ...]:
     Values of floats lie the farther apart the larger they are, so a wider range may suit a block better (Cook et al.
     2025, "Four Over Six"); and what makes up for the errors of other inputs may leave the range that weights had.
     """
-    return _EXPONENTS if scheme.scale_type.is_e8m0 else _AROUND
+    return _EXPONENTS if scheme.scale.rule else _AROUND
 
 
 def fit_scales(

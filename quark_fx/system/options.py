@@ -402,7 +402,7 @@ _PLAIN = {
 
 def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return `data`, whose keys must be fields of the dataclass `cls`; raises `ConfigError` with the nearest."""
-    names = [f.name for f in fields(cls)]
+    names = [f.name for f in fields(cls) if f.init]
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
     options = [f.name for f in fields(cls) if not f.metadata.get("state")]

@@ -9,14 +9,15 @@ from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Targe
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import target_name
 from quark_fx.graph.operators import RECURRENT, is_average, operator_row
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
 
 
 def _is_no_shift(spec: TensorSpec, operand: Operand) -> bool:
     """Tell whether the scale of a spec is something else than a number of shifts."""
     return not (
-        spec.scale_type is ScaleType.POWER_OF_TWO
+        spec.scale == POWER_OF_TWO
         and spec.symmetry in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL)
         and spec.format.is_integer
         and spec.format.has_onnx_type
@@ -56,7 +57,7 @@ DPU = Target(
         *ONNX_TYPES,
         Refusal(
             _is_no_shift,
-            "a DPU multiplies by shifts: scale_type='power_of_two', symmetric integers, one static scale per tensor "
+            "a DPU multiplies by shifts: scale='power_of_two', symmetric integers, one static scale per tensor "
             "(as the preset 'xint8'), or another target",
         ),
     ),

@@ -12,7 +12,7 @@ from quark_fx.config.target import Operand, Placement, Refusal, Target
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import INT4, INT8, INT32, UINT8
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO
 
 
 def _is_no_weight(spec: TensorSpec, operand: Operand) -> bool:
@@ -28,7 +28,7 @@ def _is_no_bias(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _has_small_scales(spec: TensorSpec, operand: Operand) -> bool:
-    return spec.scale_type not in (ScaleType.FLOAT32, ScaleType.POWER_OF_TWO)
+    return spec.scale not in (FLOAT32, POWER_OF_TWO)
 
 
 def _is_measured_symmetric(spec: TensorSpec, operand: Operand) -> bool:
@@ -62,7 +62,7 @@ EXECUTORCH = Target(
         Refusal(
             _is_no_bias, "XNNPACK's kernels take biases in int32, not {spec.format}; set format='int32' or bias=None"
         ),
-        Refusal(_has_small_scales, "XNNPACK has scales in float32; drop scale_type, or use target='torch'"),
+        Refusal(_has_small_scales, "XNNPACK has scales in float32; drop scale, or use target='torch'"),
         Refusal(
             _is_measured_symmetric,
             "XNNPACK measures ranges at run time with zero points; set symmetry='asymmetric', or use target='torch'",

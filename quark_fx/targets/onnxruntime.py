@@ -32,7 +32,7 @@ def _has_no_type(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _measures_lone_8_bit_scales(spec: TensorSpec, operand: Operand) -> bool:
-    return spec.scale_type.is_8_bit and spec.dynamic and spec.group_size is None
+    return spec.scale.is_8_bit and spec.dynamic and spec.group_size is None
 
 
 def _groups_with_zero_points(spec: TensorSpec, operand: Operand) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _is_small_float_or_block(spec: TensorSpec, operand: Operand) -> bool:
-    return spec.scale_type.is_8_bit or (not spec.format.is_integer and spec.format.needs_scale)
+    return spec.scale.is_8_bit or (not spec.format.is_integer and spec.format.needs_scale)
 
 
 def _is_measured(spec: TensorSpec, operand: Operand) -> bool:

@@ -29,14 +29,14 @@ def no_weight(spec: TensorSpec, operand: Operand) -> bool:
     if not spec.format.is_integer:
         if spec.group_size is None:
             return spec.format != FP8_E4M3
-        if spec.scale_type.is_e8m0:
+        if spec.scale.rule:
             return spec.format not in (FP4_E2M1, FP8_E4M3) or spec.group_size != 32
-        return spec.format != FP4_E2M1 or spec.group_size != 16 or not spec.scale_type.is_8_bit
-    return not 2 <= spec.format.bits <= 8 or spec.scale_type.is_8_bit or spec.symmetry is Symmetry.OFFSET
+        return spec.format != FP4_E2M1 or spec.group_size != 16 or not spec.scale.is_8_bit
+    return not 2 <= spec.format.bits <= 8 or spec.scale.is_8_bit or spec.symmetry is Symmetry.OFFSET
 
 
 def _is_no_activation(spec: TensorSpec, operand: Operand) -> bool:
-    return operand is Operand.INPUT and (spec.format not in (INT8, UINT8, FP8_E4M3) or spec.scale_type.is_8_bit)
+    return operand is Operand.INPUT and (spec.format not in (INT8, UINT8, FP8_E4M3) or spec.scale.is_8_bit)
 
 
 def _is_measured_otherwise(spec: TensorSpec, operand: Operand) -> bool:

@@ -25,7 +25,7 @@ _FUSED = {
 def _is_no_weight(spec: TensorSpec, operand: Operand) -> bool:
     if operand is not Operand.WEIGHT:
         return False
-    taken = spec.format.bits in (4, 8) if spec.format.is_integer else not spec.scale_type.is_e8m0
+    taken = spec.format.bits in (4, 8) if spec.format.is_integer else not spec.scale.rule
     return not taken or no_weight(spec, operand)
 
 

@@ -21,7 +21,8 @@ from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Targe
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import INT4, INT8
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import FLOAT32
 from quark_fx.targets.onnxruntime import MOVES
 
 if TYPE_CHECKING:
@@ -273,16 +274,16 @@ def _is_bias(spec: TensorSpec, operand: Operand) -> bool:
 
 def _is_other_format(spec: TensorSpec, operand: Operand) -> bool:
     is_taken = spec.format == INT8 or (spec.format == INT4 and operand is Operand.WEIGHT)
-    return not is_taken or spec.scale_type.is_8_bit
+    return not is_taken or spec.scale.is_8_bit
 
 
 def _has_other_blocks(spec: TensorSpec, operand: Operand) -> bool:
     in_blocks = spec.granularity is Granularity.GROUP and spec.group_size in _BLOCK_SIZES
-    return spec.format == INT4 and not (in_blocks and spec.sub_group_size is None)
+    return spec.format == INT4 and not (in_blocks and spec.scale.group_size is None)
 
 
 def _has_computed_scales(spec: TensorSpec, operand: Operand) -> bool:
-    return spec.scale_type is not ScaleType.FLOAT32
+    return spec.scale != FLOAT32
 
 
 def _has_zero_points(spec: TensorSpec, operand: Operand) -> bool:
@@ -352,7 +353,7 @@ TENSORRT = Target(
         ),
         Refusal(
             _has_computed_scales,
-            "scales in {spec.scale_type} are cast in the file, and TensorRT reads constants; set scale_type='float32'",
+            "scales in {spec.scale} are cast in the file, and TensorRT reads constants; set scale='float32'",
         ),
         Refusal(_is_measured, "TensorRT reads scales in the file; calibrate them (drop dynamic=True)"),
     ),

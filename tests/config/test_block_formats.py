@@ -33,8 +33,8 @@ from quark_fx.config.quant_config import Granularity, QuantConfig, Target, Tenso
 from quark_fx.graph.nodes import tensor_of
 from quark_fx.numbers.formats import FP4_E2M1, INT4, INT8, SM8
 from quark_fx.numbers.ops import dequantize, dynamic_qparams, quantize
-from quark_fx.numbers.qparams import ScaleType, recover_global_scale
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.scales import recover_global_scale
 from quark_fx.plan.weights import quantize_tensor, stored_bytes
 
 Rounding = Callable[[float], float]
@@ -168,7 +168,7 @@ Reference = Callable[[Row], list[float]]
 CASES: dict[str, tuple[TensorSpec, Reference]] = {
     **{
         f"{spec.format}-{rule}": (
-            spec.replace(scale_type=f"e8m0_{rule}"),
+            spec.replace(scale=f"e8m0_{rule}"),
             lambda row, element=str(spec.format), rule=rule: microscaling(row, element, rule),  # type: ignore[misc]
         )
         for spec in (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, MXINT8)
@@ -176,7 +176,7 @@ CASES: dict[str, tuple[TensorSpec, Reference]] = {
     },
     "bfp16": (BFP16, lambda row: block_floating_point(row, raised=True)),
     "bfp16-saturating": (
-        BFP16.replace(format=SM8, scale_type="e8m0_floor"),
+        BFP16.replace(format=SM8, scale="e8m0_floor"),
         lambda row: block_floating_point(row, raised=False),
     ),
     "mx9": (MX9, lambda row: shared_microexponents(row, 7)),
@@ -237,7 +237,7 @@ def test_values_are_those_of_the_specification(
 
 
 @pytest.mark.parametrize("quantized", [static, dynamic])
-@pytest.mark.parametrize("spec", [BFP16, MXINT8, MXINT8.replace(scale_type="e8m0_ceil")], ids=str)
+@pytest.mark.parametrize("spec", [BFP16, MXINT8, MXINT8.replace(scale="e8m0_ceil")], ids=str)
 def test_a_block_that_reaches_minus_128_keeps_its_exponent(
     spec: TensorSpec, quantized: Callable[[Tensor, TensorSpec], Tensor]
 ) -> None:
@@ -450,4 +450,4 @@ def test_a_block_format_is_a_value_that_survives_its_dict(name: str) -> None:
     assert spec is getattr(qfx.block_formats, name.upper())
     for given_spec in (spec, spec.replace(dynamic=True)):
         assert TensorSpec.from_dict(given_spec.to_dict()) == given_spec
-    assert spec.scale_type in (ScaleType.E8M0_EVEN, ScaleType.E8M0_FLOOR, ScaleType.FP8_E4M3)
+    assert spec.scale.is_8_bit

@@ -30,7 +30,19 @@ from quark_fx.numbers.formats import (
     UINT32,
     Format,
 )
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import (
+    E4M3_SCALES,
+    E8M0_CEIL,
+    E8M0_EVEN,
+    E8M0_FLOOR,
+    FLOAT16,
+    FLOAT20,
+    FLOAT32,
+    HALVES,
+    POWER_OF_TWO,
+    QuantizedScale,
+)
 from quark_fx.observers import (
     Entropy,
     MinMax,
@@ -81,7 +93,7 @@ def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX
     if target is Target.DPU:
         symmetry = draw(st.sampled_from([Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL]))
         narrow = draw(st.sampled_from([INT8, UINT8]))
-        return TensorSpec(format=narrow, symmetry=symmetry, scale_type=ScaleType.POWER_OF_TWO)
+        return TensorSpec(format=narrow, symmetry=symmetry, scale=POWER_OF_TWO)
     any_format, onnx = FORMATS.values(), target in (Target.ONNX, Target.ONNX_VNNI)
     if weight and not onnx and draw(st.booleans()):
         return draw(st.sampled_from(list(GGUF_TYPES.values())))
@@ -100,9 +112,8 @@ def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX
         symmetries = [Symmetry.ASYMMETRIC, Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL]
         symmetries += [Symmetry.SIGN_AWARE] * signed
         options["symmetry"] = draw(st.sampled_from([None, *symmetries]))
-    kinds = [kind for kind in ScaleType if not kind.is_8_bit and kind.multiples is None]
-    options["scale_type"] = draw(st.sampled_from(kinds))
-    if options["scale_type"] is ScaleType.POWER_OF_TWO and draw(st.booleans()):
+    options["scale"] = draw(st.sampled_from([FLOAT32, FLOAT16, POWER_OF_TWO]))
+    if options["scale"] == POWER_OF_TWO and draw(st.booleans()):
         options["observer"] = draw(st.sampled_from([NonOverflow(), PowerOfTwoMinMse(mode="most_common")]))
     else:
         options["observer"] = draw(observers)
@@ -117,14 +128,13 @@ def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX
 
 @st.composite
 def block_specs(draw: st.DrawFn, fmt: Format, *, weight: bool) -> TensorSpec:
-    kind = draw(st.sampled_from([kind for kind in ScaleType if kind.is_8_bit]))
-    sub = draw(st.none() | st.integers(1, 8)) if kind.is_e8m0 else None
+    kind = draw(st.sampled_from([E8M0_FLOOR, E8M0_EVEN, E8M0_CEIL, E4M3_SCALES]))
+    shared = kind.rule is not None and draw(st.booleans())
     return TensorSpec(
         format=fmt,
         granularity=Granularity.GROUP,
-        group_size=(sub or 1) * draw(st.integers(1, 64)),
-        sub_group_size=sub,
-        scale_type=kind,
+        group_size=draw(st.integers(1, 64)),
+        scale=QuantizedScale(HALVES, draw(st.integers(1, 8)), kind) if shared else kind,
         symmetry=Symmetry.SYMMETRIC,
         dynamic=not weight,
     )
@@ -200,7 +210,9 @@ def config(**options: Any) -> Callable[[], Any]:
 ACTIVATION = TensorSpec(format=UINT8)
 PER_CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
 DYNAMIC = ACTIVATION.replace(dynamic=True)
-SHIFTED = TensorSpec(format=INT8, scale_type=ScaleType.POWER_OF_TWO)
+SHIFTED = TensorSpec(format=INT8, scale=POWER_OF_TWO)
+OLD_GROUPS = {"format": "sm8", "granularity": "group", "group_size": 16}
+OLD_MX9 = {**OLD_GROUPS, "sub_group_size": 2, "scale_type": "e8m0_floor"}
 GROUPS = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=16)
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "group without size": (spec(format=INT4, granularity=Granularity.GROUP), "give both or neither"),
@@ -225,30 +237,47 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         config(weight=PER_CHANNEL, input=TensorSpec(format=INT8, symmetry=Symmetry.SIGN_AWARE)),
         "'sign_aware' is for weights; activations",
     ),
-    "cast per channel": (spec(format=FP16, granularity=Granularity.CHANNEL), "drop granularity and scale_type"),
-    "cast with a scale": (spec(format=BF16, scale_type=ScaleType.FLOAT16), "drop granularity and scale_type"),
+    "cast per channel": (spec(format=FP16, granularity=Granularity.CHANNEL), "drop granularity and scale"),
+    "cast with a scale": (spec(format=BF16, scale=FLOAT16), "drop granularity and scale"),
     "cast with an observer": (spec(format=FP16, observer=MinMax()), "use the observer 'placeholder'"),
     "integers without an observer": (
         spec(format=INT8, observer=Placeholder()),
         "do not use the observer 'placeholder'",
     ),
-    "power-of-two observer": (spec(format=INT8, observer=NonOverflow()), "set scale_type='power_of_two'"),
-    "power-of-two mse": (spec(format=INT8, observer=PowerOfTwoMinMse()), "set scale_type='power_of_two'"),
+    "power-of-two observer": (spec(format=INT8, observer=NonOverflow()), "set scale='power_of_two'"),
+    "power-of-two mse": (spec(format=INT8, observer=PowerOfTwoMinMse()), "set scale='power_of_two'"),
     "static token": (spec(format=INT8, granularity=Granularity.TOKEN), "set dynamic=True"),
     "dynamic channel": (spec(format=INT8, granularity=Granularity.CHANNEL, dynamic=True), "per tensor, token or group"),
     "dynamic power of two": (
-        spec(format=INT8, dynamic=True, scale_type=ScaleType.POWER_OF_TWO),
-        "drop scale_type",
+        spec(format=INT8, dynamic=True, scale=POWER_OF_TWO),
+        "drop scale",
     ),
-    "sub-groups of another size": (lambda: MX9.replace(sub_group_size=3), "=3 must divide group_size=16"),
-    "sub-groups alone": (spec(format=INT8, sub_group_size=2), "=2 must divide group_size=None"),
-    "sub-groups of none": (lambda: MX9.replace(sub_group_size=0), "sub_group_size .* of at least 1 or None, not 0"),
-    "sub-groups with float scales": (lambda: MX9.replace(scale_type="float32"), "set scale_type='e8m0_floor'"),
-    "sub-groups of e4m3 scales": (lambda: NVFP4.replace(sub_group_size=2), "set scale_type='e8m0_floor'"),
+    "sub-groups of another size": (lambda: TensorSpec.from_dict({**OLD_MX9, "sub_group_size": 3}), "=3 must divide "),
+    "sub-groups alone": (
+        lambda: TensorSpec.from_dict({"format": "int8", "sub_group_size": 2}),
+        "=2 must divide .*None",
+    ),
+    "groups of no scales": (
+        lambda: QuantizedScale(HALVES, 0, E8M0_FLOOR),
+        "group_size .* of at least 1 or None, not 0",
+    ),
+    "halves of float scales": (lambda: QuantizedScale(HALVES, 8, FLOAT32), "half_or_one with scale='e8m0_floor'"),
+    "e4m3 scales in groups": (lambda: QuantizedScale(FP8_E4M3, 2, FLOAT20), "use fp8_e4m3 with scale='float20'"),
+    "integer scales of a tensor": (lambda: QuantizedScale(INT8, scale=FLOAT16), "set group_size and use integers"),
+    "integer scales of many bits": (lambda: QuantizedScale(INT16, 8, FLOAT16), "integers of at most 8 bits"),
+    "scales with other fields": (
+        lambda: TensorSpec.from_dict({"format": "uint4", "scale": {"format": "uint6", "bits": 6}}),
+        "QuantizedScale has no field bits",
+    ),
+    "halves without groups": (
+        lambda: MX9.replace(granularity="tensor", group_size=None),
+        "set granularity='group' and group_size",
+    ),
+    "dynamic integer scales": (lambda: GGUF_TYPES["Q6_K"].replace(dynamic=True), "scale='int8_float16' is for weights"),
     "block scales with zero points": (lambda: MXINT8.replace(symmetry="asymmetric"), "set symmetry='symmetric'"),
     "block scales with signs": (lambda: MXINT8.replace(symmetry="sign_aware"), "set symmetry='symmetric'"),
     "two levels without groups": (
-        spec(format=INT8, scale_type=ScaleType.FP8_E4M3, granularity=Granularity.CHANNEL),
+        spec(format=INT8, scale=E4M3_SCALES, granularity=Granularity.CHANNEL),
         "set granularity='group' and group_size",
     ),
     "dynamic cast": (spec(format=FP16, dynamic=True), "drop dynamic=True"),
@@ -289,7 +318,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "float scales for a dpu": (
         lambda: XINT8.replace(weight=TensorSpec(format=INT8)),
-        "a DPU multiplies by shifts: scale_type='power_of_two'",
+        "a DPU multiplies by shifts: scale='power_of_two'",
     ),
     "zero points for a dpu": (lambda: XINT8.replace(input=SHIFTED.replace(format=UINT8)), "symmetric integers"),
     "channels for a dpu": (lambda: XINT8.replace(weight=SHIFTED.replace(granularity="channel")), "per tensor"),
@@ -339,8 +368,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "unknown Symmetry 'odd'; choose one of asymmetric",
     ),
     "unknown scale": (
-        lambda: TensorSpec.from_dict({"format": "int8", "scale_type": "float8"}),
-        "unknown ScaleType 'float8'; choose one of float32",
+        lambda: TensorSpec.from_dict({"format": "int8", "scale": "float8"}),
+        "unknown scale format 'float8'; choose one of float32",
     ),
     "unknown target": (
         lambda: QuantConfig.from_dict({"target": "tpu"}),
@@ -490,7 +519,7 @@ def test_configurations_are_values() -> None:
         (DYNAMIC, "uint8 dynamic"),
         (PER_CHANNEL, "int8 channel"),
         (TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32), "int4 group 32"),
-        (TensorSpec(format=INT8, scale_type=ScaleType.POWER_OF_TWO), "int8 pow2"),
+        (TensorSpec(format=INT8, scale=POWER_OF_TWO), "int8 pow2"),
     ],
 )
 def test_a_spec_is_printed_in_a_few_words(spec: TensorSpec, text: str) -> None:
@@ -511,3 +540,34 @@ def test_what_follows_from_the_format_follows_from_a_new_format() -> None:
     chosen = TensorSpec(format=UINT8, symmetry=Symmetry.SYMMETRIC, observer=Percentile())
     assert chosen.replace(format=INT8).observer == Percentile()
     assert TensorSpec(format=INT8, symmetry=Symmetry.ASYMMETRIC).replace(format=INT16).symmetry is Symmetry.ASYMMETRIC
+
+
+OLD_Q4_K = {"format": "uint4", "granularity": "group", "group_size": 256, "sub_group_size": 32, "symmetry": "offset"}
+OLD_Q6_K = {"format": "int6", "granularity": "group", "group_size": 256, "sub_group_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("old", "spec"),
+    [
+        ({**OLD_MX9, "dynamic": True}, MX9.replace(dynamic=True)),
+        ({**OLD_Q4_K, "scale_type": "uint6_float16"}, GGUF_TYPES["Q4_K"]),
+        ({**OLD_Q6_K, "symmetry": "sign_aware", "scale_type": "int8_float16"}, GGUF_TYPES["Q6_K"]),
+        ({**OLD_GROUPS, "format": "fp4_e2m1", "scale_type": "fp8_e4m3"}, NVFP4),
+        ({**OLD_GROUPS, "format": "int8", "group_size": 32, "scale_type": "e8m0_even"}, MXINT8),
+        ({"format": "int8", "scale_type": "power_of_two", "sub_group_size": None}, SHIFTED),
+        ({**OLD_GROUPS, "format": "int8", "group_size": 32, "scale_type": "float16"}, GGUF_TYPES["Q8_0"]),
+    ],
+    ids=str,
+)
+def test_specs_of_earlier_versions_are_read(old: dict[str, Any], spec: TensorSpec) -> None:
+    assert TensorSpec.from_dict(old) == spec
+    weight = QuantConfig.from_dict({"weight": old | {"dynamic": False}, "target": "torch"}).weight
+    assert weight == spec.replace(dynamic=False)
+
+
+def test_scales_are_written_as_names_or_fields() -> None:
+    assert MXINT8.to_dict()["scale"] == "e8m0_even"
+    assert NVFP4.to_dict()["scale"] == {"format": "fp8_e4m3", "scale": "float20"}
+    assert MX9.to_dict()["scale"] == {"format": "half_or_one", "group_size": 8, "scale": "e8m0_floor"}
+    with pytest.raises(ConfigError, match=r"no field scale_type.*scale"):
+        MX9.replace(scale_type="float32")

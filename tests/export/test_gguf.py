@@ -26,8 +26,9 @@ from quark_fx.export.packing import matrix_of
 from quark_fx.model.constants import Constant
 from quark_fx.numbers import ops
 from quark_fx.numbers.formats import FP8_E4M3, INT3, INT4, INT8, UINT4, UINT8, Format
-from quark_fx.numbers.qparams import QParams, ScaleType, Symmetry
+from quark_fx.numbers.qparams import QParams, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.scales import FLOAT16, FLOAT32
 from quark_fx.passes import FitScales
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.presets import INT8_DYNAMIC
@@ -37,7 +38,7 @@ pytest.importorskip("accelerate")
 
 
 def spec(fmt: Format, size: int | None = 32, **options: Any) -> TensorSpec:
-    options = {"scale_type": ScaleType.FLOAT16, **options}
+    options = {"scale": FLOAT16, **options}
     granularity = Granularity.GROUP if size else Granularity.CHANNEL
     return TensorSpec(format=fmt, granularity=granularity, group_size=size, **options)
 
@@ -89,7 +90,7 @@ def test_a_model_that_was_read_from_a_file_becomes_a_checkpoint(tmp_path: Path) 
 
 
 def test_scales_and_smallest_values_are_rounded_to_float16(tmp_path: Path) -> None:
-    for weight in (spec(INT4, symmetry=Symmetry.SIGN_AWARE, scale_type=ScaleType.FLOAT32), spec(UINT4)):
+    for weight in (spec(INT4, symmetry=Symmetry.SIGN_AWARE, scale=FLOAT32), spec(UINT4)):
         qmodel = quantized(config(weight))
         loaded, ours = logits(load(qfx.export.gguf(qmodel, tmp_path / "model.gguf"))), logits(qmodel)
         assert 0 < (loaded - ours).abs().max() < 2e-3 * ours.abs().max()
@@ -143,7 +144,7 @@ def test_the_package_reads_the_values_of_every_type_bit_for_bit(name: str) -> No
     if name.endswith("_K"):  # values of the outer bits of every field
         spread = torch.arange(24 * stored.scale.shape[1]).reshape(24, -1) % 61 + 1.0
         low = 0 if stored.has_offsets else 30
-        limit = (kind.scale_type.multiples or INT8).qmax
+        limit = (kind.scale.multiples or INT8).qmax
         unit = 1025 * 2.0**-19  # of all bits of a float16
         scale = (spread - low).clamp(-limit, limit) * unit
         scale = torch.where(scale == 0, unit, scale)
@@ -203,7 +204,7 @@ def test_a_mixed_file_holds_the_weights_of_the_graph(tmp_path: Path) -> None:
     [
         (qfx.gguf_types.Q4_K, "Q4_K has blocks of 256 inputs, which do not divide 64; use Q5_0"),
         (qfx.gguf_types.Q6_K, "Q6_K has blocks of 256 inputs, which do not divide 64; use Q8_0"),
-        (qfx.gguf_types.Q4_1.replace(scale_type=ScaleType.FLOAT32), "Q4_K has blocks of 256 inputs"),
+        (qfx.gguf_types.Q4_1.replace(scale=FLOAT32), "Q4_K has blocks of 256 inputs"),
     ],
 )
 def test_rows_that_no_block_divides_are_refused_with_what_takes_them(

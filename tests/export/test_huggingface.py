@@ -40,7 +40,8 @@ from quark_fx.numbers.formats import (
     Codebook,
     register_format,
 )
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import FLOAT16, FLOAT32
 from quark_fx.passes import GPTQ, Rotate
 from quark_fx.presets import (
     BF16,
@@ -450,7 +451,7 @@ def test_experts_in_float_are_read_back_and_servers_told(model: str, left: str, 
 
 @pytest.mark.parametrize("form", ["gptq", "awq"])
 def test_other_forms_name_experts_in_float_their_way(form: str, tmp_path: Path) -> None:
-    config = QuantConfig(weight=FOURS.replace(scale_type=ScaleType.FLOAT16), exclude=(*ROUTED, "op:experts"))
+    config = QuantConfig(weight=FOURS.replace(scale=FLOAT16), exclude=(*ROUTED, "op:experts"))
     qfx.export.huggingface(quantized(config, captured_mixture("Qwen3Moe")), tmp_path, format=form)
     names = [name.removesuffix(".weight") for name in load_file(tmp_path / "model.safetensors")]
     told = quantization(tmp_path)["dynamic" if form == "gptq" else "modules_to_not_convert"]
@@ -521,10 +522,10 @@ def decode(stored: dict[str, Tensor], name: str, form: str, bits: int) -> np.nda
 @pytest.mark.parametrize(
     "weight",
     [
-        FOURS.replace(scale_type=ScaleType.FLOAT16, symmetry=Symmetry.SIGN_AWARE),
-        TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=16, scale_type=ScaleType.FLOAT16),
-        TensorSpec(format=INT4, granularity=Granularity.CHANNEL, scale_type=ScaleType.FLOAT16),
-        TensorSpec(format=UINT8, granularity=Granularity.CHANNEL, scale_type=ScaleType.FLOAT16),
+        FOURS.replace(scale=FLOAT16, symmetry=Symmetry.SIGN_AWARE),
+        TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=16, scale=FLOAT16),
+        TensorSpec(format=INT4, granularity=Granularity.CHANNEL, scale=FLOAT16),
+        TensorSpec(format=UINT8, granularity=Granularity.CHANNEL, scale=FLOAT16),
     ],
     ids=["int4 32", "uint4 16", "int4", "uint8"],
 )
@@ -626,8 +627,8 @@ def test_linears_that_servers_fuse_share_the_global_scale(passes: tuple[GPTQ, ..
     [
         (MXFP6_E3M2, "fp6_e3m2 in groups of 32; it holds fp4_e2m1 in groups of 16 or 32"),
         (MXFP8_E4M3.replace(group_size=16), "fp8_e4m3 in groups of 16; it holds"),
-        (MXFP8_E4M3.replace(scale_type=ScaleType.FLOAT32), "scales that are no powers of two; use an MX format"),
-        (MXFP4.replace(group_size=16, scale_type=ScaleType.FLOAT32), "not E4M3 floats times one global scale; use"),
+        (MXFP8_E4M3.replace(scale=FLOAT32), "scales that are no powers of two; use an MX format"),
+        (MXFP4.replace(group_size=16, scale=FLOAT32), "not E4M3 floats times one global scale; use"),
     ],
     ids=["format", "group", "float scales", "float scales in groups of NVFP4"],
 )

@@ -30,7 +30,7 @@ from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8
 from quark_fx.numbers.ops import dequantize, dynamic_qparams
 from quark_fx.numbers.ops import quantize as to_codes
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import E8M0_FLOOR, FLOAT32
 from quark_fx.plan.weights import quantize_tensor, stored_bytes
 from quark_fx.presets import PRESETS
 
@@ -44,8 +44,8 @@ SPECS = {
     "int8 full": TensorSpec(
         format=INT8, granularity=Granularity.GROUP, group_size=16, symmetry=qfx.Symmetry.SYMMETRIC_FULL
     ),
-    "mxint8 full ceil": MXINT8.replace(symmetry="symmetric_full", scale_type="e8m0_ceil"),
-    "fp4 float scales": MXFP4.replace(scale_type="float32"),
+    "mxint8 full ceil": MXINT8.replace(symmetry="symmetric_full", scale="e8m0_ceil"),
+    "fp4 float scales": MXFP4.replace(scale="float32"),
     "fp8 two levels": NVFP4.replace(format=FP8_E4M3),
 }
 specs = pytest.mark.parametrize("case", SPECS)
@@ -121,7 +121,7 @@ def test_what_is_not_finite_spoils_its_block_in_the_file_too(case: str, tmp_path
     x[0, 3], x[1, 40], x[2, 74], x[3, 20:22] = torch.nan, torch.inf, -torch.inf, torch.nan
     expected = Rounded(SPECS[case], -1)(x)
     assert expected.isnan().any()
-    if SPECS[case].scale_type is ScaleType.FLOAT32:
+    if SPECS[case].scale == FLOAT32:
         pytest.skip("float scales of what is not finite are no promise of the operator's")
     assert_same(rounded_by_the_file(SPECS[case], x, tmp_path), expected)
 
@@ -240,8 +240,8 @@ def test_weights_are_turned_into_floats_when_the_file_is_loaded(preset: str, tmp
 @pytest.mark.parametrize("spec", [MXFP4, NVFP4, MXINT8, MX6, BFP16.replace(format=qfx.formats.SM8)], ids=str)
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_weights_of_rare_codes_need_no_blocks(spec: TensorSpec, granularity: str, tmp_path: Path) -> None:
-    scale = ScaleType.E8M0_FLOOR if spec.scale_type.is_e8m0 else ScaleType.FLOAT32
-    weight = TensorSpec(format=spec.format, granularity=Granularity(granularity), scale_type=scale)
+    scale = E8M0_FLOOR if spec.scale.rule else FLOAT32
+    weight = TensorSpec(format=spec.format, granularity=Granularity(granularity), scale=scale)
     qmodel = quantize(seeded(nn.Conv2d(3, 6, 3)), QuantConfig(weight=weight), [rand(2, 3, 8, 8)])
     path = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     assert qfx.verify(qmodel, path, [rand(2, 3, 8, 8)]).max_steps <= 255 * 27 * 2**-24
@@ -293,7 +293,7 @@ def test_products_of_activations_are_rounded_along_a_sum_of_any_length(tmp_path:
 def test_verify_tells_the_value_that_a_file_rounds_otherwise(tmp_path: Path) -> None:
     config = whole("mxfp4")
     assert config.input is not None
-    other = qfx.Override(pattern="0", input=config.input.replace(scale_type="e8m0_ceil"))
+    other = qfx.Override(pattern="0", input=config.input.replace(scale="e8m0_ceil"))
     x = [rand(4, 70)]
     path = qfx.export.onnx(quantize(ragged(), config.replace(overrides=(other,)), x), tmp_path / "model.onnx")
     first, *rest, output = qfx.verify(quantize(ragged(), config, x), path, x, per_node=True).differences

@@ -30,7 +30,8 @@ from quark_fx.export.to_onnx.formats import FORMATS
 from quark_fx.export.to_onnx.matmul_nbits import block_size
 from quark_fx.export.to_onnx.vitis import PREFIXES
 from quark_fx.numbers.formats import INT2, INT4, INT8, INT16, INT32, UINT2, UINT4, UINT8, IntFormat
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import FLOAT16, POWER_OF_TWO
 from quark_fx.presets import BFP16 as BFP16_PRESET
 from quark_fx.presets import FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
 
@@ -213,7 +214,7 @@ def test_float16_scales_of_groups_take_two_bytes_and_no_other_kernel(
     assert weight is not None
     kernels, nbytes = {}, {}
     for kind in ("float32", "float16"):
-        spec = weight.replace(scale_type=ScaleType(kind), group_size=16)
+        spec = weight.replace(scale=kind, group_size=16)
         qmodel = quantize(model, QuantConfig(weight=spec), [x])
         path = qfx.export.onnx(qmodel, tmp_path / f"{kind}.onnx", format=format)
         for optimize in (True, False):
@@ -234,9 +235,9 @@ def test_a_model_in_half_precision_takes_scales_in_half_precision(tmp_path: Path
     model, x = seeded(nn.Linear(64, 3)).half(), rand(6, 64).half()
     weight = INT4_WEIGHT_ONLY.weight
     assert weight is not None
-    with pytest.raises(qfx.ExportError, match=r"weight \(MatMul|Gemm\): .* set scale_type='float16'"):
+    with pytest.raises(qfx.ExportError, match=r"weight \(MatMul|Gemm\): .* set scale='float16'"):
         qfx.export.onnx(quantize(model, QuantConfig(weight=weight), [x]), tmp_path / "m.onnx", format="matmul_nbits")
-    qmodel = quantize(model, QuantConfig(weight=weight.replace(scale_type=ScaleType.FLOAT16)), [x])
+    qmodel = quantize(model, QuantConfig(weight=weight.replace(scale=FLOAT16)), [x])
     path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
     assert operators(path)["MatMulNBits"] == 1
     # float16 sums of 64 products, in two orders.
@@ -674,7 +675,7 @@ def test_codes_of_32_bits_are_the_vendors_alone(tmp_path: Path) -> None:
     ("fmt", "opset"), [(INT16, 14), (INT16, 17), (INT16, 20), (INT4, 17), (INT2, 17), (INT2, 21)], ids=str
 )
 def test_the_vendors_nodes_have_every_width_in_every_opset(fmt: IntFormat, opset: int, tmp_path: Path) -> None:
-    spec = TensorSpec(format=fmt, scale_type=ScaleType.POWER_OF_TWO)
+    spec = TensorSpec(format=fmt, scale=POWER_OF_TWO)
     data = [rand(4, 70)]
     qmodel = quantize(ragged(), QuantConfig(weight=spec, input=spec.replace(format=INT16)), data)
     path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="vitis", opset=opset)

@@ -22,7 +22,7 @@ from quark_fx.config.block_formats import MXFP4, MXFP8_E4M3, NVFP4
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.export.checkpoints.values import fused_names
 from quark_fx.numbers.formats import FP8_E4M3, INT3, INT4, INT8, UINT8
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import FLOAT16
 from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, W4A16_RTN, W8A8_DYNAMIC
 from quark_fx.targets import SGLANG, VLLM
 
@@ -44,7 +44,7 @@ def session(mixture: bool) -> qfx.Session:
 
 HALF = W4A16_RTN.replace(
     target="sglang",
-    weight=W4A16_RTN.weight.replace(scale_type=ScaleType.FLOAT16, group_size=32),  # type: ignore[union-attr]
+    weight=W4A16_RTN.weight.replace(scale=FLOAT16, group_size=32),  # type: ignore[union-attr]
 )
 ATTENTION = "model.layers.0.self_attn"
 CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)

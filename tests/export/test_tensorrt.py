@@ -172,7 +172,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "for weights; got int3; set": {"weight": INT4.replace(format=formats.INT3)},
     "int4 weights in blocks of 64 or 128": {"weight": INT4.replace(group_size=32)},
     "in blocks of 64 or 128; set granularity": {"weight": INT8.replace(format=formats.INT4, granularity="channel")},
-    "scales in float16 are cast": {"weight": INT4.replace(scale_type="float16")},
+    "scales in float16 are cast": {"weight": INT4.replace(scale="float16")},
     "for weights; got uint8; set": {"input": qfx.TensorSpec(format=formats.UINT8)},
     "no zero points": {"weight": INT8.replace(symmetry="asymmetric")},
     "no negative scales": {"weight": INT8.replace(symmetry="sign_aware")},

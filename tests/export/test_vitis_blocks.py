@@ -41,7 +41,7 @@ from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions
 from quark_fx.export.to_onnx.vitis_blocks import BLOCK_NODES
 from quark_fx.graph.nodes import set_parameter
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, SM8
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.presets import XINT8
 
 MX = {"rounding_mode": 2, "block_size": 32}
@@ -51,13 +51,13 @@ PRIME = {**BFP, "bfp_method": "to_bfp_prime", "block_size": 16}
 
 NODES: dict[str, tuple[TensorSpec, str, dict[str, Any]]] = {
     **{
-        f"{spec.format}": (spec.replace(scale_type="e8m0_floor"), "MX", {**MX, "element_dtype": f"{spec.format}"})
+        f"{spec.format}": (spec.replace(scale="e8m0_floor"), "MX", {**MX, "element_dtype": f"{spec.format}"})
         for spec in (MXFP8_E5M2, MXFP8_E4M3, MXFP6_E3M2, MXFP6_E2M3, MXFP4, MXINT8)
     },
     "bfp16": (BFP16, "BFP", {**RAISED, "block_size": 8}),
     "mxint8 even": (MXINT8, "BFP", {**RAISED, "block_size": 32}),
     "saturating": (
-        BFP16.replace(format=SM8, scale_type="e8m0_floor"),
+        BFP16.replace(format=SM8, scale="e8m0_floor"),
         "BFP",
         {**BFP, "bfp_method": "to_bfp", "bit_width": 16, "block_size": 8},
     ),
@@ -215,7 +215,7 @@ def test_a_table_in_blocks_is_dequantized_before_rows_are_looked_up(preset: str,
 
 
 def test_nodes_for_blocks_and_pairs_may_be_in_one_file(tmp_path: Path) -> None:
-    power = TensorSpec(format=INT8, scale_type=ScaleType.POWER_OF_TWO)
+    power = TensorSpec(format=INT8, scale=POWER_OF_TWO)
     blocks = Override(pattern="2", weight=BFP16, input=BFP16.replace(dynamic=True))
     mixed = QuantConfig(weight=power, input=power, overrides=(blocks,), target=qfx.Target.TORCH)
     qmodel = quantize(ragged(), mixed, [rand(4, 70)])
@@ -239,8 +239,8 @@ def test_a_file_without_blocks_is_as_ever(tmp_path: Path) -> None:
     [
         (NVFP4, "fp4_e2m1 in blocks of 16, fp8_e4m3 scales", "fp4_e2m1 in blocks of 16"),
         (MXFP8_E4M3, "fp8_e4m3 in blocks of 32, e8m0_even scales", None),
-        (MXFP4.replace(scale_type="e8m0_ceil"), "fp4_e2m1 in blocks of 32, e8m0_ceil scales", None),
-        (MXFP4.replace(scale_type="float32"), "fp4_e2m1 in blocks of 32, float32 scales", "fp4_e2m1 in blocks of 32"),
+        (MXFP4.replace(scale="e8m0_ceil"), "fp4_e2m1 in blocks of 32, e8m0_ceil scales", None),
+        (MXFP4.replace(scale="float32"), "fp4_e2m1 in blocks of 32, float32 scales", "fp4_e2m1 in blocks of 32"),
     ],
     ids=str,
 )
@@ -252,7 +252,7 @@ def test_what_the_nodes_cannot_say_is_refused(spec: TensorSpec, value: str, weig
     assert message.count(f": {value}\n") == 3
     assert (f"\n  0.weight: {weight}, with values or scales that" in message) == (weight is not None)
     assert "Use the preset 'bfp16'" in message
-    assert "scale_type='e8m0_floor' and observer=MinMax()" in message
+    assert "scale='e8m0_floor' and observer=MinMax()" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -265,7 +265,7 @@ def test_small_codes_without_blocks_are_refused(tmp_path: Path) -> None:
 
 def test_a_weight_that_its_node_would_round_again_is_refused(tmp_path: Path) -> None:
     """With 240 = 1.875 * 2**7 as the largest code, the node halves the scale, and 480 is more than E4M3 has."""
-    spec = MXFP8_E4M3.replace(scale_type="e8m0_floor")
+    spec = MXFP8_E4M3.replace(scale="e8m0_floor")
     qmodel = quantize(seeded(nn.Linear(64, 2)), config(spec, weight_only=True), [rand(2, 64)])
     gm = qmodel.graph_module
     name = next(

@@ -28,7 +28,7 @@ from quark_fx.config.target import stored_target
 from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.mixed_precision.groups import groups_of
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, INT16, UINT4
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import FLOAT16
 from quark_fx.passes import Rotate
 from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, INT8_STATIC, W4A4_DYNAMIC, W4A16_RTN, W8A8_DYNAMIC
 from quark_fx.targets import VLLM
@@ -188,7 +188,7 @@ def mixtral() -> qfx.Session:
     return qfx.Session(seeded(transformers.MixtralForCausalLM(config)), [{"input_ids": torch.arange(8)[None]}])
 
 
-HALF = W4.replace(weight=W4.weight.replace(scale_type=ScaleType.FLOAT16, group_size=32))  # type: ignore[union-attr]
+HALF = W4.replace(weight=W4.weight.replace(scale=FLOAT16, group_size=32))  # type: ignore[union-attr]
 ZEROS = HALF.weight.replace(format=UINT4, symmetry="asymmetric")  # type: ignore[union-attr]
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from os import environ
 from types import SimpleNamespace
 from typing import Any
@@ -36,8 +35,8 @@ from quark_fx.numbers.formats import (
 )
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Columns
-from quark_fx.numbers.qparams import ScaleType, constrain_scale, recover_global_scale
 from quark_fx.numbers.quantized_tensor import sqnr
+from quark_fx.numbers.scales import E8M0_EVEN, recover_global_scale
 from quark_fx.observers import Mse
 from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection
 from quark_fx.passes.adaround import SoftRounding
@@ -210,8 +209,7 @@ def test_a_scale_that_may_not_be_stored_is_not_chosen() -> None:
     """Of powers of two only the scale itself and its half are tried, so what is found is the better of these."""
     weight, h = rand(1, 40, 16), moment(16, 100)[None]
     grid = Grid(torch.full((1, 40, 1), 0.5), torch.zeros(1), (-6.0, 6.0), format=FP4_E2M1)
-    kind = partial(constrain_scale, scale_type=ScaleType.E8M0_EVEN)
-    found = fit_scales(weight, h, grid, Columns.in_blocks(weight.shape[-1], 16), kind)
+    found = fit_scales(weight, h, grid, Columns.in_blocks(weight.shape[-1], 16), E8M0_EVEN.nearest)
     lost = [weight - g.value(g.round(g.position(weight))) for g in (grid, replace(grid, scale=grid.scale / 2))]
     whole, half = (torch.linalg.vecdot(error @ h, error) for error in lost)
     assert torch.equal(found[..., 0] == 0.5, half < whole)

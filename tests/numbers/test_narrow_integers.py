@@ -13,7 +13,7 @@ from tiny import cnn, images, mlp, quantize, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from quark_fx import Granularity, QuantConfig, ScaleType, Symmetry, Target, TensorSpec
+from quark_fx import Granularity, QuantConfig, Symmetry, Target, TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import (
     INT3,
@@ -125,7 +125,7 @@ def test_biases_in_float_stay_so(model: str, weight: str, activation: str, tmp_p
 
 
 def test_the_vendors_nodes_hold_them_and_a_dpu_does_not(tmp_path: Path) -> None:
-    shifts: dict[str, Any] = {"scale_type": ScaleType.POWER_OF_TWO, "symmetry": Symmetry.SYMMETRIC}
+    shifts: dict[str, Any] = {"scale": "power_of_two", "symmetry": Symmetry.SYMMETRIC}
     spec = TensorSpec(format=INT6, **shifts)
     qmodel = quantize(cnn(), QuantConfig(weight=spec, input=spec, output=spec), images())
     file = written(qmodel, tmp_path, format="vitis")

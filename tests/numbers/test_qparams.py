@@ -14,7 +14,8 @@ from onnxruntime.quantization.quant_utils import compute_scale_zp
 
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FORMATS, FP8_E4M3, FP8_E5M2, INT4, UINT8, FloatFormat, IntFormat
-from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry, affine_qparams
+from quark_fx.numbers.qparams import Scheme, Symmetry, affine_qparams
+from quark_fx.numbers.scales import E4M3_SCALES, FLOAT16, POWER_OF_TWO, SCALES, ScaleFormat
 
 NUMPY = {name: np.dtype(name) for name in ("int8", "uint8", "int16", "uint16")}
 NARROW = (Symmetry.ASYMMETRIC, Symmetry.SYMMETRIC)
@@ -82,7 +83,7 @@ def test_the_codes_span_the_range_and_zero_is_exact(low: float, high: float, nam
 def test_a_power_of_two_scale_never_overflows_and_is_the_smallest_that_does_not(
     low: float, high: float, name: str, symmetry: Symmetry
 ) -> None:
-    scheme = Scheme(format=FORMATS[name], symmetry=symmetry, scale_type=ScaleType.POWER_OF_TWO)
+    scheme = Scheme(format=FORMATS[name], symmetry=symmetry, scale=POWER_OF_TWO)
     a, b = ranges(low, high)
     scale = affine_qparams(a, b, scheme).scale
     mantissa, _ = torch.frexp(scale)
@@ -102,7 +103,7 @@ def test_a_power_of_two_scale_never_overflows_and_is_the_smallest_that_does_not(
 
 @given(high=st.floats(2.0**-120, 2.0**100, width=32), name=st.sampled_from(["int4", "int8", "uint8"]))
 def test_a_float16_scale_is_one_float16_holds_and_the_nearest_to_the_ideal(high: float, name: str) -> None:
-    scheme = Scheme(format=FORMATS[name], symmetry=Symmetry.SYMMETRIC, scale_type=ScaleType.FLOAT16)
+    scheme = Scheme(format=FORMATS[name], symmetry=Symmetry.SYMMETRIC, scale=FLOAT16)
     p = affine_qparams(torch.tensor(-high), torch.tensor(high), scheme)
     half = p.scale.half()
     assert float(half.float()) == float(p.scale)
@@ -124,11 +125,11 @@ def test_a_bound_that_is_not_finite_is_refused(bad: float, position: int, device
 @on_devices
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "uint32"])  # refused by `TensorSpec`
 @pytest.mark.parametrize("symmetry", POSITIVE)
-@pytest.mark.parametrize("scale_type", [kind for kind in ScaleType if kind.multiples is None])
+@pytest.mark.parametrize("scale", [*SCALES.values(), E4M3_SCALES])
 def test_the_range_of_zero_alone_has_scale_one(
-    name: str, symmetry: Symmetry, scale_type: ScaleType, device: torch.device
+    name: str, symmetry: Symmetry, scale: ScaleFormat, device: torch.device
 ) -> None:
-    scheme = Scheme(format=FORMATS[name], symmetry=symmetry, scale_type=scale_type)
+    scheme = Scheme(format=FORMATS[name], symmetry=symmetry, scale=scale)
     zero = torch.zeros(3, device=device)
     p = affine_qparams(zero, zero, scheme)
     assert p.scale.tolist() == [1.0] * 3
@@ -211,7 +212,7 @@ def test_a_tie_is_that_of_the_exact_scale() -> None:
 @pytest.mark.parametrize(("fmt", "low"), [("uint16", -1000.0), ("uint16", -77.7), ("uint8", -1e9), ("int8", -1e9)])
 def test_a_zero_point_is_a_code_where_the_scale_is_smaller_than_the_ideal_one(fmt: str, low: float) -> None:
     """float16 rounds a scale down, or ends at 65504: the quotient by it lies beyond the codes."""
-    scheme = Scheme(format=FORMATS[fmt], symmetry=Symmetry.ASYMMETRIC, scale_type=ScaleType.FLOAT16)
+    scheme = Scheme(format=FORMATS[fmt], symmetry=Symmetry.ASYMMETRIC, scale=FLOAT16)
     for share in (1.0, 1.01, 1.02, 1.05, 1.1):
         found = affine_qparams(torch.tensor(low * share), torch.tensor(0.0), scheme)
         assert scheme.qmin <= int(found.zero_point) <= scheme.qmax

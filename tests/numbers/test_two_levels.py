@@ -9,64 +9,60 @@ from tiny import rand
 from quark_fx import TensorSpec, gguf_types
 from quark_fx.errors import ConfigError
 from quark_fx.numbers import ops
-from quark_fx.numbers.qparams import QParams, ScaleType
+from quark_fx.numbers.formats import INT6, INT8, UINT4, UINT6
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.two_levels import two_levels, units
+from quark_fx.numbers.scales import FLOAT16, QuantizedScale
 from quark_fx.plan.weights import quantize_tensor, stored_bytes
 
 BITS = {
     "Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625,
     "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5,
 }  # fmt: skip
-KINDS = [kind for kind in ScaleType if kind.multiples is not None]
+KINDS = [QuantizedScale(fmt, 8, FLOAT16) for fmt in (UINT4, UINT6, INT6, INT8)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_are_whole_numbers_times_a_float16(kind: ScaleType) -> None:
-    fmt, count = kind.multiples, 8
-    assert fmt is not None
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_values_are_whole_numbers_times_a_float16(kind: QuantizedScale) -> None:
+    fmt, count = kind.format, 8
     scale = rand(6, 2 * count) if fmt.signed else rand(6, 2 * count).abs() + 0.01
     offset = -rand(6, 2 * count, seed=2).abs()
     offset[0] = 0
     scale[1] *= 1e-9  # below float16: its smallest value has to do
     scale[2, 0], scale[2, 1:8] = 1.0, 1e-12  # beside a large one the others are the smallest multiple
-    found = two_levels(QParams(scale, offset if not fmt.signed else torch.zeros((), dtype=torch.int32)), kind, 1, count)
-    for values in (found.scale,) if fmt.signed else (found.scale, found.zero_point):
-        unit, whole = units(values, fmt, count)
+    found = kind.in_groups(scale, 1)
+    for values in (found,) if fmt.signed else (found, kind.in_groups(offset, 1, nonzero=False)):
+        unit, whole = kind.units(values)
         assert unit.dtype == torch.float16
         assert torch.equal((unit.float().unsqueeze(-1) * whole).flatten(1), values)
         assert torch.equal(whole, whole.round())
         assert fmt.qmin <= whole.min()
         assert whole.max() <= fmt.qmax
-    assert bool((found.scale != 0).all())
-    unit, whole = units(found.scale, fmt, count)
-    steps = ((found.scale - scale).unflatten(1, (-1, count)) / unit.float().unsqueeze(-1)).abs()[[0, 3, 4, 5]]
+    assert bool((found != 0).all())
+    unit, whole = kind.units(found)
+    steps = ((found - scale).unflatten(1, (-1, count)) / unit.float().unsqueeze(-1)).abs()[[0, 3, 4, 5]]
     # None is zero, so that the smallest may be raised to one step; the outermost is nearest but for float16's rounding.
     assert steps.max() < 1
     assert steps[whole[[0, 3, 4, 5]].abs() > 1].max() < 0.57
-    again = two_levels(found, kind, 1, count)
-    assert torch.equal(again.scale, found.scale)
+    assert torch.equal(kind.in_groups(found, 1), found)
 
 
 def test_a_short_last_group_has_a_factor_of_its_own() -> None:
     scale = torch.cat([torch.full((1, 8), 100.0), torch.full((1, 3), 1e-3)], 1)
-    found = two_levels(QParams(scale, torch.zeros((), dtype=torch.int32)), ScaleType.INT8_FLOAT16, 1, 8).scale
+    found = QuantizedScale(INT8, 8, FLOAT16).in_groups(scale, 1)
     assert found.shape == scale.shape
     assert torch.allclose(found, scale, rtol=2e-3)
 
 
 def test_scales_that_are_no_such_products_are_found_out() -> None:
-    fmt = ScaleType.UINT6_FLOAT16.multiples
-    assert fmt is not None
     with pytest.raises(ValueError, match="1 groups have scales that are not 6-bit integers times a float16"):
-        units(torch.tensor([[1.0, 2.0, 3.0, 1.0 + 2.0**-20], [1.0, 2.0, 3.0, 4.0]]), fmt, 4)
+        QuantizedScale(UINT6, 4, FLOAT16).units(torch.tensor([[1.0, 2.0, 3.0, 1.0 + 2.0**-20], [1.0, 2.0, 3.0, 4.0]]))
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q4_K", "Q2_K"])
 def test_operators_compute_with_offsets(name: str) -> None:
     spec, x = gguf_types.GGUF_TYPES[name], rand(4, 512) + 0.3
     stored = quantize_tensor(x, spec)
-    layout = str(spec.format), 1, spec.block_size or 0
+    layout = str(spec.format), 1, spec.group_size or 0
     spread = stored.layout.spread
     expected = stored.codes.float() * spread(stored.scale) + spread(stored.zero_point)
     assert stored.has_offsets
@@ -111,13 +107,13 @@ def test_a_type_has_the_bytes_and_rounds_as_well_as_its_bits_allow(name: str) ->
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
-        ("Q4_K", {"sub_group_size": None}, "set sub_group_size"),
+        ("Q4_K", {"granularity": "channel", "group_size": None}, "set granularity='group' and group_size"),
         ("Q4_K", {"symmetry": "asymmetric"}, "needs symmetry='offset'"),
         ("Q6_K", {"symmetry": "symmetric"}, "needs symmetry='sign_aware'"),
         ("Q4_1", {"format": "int4", "symmetry": "offset"}, "weights in unsigned integers, in groups"),
         ("Q4_1", {"granularity": "channel", "group_size": None}, "weights in unsigned integers, in groups"),
         ("Q4_1", {"observer": "mse"}, "drop the observer"),
-        ("Q4_1", {"scale_type": "power_of_two"}, "has no offsets"),
+        ("Q4_1", {"scale": "power_of_two"}, "has no offsets"),
         ("Q4_1", {"dynamic": True}, "weights in unsigned integers"),
     ],
 )

@@ -9,10 +9,11 @@ import torch
 from torch.ao.quantization.observer import MinMaxObserver
 
 import quark_fx as qfx
-from quark_fx import QuantConfig, ScaleType, Symmetry, TensorSpec
+from quark_fx import QuantConfig, Symmetry, TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT8, Format
 from quark_fx.numbers.qparams import Scheme
+from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.observers import Adjusted, Hqq, MinMax, Percentile, Placeholder, PowerOfTwoMinMse
 
 EPS = torch.finfo(torch.float32).eps
@@ -22,7 +23,7 @@ SCHEMES = [
     Scheme(format=INT4, symmetry=Symmetry.SYMMETRIC_FULL),
     Scheme(format=INT4, symmetry=Symmetry.SIGN_AWARE),
     Scheme(format=FP8_E4M3),
-    Scheme(format=INT8, scale_type=ScaleType.POWER_OF_TWO),
+    Scheme(format=INT8, scale=POWER_OF_TWO),
 ]
 
 
@@ -106,5 +107,5 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 
 
 def test_a_search_for_powers_of_two_still_asks_for_such_scales() -> None:
-    with pytest.raises(ConfigError, match="set scale_type='power_of_two'"):
+    with pytest.raises(ConfigError, match="set scale='power_of_two'"):
         TensorSpec(format=INT8, observer=Adjusted(observer=PowerOfTwoMinMse(), eps=1e-6))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT3, INT4, UINT4, FloatFormat
 from quark_fx.numbers.ops import dequantize, encode
-from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams
+from quark_fx.numbers.qparams import QParams, Scheme, Symmetry, affine_qparams
+from quark_fx.numbers.scales import E4M3_SCALES, E8M0_EVEN
 from quark_fx.observers.constant import smallest_error_qparams
 
 
@@ -39,7 +42,7 @@ def test_scales_of_e4m3_are_nearly_the_best_of_all(device: torch.device) -> None
     """Blocks of NVFP4: against every positive E4M3 float, those that widen the range included."""
     x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0)).to(device)
     unit = 2.0**-9
-    scheme = Scheme(format=FP4_E2M1, scale_type=ScaleType.FP8_E4M3, global_scale=unit)
+    scheme = Scheme(format=FP4_E2M1, scale=replace(E4M3_SCALES, unit=unit))
     every = torch.arange(1, 127, device=device, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * unit
     points = torch.zeros(len(x), dtype=torch.int32, device=device)
     tried = torch.stack([error(x, QParams(scale.expand(len(x)), points), scheme) for scale in every])
@@ -55,7 +58,7 @@ def test_scales_of_e4m3_are_nearly_the_best_of_all(device: torch.device) -> None
 def test_exponents_are_the_best_of_all(fmt: FloatFormat, long: bool, device: torch.device) -> None:
     x = torch.randn(300, 4096 if long else 32, generator=torch.Generator().manual_seed(0)).to(device)
     x[:, 0] *= 50 if long else 1
-    scheme = Scheme(format=fmt, scale_type=ScaleType.E8M0_EVEN)
+    scheme = Scheme(format=fmt, scale=E8M0_EVEN)
     points = torch.zeros(len(x), dtype=torch.int32, device=device)
     every = [torch.full((len(x),), 2.0**power, device=device, dtype=torch.float32) for power in range(-12, 8)]
     tried = torch.stack([error(x, QParams(scale, points), scheme) for scale in every])

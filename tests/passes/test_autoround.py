@@ -18,7 +18,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.numbers.formats import INT2, INT3, INT4, IntFormat
 from quark_fx.numbers.grid import Grid
-from quark_fx.numbers.qparams import ScaleType, allowed_scales
+from quark_fx.numbers.scales import FLOAT16
 from quark_fx.passes import AutoRound, autoround
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.presets import INT8_STATIC
@@ -176,7 +176,7 @@ def test_scales_stay_where_an_integer_bias_would_overflow(start: Start) -> None:
 
 
 SCALE_TYPES = {
-    "fp16": WEIGHT.replace(scale_type=ScaleType.FLOAT16),
+    "fp16": WEIGHT.replace(scale=FLOAT16),
     "nvfp4": NVFP4,
     "mxfp4": MXFP4,
 }
@@ -196,7 +196,7 @@ def test_learned_scales_are_ones_that_can_be_stored(name: str, start: Start) -> 
     ]
     assert any(not torch.equal(new, old) for new, old in scales) or (name == "mxfp4" and start is Start.CODES)
     for new, old in scales:
-        assert torch.equal(new, allowed_scales(old, spec.scale_type)(new.double()))
+        assert torch.equal(new, spec.scale.allowed(old)(new.double()))
 
 
 def test_the_step_is_one_over_their_number_unless_given() -> None:

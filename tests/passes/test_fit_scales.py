@@ -11,7 +11,7 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.numbers.formats import INT3, INT4
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.passes import AWQ, GPTQ, FitScales
 from quark_fx.presets import INT8_STATIC, W4A16_RTN
 from quark_fx.solvers.scale_search import RATIOS
@@ -78,9 +78,7 @@ def test_it_goes_with_other_passes(passes: tuple[object, ...]) -> None:
 
 
 def test_scales_that_may_not_shrink_are_left_and_say_so() -> None:
-    power = FITTED.replace(
-        weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL, scale_type=ScaleType.POWER_OF_TWO)
-    )
+    power = FITTED.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL, scale=POWER_OF_TWO))
     qmodel = quantize(seeded(Skewed()), power, batches())
     plain = quantize(seeded(Skewed()), power.replace(passes=()), batches())
     record = record_of(qmodel, "FitScales")

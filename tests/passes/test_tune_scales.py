@@ -22,7 +22,8 @@ from quark_fx.graph.nodes import stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.graph.straight_through import run_with_gradients
 from quark_fx.numbers.formats import INT3, INT4, INT8, UINT8
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import FLOAT16
 from quark_fx.passes import GPTQ, TuneScales
 from quark_fx.presets import INT8_STATIC, MXFP4_WEIGHT_ONLY
 
@@ -167,7 +168,7 @@ def test_biases_in_integers_follow_their_scales() -> None:
 
 
 def test_scales_stay_of_their_type() -> None:
-    qmodel = quantize(deep(), TUNED.replace(weight=GROUPS.replace(scale_type=ScaleType.FLOAT16)), batches())
+    qmodel = quantize(deep(), TUNED.replace(weight=GROUPS.replace(scale=FLOAT16)), batches())
     assert any(c.changed for c in record_of(qmodel, "TuneScales").changes)
     scales = [t for name, t in stored_tensors(qmodel.graph_module).items() if name.endswith("_scale")]
     assert scales

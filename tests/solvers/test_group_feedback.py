@@ -16,7 +16,8 @@ from quark_fx.graph.nodes import tensor_of
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.grid import FreeScales, Grid
 from quark_fx.numbers.layout import Columns, Layout
-from quark_fx.numbers.qparams import Symmetry, recover_global_scale
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import recover_global_scale
 from quark_fx.observers import Mse
 from quark_fx.passes import GPTQ
 from quark_fx.solvers import error_feedback

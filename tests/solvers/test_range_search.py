@@ -15,7 +15,7 @@ from quark_fx.graph.nodes import stored_tensors
 from quark_fx.numbers.layout import Columns
 from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.two_levels import units
+from quark_fx.numbers.scales import QuantizedScale
 from quark_fx.passes import GPTQ, FitScales
 from quark_fx.solvers.range_search import fit_ranges
 
@@ -39,7 +39,7 @@ def whole_range(x: Tensor, scheme: Scheme, block: int) -> tuple[Tensor, Tensor |
 @pytest.mark.parametrize("name", ["Q4_K", "Q2_K", "Q6_K", "Q3_K", "Q5_1"])
 def test_inputs_that_matter_lose_less(name: str) -> None:
     spec = gguf_types.GGUF_TYPES[name]
-    scheme, block = spec.scheme, spec.block_size or 0
+    scheme, block = spec.scheme, spec.group_size or 0
     x, importance = rand(2, 9, 256), torch.rand(2, 256, generator=torch.Generator().manual_seed(0)) ** 4
     scale, offset = fit_ranges(x, importance, scheme, Columns.in_blocks(256, block))
     assert (offset is None) == (scheme.symmetry is Symmetry.SIGN_AWARE)
@@ -51,7 +51,7 @@ def test_inputs_that_matter_lose_less(name: str) -> None:
     assert weighted.sum() < 0.75 * plain.sum()
     even = fit_ranges(x, torch.ones(2, 256), scheme, Columns.in_blocks(256, block))
     assert weighted.sum() < (lost(x, *even, scheme, block) * importance.unsqueeze(1)).sum()
-    if spec.scale_type.multiples is not None and offset is not None:
+    if spec.scale.multiples is not None and offset is not None:
         assert offset.max() <= 0
 
 
@@ -101,11 +101,11 @@ def test_solvers_store_what_a_file_holds(name: str) -> None:
         qmodel = quantize(model, QuantConfig(weight=spec, passes=passes, target=Target.TORCH), batches)
         tensors = stored_tensors(qmodel.graph_module)
         codes, scale, zero_point = (tensors[f"0.weight_{part}"] for part in ("codes", "scale", "zero_point"))
-        stored = QuantizedTensor.of(codes, scale, zero_point, spec.format, 1, spec.block_size or 0)
-        fmt = spec.scale_type.multiples
-        if fmt is not None:
-            units(stored.scale, fmt, 256 // stored.block_size)
-            assert spec.symmetry is not Symmetry.OFFSET or units(-stored.zero_point, fmt, 256 // stored.block_size)
+        stored = QuantizedTensor.of(codes, scale, zero_point, spec.format, 1, spec.group_size or 0)
+        kind = spec.scale
+        if isinstance(kind, QuantizedScale):
+            kind.units(stored.scale)
+            assert spec.symmetry is not Symmetry.OFFSET or kind.units(-stored.zero_point)
         else:
             assert torch.equal(stored.zero_point.half().float(), stored.zero_point)
         with torch.no_grad():

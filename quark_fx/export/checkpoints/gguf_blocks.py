@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quark_fx.config.gguf_types import GGUF_TYPES
 from quark_fx.errors import ExportError
 from quark_fx.export.packing import group_size, half_scales, unsigned
-from quark_fx.numbers.qparams import ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.two_levels import units
+from quark_fx.numbers.scales import QuantizedScale
 
 _BLOCK, _SUPER = 32, 256
 """Inputs of a block whose scale has one level, and of one whose scales have two."""
@@ -63,13 +63,7 @@ def blocks_of(weight: QuantizedTensor, kind: str) -> Tensor:
         ) from error
 
 
-_TWO_LEVELS = {
-    "Q2_K": ScaleType.UINT4_FLOAT16,
-    "Q3_K": ScaleType.INT6_FLOAT16,
-    "Q4_K": ScaleType.UINT6_FLOAT16,
-    "Q5_K": ScaleType.UINT6_FLOAT16,
-    "Q6_K": ScaleType.INT8_FLOAT16,
-}
+_TWO_LEVELS = {name: spec.scale for name, spec in GGUF_TYPES.items() if isinstance(spec.scale, QuantizedScale)}
 
 _SMALLER = {
     "Q2_K": "use Q4_0",
@@ -124,7 +118,7 @@ def _one_level(weight: QuantizedTensor, group: int, kind: str) -> Tensor:
     return _joined(scale, *smallest, *high, _packed(codes & 15, 1, 2, 16, bits=4))
 
 
-def _levels(weight: QuantizedTensor, scale_type: ScaleType) -> list[Tensor]:
+def _levels(weight: QuantizedTensor, kind: QuantizedScale) -> list[Tensor]:
     """Return the float16 factors and whole numbers of the scales, and of the offsets below zero if there are any.
 
     Shapes (outputs, groups, 1) and (outputs, groups, sub-groups).
@@ -132,11 +126,9 @@ def _levels(weight: QuantizedTensor, scale_type: ScaleType) -> list[Tensor]:
     Raises:
         ValueError: if there are none.
     """
-    count, fmt = _SUPER // weight.layout.block, scale_type.multiples
-    assert fmt is not None
     found = []
     for values in (weight.scale, -weight.zero_point)[: 1 + weight.has_offsets]:
-        unit, whole = units(values.expand(len(weight.codes), -1), fmt, count)
+        unit, whole = kind.units(values.expand(len(weight.codes), -1))
         found += [unit.unsqueeze(-1), whole.int()]
     return found
 

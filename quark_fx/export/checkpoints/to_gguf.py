@@ -55,7 +55,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     is written without being held.
 
     Args:
-        qmodel: from `quantize`. Scales that float16 does not hold are rounded to it; `scale_type="float16"` is exact.
+        qmodel: from `quantize`. Scales that float16 does not hold are rounded to it; `scale="float16"` is exact.
         path: the file to write.
         tokenizer: a fast tokenizer with byte-level merges, written into the file; llama.cpp needs it. How it splits
             text before merging (`tokenizer.ggml.pre`) is written as "default", which llama.cpp may do otherwise.

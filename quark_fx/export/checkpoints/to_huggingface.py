@@ -43,8 +43,9 @@ from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_modules import UNROTATED
 from quark_fx.model.stored_weights import computed_leaves
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, parse_format
-from quark_fx.numbers.qparams import ScaleType, Symmetry, recover_global_scale
+from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.scales import FLOAT32, recover_global_scale
 from quark_fx.system.isolation import isolated, quiet, warn
 from quark_fx.system.names import unknown
 from quark_fx.system.options import checked_call
@@ -410,7 +411,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     bits = (weight.format.bits, fmt.bits) if fmt is not None and fmt.is_integer else ()
     if fmt is None or not (bits == (8, 8) if integer else fmt == FP8_E4M3):
         raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
-    if activation.block_size > 0 or activation.scale_type != ScaleType.FLOAT32:
+    if activation.block_size > 0 or activation.scale_type != str(FLOAT32):
         raise ExportError(
             "activations in groups, or with scales of 8 bits; it holds float32 scales per tensor or token"
         )
@@ -470,7 +471,7 @@ def _blocks(weight: QuantizedTensor, form: str) -> dict[str, Tensor]:
     try:
         whole = recover_global_scale(weight.scale)
     except ValueError as error:
-        raise ExportError(f"{error}; use scale_type='fp8_e4m3'") from error
+        raise ExportError(f"{error}; use scale='fp8_e4m3'") from error
     # Readers divide by the global scale.
     scale = (weight.scale / whole).to(torch.float8_e4m3fn)
     return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1).reciprocal()}

@@ -16,7 +16,8 @@ import onnx_ir.tape
 
 from quark_fx.export.to_onnx.block_nodes import DOMAIN
 from quark_fx.numbers.formats import FP8_E4M3, Format
-from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.numbers.qparams import Scheme, Symmetry
+from quark_fx.numbers.scales import FLOAT32
 
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -46,7 +47,7 @@ class _Body:
 
 def round_name(scheme: Scheme, *, shared: bool, inner: bool) -> str:
     """Return the name of `round_function`."""
-    words = ["Round", str(scheme.format), str(scheme.scale_type)]
+    words = ["Round", str(scheme.format), str(scheme.scale)]
     words += ["full"] if scheme.symmetry is Symmetry.SYMMETRIC_FULL else []
     words += ["shared"] if shared else []
     return "_".join([*words, "inner"] if inner else words)
@@ -70,9 +71,9 @@ def _scale(do: _Body, x: ir.Value, scheme: Scheme, shared: bool, axis: int) -> i
     # A maximum passes NaN over; the sum of zeros does not, and is NaN for infinity, too.
     largest = do("ReduceMax", do("Abs", x), np.array([axis]), keepdims=1)
     amax = do("Add", largest, do("ReduceSum", do("Mul", x, 0.0), np.array([axis]), keepdims=1))
-    if scheme.scale_type is ScaleType.FP8_E4M3:
+    if scheme.scale.has_unit:
         return _two_level_scale(do, amax, scheme)
-    if scheme.scale_type is ScaleType.FLOAT32:
+    if scheme.scale == FLOAT32:
         ideal = do("Div", amax, float(scheme.largest))
         return do("Where", do("Less", ideal, _TINY), 1.0, ideal)
     high = do("ReduceMax", x, np.array([axis]), keepdims=1)
@@ -112,9 +113,9 @@ def _power_of(do: _Body, amax: ir.Value, threshold: float, powers: np.ndarray[An
 
 
 def _e8m0_scale(do: _Body, amax: ir.Value, high: ir.Value, scheme: Scheme) -> ir.Value:
-    """`quark_fx.numbers.qparams.block_scale` for powers of two."""
+    """`ScaleFormat.of_range` for powers of two."""
     scale = _e8m0_scale_of(do, amax, scheme, below=True)
-    if not scheme.one_more_below or scheme.scale_type is ScaleType.E8M0_FLOOR:
+    if not scheme.one_more_below or scheme.scale.rule == "floor":
         return scale
     positive = do("Min", do("Where", do("Greater", high, 0.0), high, _TINY), _HUGE)
     above = _e8m0_scale_of(do, positive, scheme, below=False)
@@ -124,9 +125,9 @@ def _e8m0_scale(do: _Body, amax: ir.Value, high: ir.Value, scheme: Scheme) -> ir
 def _e8m0_scale_of(do: _Body, size: ir.Value, scheme: Scheme, *, below: bool) -> ir.Value:
     """Return the scale of values at that distance from zero: a threshold within a binade, and an offset, by rule."""
     threshold, offset, more = 1.0, -scheme.format.max_exponent, below and scheme.one_more_below
-    if scheme.scale_type is ScaleType.E8M0_EVEN and not more:
+    if scheme.scale.rule == "even" and not more:
         threshold, offset = 2 - 2.0 ** -(scheme.format.mantissa + 1), 1 - scheme.format.max_exponent
-    elif scheme.scale_type is ScaleType.E8M0_CEIL:
+    elif scheme.scale.rule == "ceil":
         lowest, highest = (limit - scheme.middle for limit in scheme.limits)
         mantissa, exponent = math.frexp(-lowest if more else highest)
         threshold, offset = float(np.nextafter(np.float32(2 * mantissa), np.float32(2))), 2 - exponent
@@ -135,7 +136,7 @@ def _e8m0_scale_of(do: _Body, size: ir.Value, scheme: Scheme, *, below: bool) ->
 
 
 def _two_level_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:
-    """`block_scale` for E4M3 scales below one float32, which is cut off after 20 bits."""
+    """`ScaleFormat.of_range` for E4M3 scales below one float32, which is cut off after 20 bits."""
     bad = do("ReduceSum", do("Mul", amax, 0.0), keepdims=0)
     ideal = do("Div", do("Add", do("ReduceMax", amax, keepdims=0), bad), float(scheme.largest * FP8_E4M3.max))
     last = _power_of(do, ideal, 1.0, 2.0 ** np.clip(_EXPONENTS - 19.0, -149, 127))

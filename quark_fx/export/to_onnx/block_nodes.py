@@ -18,7 +18,8 @@ from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.edit import erase_unread, made_by, put_node, replace_node
 from quark_fx.numbers.formats import parse_format
 from quark_fx.numbers.ops import dequantize, dynamic_qparams, quantize
-from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.numbers.qparams import Scheme, Symmetry
+from quark_fx.numbers.scales import scale_format
 
 DOMAIN = "quark_fx"
 
@@ -50,27 +51,31 @@ class Rounding:
     """How `RoundBlocks` rounds.
 
     Attributes:
-        scheme: format, symmetry and kind of scale.
+        scheme: format, symmetry, and format of scales.
         axis: dimension the blocks lie along.
         block_size: values with one scale.
-        group_size: values that share an exponent but for one bit of each block; 0 for none.
     """
 
     scheme: Scheme
     axis: int
     block_size: int
-    group_size: int
+
+    @property
+    def group_size(self) -> int:
+        """Values that share an exponent but for one bit of each block; 0 for none."""
+        return self.block_size * (self.scheme.scale.group_size or 0)
 
     @classmethod
     def of(cls, node: ir.Node) -> Rounding:
         """Read the attributes of a `RoundBlocks` or `BlockScale`."""
         text, number = node.attributes.get_string, node.attributes.get_int
+        axis, block, group = (int(number(key) or 0) for key in ("axis", "block_size", "group_size"))
         scheme = Scheme(
             format=parse_format(str(text("format"))),
             symmetry=Symmetry(str(text("symmetry"))),
-            scale_type=ScaleType(str(text("scale_type"))),
+            scale=scale_format(str(text("scale_type")), group // block if group else None),
         )
-        return cls(scheme, *(int(number(key) or 0) for key in ("axis", "block_size", "group_size")))
+        return cls(scheme, axis, block)
 
     @property
     def alone(self) -> int:
@@ -83,7 +88,7 @@ class Rounding:
         attributes = {
             "format": str(scheme.format),
             "symmetry": str(scheme.symmetry),
-            "scale_type": str(scheme.scale_type),
+            "scale_type": str(scheme.scale),
             "axis": self.axis,
             "block_size": self.block_size,
             "group_size": self.group_size,
@@ -94,7 +99,7 @@ class Rounding:
         """Return `x`, float32, rounded as PyTorch does."""
         fmt, scheme = str(self.scheme.format), self.scheme
         layout = (self.axis, self.block_size)
-        kind = (str(scheme.symmetry), *layout, str(scheme.scale_type), self.group_size)
+        kind = (str(scheme.symmetry), *layout, str(scheme.scale), self.group_size)
         scale, zero_point = dynamic_qparams(x, fmt, *kind)
         value: Tensor = dequantize(quantize(x, scale, zero_point, fmt, *layout), scale, zero_point, fmt, *layout)
         return value

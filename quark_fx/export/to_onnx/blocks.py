@@ -27,8 +27,8 @@ from quark_fx.export.to_onnx.block_nodes import DOMAIN, Rounding
 from quark_fx.export.to_onnx.edit import add_array, array_of, drop_unused_initializers, erase_unread, made_by, put_node
 from quark_fx.export.to_onnx.stored_codes import StoredCodes, dequantized
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT8
-from quark_fx.numbers.qparams import recover_global_scale
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.scales import recover_global_scale
 
 _SHARING = (16, 8, 4, 2)
 """Blocks in a group that may share an exponent."""

@@ -41,7 +41,8 @@ from quark_fx.numbers.formats import (
     Format,
     parse_format,
 )
-from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.numbers.qparams import Scheme, Symmetry
+from quark_fx.numbers.scales import FLOAT32
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
 from quark_fx.system.writable import new_folder, require_possible, require_writable
@@ -394,7 +395,7 @@ def _unmeasured(node: Node) -> str:
     """Say what of a `dynamic_qparams` has no lowering; empty if it has one."""
     fmt, symmetry, _, block, scale_type = node.args[1:6]
     if block in (0, -1):
-        return "" if scale_type == ScaleType.FLOAT32 else "with 8-bit scales"
+        return "" if scale_type == str(FLOAT32) else "with 8-bit scales"
     if measured_share(node) != 1:
         return "in a share of the range of groups (drop the observer)"
     symmetric = Scheme(format=parse_format(str(fmt)), symmetry=Symmetry(str(symmetry))).symmetric

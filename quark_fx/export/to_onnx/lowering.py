@@ -18,7 +18,8 @@ from quark_fx.export.to_onnx.edit import made_by
 from quark_fx.export.to_onnx.recurrent import MEASURED
 from quark_fx.export.to_onnx.table import lowers
 from quark_fx.numbers.formats import parse_format
-from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.numbers.qparams import Scheme, Symmetry
+from quark_fx.numbers.scales import FLOAT32
 
 op: Any = opset21
 """The operators to build from; untyped, as onnxscript types its operators for scripts, not for tracing."""
@@ -123,7 +124,7 @@ def dynamic_qparams(
         layout = {"axis": axis, "block_size": block_size, "group_size": group_size}
         scale = block_scale(x, format=format, symmetry=symmetry, scale_type=scale_type, **layout)
         return scale, op.Constant(value=ir.Tensor(np.zeros((), np.int32)))
-    assert scale_type == ScaleType.FLOAT32, "the export refuses others beforehand"
+    assert scale_type == str(FLOAT32), "the export refuses others beforehand"
     scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
     if format == "uint8" and not scheme.symmetric and axis is None and ratio == 1:
         _, scale, zero_point = op.DynamicQuantizeLinear(x)

@@ -254,7 +254,7 @@ def _in_type_of(x: ir.Value, scale: Array, weight: StoredCodes) -> Array:
         raise DeclinedError(f"the model computes in {x.dtype.name.lower()}; quantize model.float()")
     narrow = scale.astype(np.float16)
     if x.dtype is None or not np.array_equal(narrow, scale):
-        raise DeclinedError("the model computes in float16 and its scales are not; set scale_type='float16'")
+        raise DeclinedError("the model computes in float16 and its scales are not; set scale='float16'")
     return narrow
 
 

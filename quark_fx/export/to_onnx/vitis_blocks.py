@@ -18,8 +18,9 @@ from quark_fx.export.to_onnx.block_nodes import DOMAIN, Rounding
 from quark_fx.export.to_onnx.blocks import look_up_values, spell_out_rounding, stored_weight
 from quark_fx.export.to_onnx.edit import add_array, drop_unused_initializers, put_node
 from quark_fx.numbers.formats import INT8, SM3, SM5, SM8, parse_format
-from quark_fx.numbers.qparams import ScaleType, Scheme
+from quark_fx.numbers.qparams import Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.scales import E8M0_EVEN, E8M0_FLOOR, scale_format
 
 BLOCK_NODES = {
     "com.vai.quantize": {"BFP": "BFPFixNeuron", "MX": "MXFixNeuron"},
@@ -70,7 +71,7 @@ def use_block_nodes(model: ir.Model, domain: str) -> int:
         raise ExportError(
             "format='vitis' has no node for these blocks:\n"
             + "\n".join(bad)
-            + "\nUse the preset 'bfp16', 'mxint8', 'mx9', 'mx6' or 'mx4', an MX format with scale_type='e8m0_floor' "
+            + "\nUse the preset 'bfp16', 'mxint8', 'mx9', 'mx6' or 'mx4', an MX format with scale='e8m0_floor' "
             "and observer=MinMax() (the node computes exponents from the largest magnitudes; Mse() chooses others), "
             "or format='qdq'."
         )
@@ -96,12 +97,12 @@ def _vendor_node(rounding: Rounding | None, x: ir.Value, domain: str) -> ir.Node
 
 def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
     """Return which of the vendor's operators rounds so, `"BFP"` or `"MX"`, and its attributes; `None` if none does."""
-    fmt, rule = rounding.scheme.format, rounding.scheme.scale_type
+    fmt, rule = rounding.scheme.format, rounding.scheme.scale.rule
     block: Attributes = {"axis": rounding.axis, "block_size": rounding.alone, "rounding_mode": HALF_EVEN}
-    if rule is ScaleType.E8M0_FLOOR and not rounding.group_size and (fmt == INT8 or fmt.is_float):
+    if rule == "floor" and not rounding.group_size and (fmt == INT8 or fmt.is_float):
         return "MX", {"element_dtype": str(fmt), **block}
-    raised = rule is ScaleType.E8M0_EVEN and fmt == INT8 and not rounding.group_size
-    if not raised and not (rule is ScaleType.E8M0_FLOOR and fmt in (SM3, SM5, SM8)):
+    raised = rule == "even" and fmt == INT8 and not rounding.group_size
+    if not raised and not (rule == "floor" and fmt in (SM3, SM5, SM8)):
         return None
     attributes: Attributes = {
         "bfp_method": "to_bfp_prime" if rounding.group_size else "to_bfp",
@@ -148,11 +149,12 @@ def _candidates(weight: QuantizedTensor, known: list[Rounding]) -> Iterator[Roun
         same = min(rounding.block_size, length) == min(weight.block_size, length)
         if rounding.scheme.format == weight.format and same:
             yield replace(rounding, axis=weight.axis)
-    rules = (ScaleType.E8M0_FLOOR, ScaleType.E8M0_EVEN)
+    rules = (E8M0_FLOOR, E8M0_EVEN)
     shared = weight.format.sign_magnitude and weight.block_size < min(_GROUPS)
     for rule in rules if weight.block_size == _MX_BLOCK else rules[::-1]:
         for group in (*_GROUPS, 0) if shared else (0,):
-            yield Rounding(Scheme(format=weight.format, scale_type=rule), weight.axis, weight.block_size, group)
+            scale = scale_format(str(rule), group // weight.block_size if group else None)
+            yield Rounding(Scheme(format=weight.format, scale=scale), weight.axis, weight.block_size)
 
 
 def _why(weight: QuantizedTensor) -> str:
@@ -163,7 +165,7 @@ def _why(weight: QuantizedTensor) -> str:
 
 def _described(rounding: Rounding) -> str:
     size = f"{rounding.group_size}/{rounding.block_size}" if rounding.group_size else f"{rounding.block_size}"
-    return f"{rounding.scheme.format} in blocks of {size}, {rounding.scheme.scale_type} scales"
+    return f"{rounding.scheme.format} in blocks of {size}, {rounding.scheme.scale} scales"
 
 
 # Reference -----------------------------------------------------------------------------------------------------------
@@ -197,15 +199,16 @@ def _rounding_of(node: ir.Node) -> Rounding:
     """Return the rounding whose `vendor_attributes` a node has."""
     text, number = node.attributes.get_string, node.attributes.get_int
     axis, block = (int(number(name, 0) or 0) for name in ("axis", "block_size"))
-    rule, sub = ScaleType.E8M0_FLOOR, 0
+    rule, sub = E8M0_FLOOR, 0
     if node.op_type in (names["MX"] for names in BLOCK_NODES.values()):
         fmt = parse_format(str(text("element_dtype", "int8")))
     elif number("use_compiler_version_cpu_kernel", 0):
-        fmt, rule = INT8, ScaleType.E8M0_EVEN
+        fmt, rule = INT8, E8M0_EVEN
     else:
         fmt = parse_format(f"sm{int(number('bit_width', 16) or 0) - 8}")
         sub = int(number("sub_block_size", 2) or 0) if text("bfp_method", "to_bfp") == "to_bfp_prime" else 0
-    rounding = Rounding(Scheme(format=fmt, scale_type=rule), axis, sub or block, block if sub else 0)
+    scale = scale_format(str(rule), block // sub if sub else None)
+    rounding = Rounding(Scheme(format=fmt, scale=scale), axis, sub or block)
     found = vendor_attributes(rounding)
     if found is None or found[1] != {name: attribute.value for name, attribute in node.attributes.items()}:
         raise ExportError(

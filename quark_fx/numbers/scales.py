@@ -1,0 +1,415 @@
+"""Formats of scales: the numbers that a scale can be, and which of them a range gets.
+
+A scale is a float, a power of two, or quantized itself: a code of a format times the scale of a group of scales, or of
+all scales of a tensor.
+
+>>> str(E8M0_EVEN), QuantizedScale(IntFormat(6, signed=False), group_size=8, scale=FLOAT16).plain
+('e8m0_even', {'format': 'uint6', 'group_size': 8, 'scale': 'float16'})
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.numbers.formats import FP8_E4M3, Codebook, Format, IntFormat, parse_format  # noqa: F401
+from quark_fx.system.names import absent
+from quark_fx.system.options import PositiveInt, checked, parsed
+from quark_fx.system.registry import Registry
+
+if TYPE_CHECKING:
+    from quark_fx.numbers.qparams import Scheme
+
+_FLOAT32, _FLOAT16 = torch.finfo(torch.float32), torch.finfo(torch.float16)
+
+
+class ScaleFormat:
+    """Format of scales: `NumberScale` or `QuantizedScale`."""
+
+    bits: int
+    """Bits of a stored scale; of quantized ones, without those of their scales."""
+    format: Format | None = None
+    """Format of the codes of quantized scales."""
+    group_size: int | None = None
+    """Scales that share a scale; `None` if they have none, or one per tensor."""
+    rule: str | None = None
+    """Rounding of exponents in 8 bits, "floor", "even", or "ceil"; `None` for other scales."""
+
+    def nearest(self, ideal: Tensor) -> Tensor:
+        """Return scales, float32, for ideal ones, float64 and not negative.
+
+        A scale too small for a normal float32 belongs to a tensor of zeros, and becomes 1.
+        """
+        raise NotImplementedError
+
+    def allowed(self, stored: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return a function from ideal scales, float64 and not negative, to scales that can replace stored ones."""
+        return self.nearest
+
+    def of_range(self, amax: Tensor, scheme: Scheme, high: Tensor | None = None) -> Tensor:
+        """Return the scales, float32, of ranges; with 8 bits, a range with NaN or infinity has NaN.
+
+        Args:
+            amax: Largest magnitudes, any shape.
+            scheme: Symmetric scheme.
+            high: Largest values that are not negative; default: `amax`. Two's complement has one more code below zero
+                than above, so negative values do not raise an exponent.
+
+        Source:
+            OCP Microscaling Formats v1.0, section 6.3; NVIDIA's NVFP4, as TensorRT Model Optimizer computes it.
+        """
+        if self.rule is not None:
+            return _of_exponents(amax.float(), scheme, self.rule, None if high is None else high.float())
+        return self.nearest(amax.double() / scheme.largest)
+
+    def nearest_offset(self, ideal: Tensor) -> Tensor:
+        """Return the offset, float32, for an ideal one, float64."""
+        return ideal.clamp(-_FLOAT16.max, _FLOAT16.max).half().float() if self == FLOAT16 else ideal.float()
+
+    def stored_bytes(self, count: int, groups: int) -> int:
+        """Return the bytes of `count` scales, in so many groups if they are quantized."""
+        return (count * self.bits + 7) // 8
+
+    @property
+    def multiples(self) -> Format | None:
+        """Format of integers that the scale of a group is multiplied by; `None` for other scales."""
+        return self.format if self.format is not None and self.format.is_integer else None
+
+    @property
+    def has_unit(self) -> bool:
+        """True if all scales of a tensor are multiples of one number."""
+        return self.format is not None and self.group_size is None
+
+    @property
+    def is_8_bit(self) -> bool:
+        """True if one byte holds the scale of a group of values."""
+        return self.rule is not None or self.has_unit
+
+    @property
+    def has_offsets(self) -> bool:
+        """True if offsets have the same form."""
+        fmt = self.multiples
+        return self in (FLOAT32, FLOAT16) or (fmt is not None and not fmt.signed)
+
+    @property
+    def plain(self) -> Any:
+        """Name, or mapping of fields, from which `scale_format` returns it."""
+        return str(self)
+
+
+@dataclass(frozen=True)
+class NumberScale(ScaleFormat):
+    """Scales that are numbers of a kind."""
+
+    name: str
+    round: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
+    bits: int = 32
+    rule: str | None = None
+
+    def nearest(self, ideal: Tensor) -> Tensor:
+        return self.round(ideal)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _float32(ideal: Tensor) -> Tensor:
+    return torch.where(ideal < _FLOAT32.tiny, 1.0, ideal).float()
+
+
+def _float16(ideal: Tensor) -> Tensor:
+    return torch.where(ideal < _FLOAT32.tiny, 1.0, ideal).clamp(_FLOAT16.smallest_normal, _FLOAT16.max).half().float()
+
+
+def _float20(ideal: Tensor) -> Tensor:
+    cut = (ideal.float().view(torch.int32) & -16).view(torch.float32)
+    return torch.where(ideal == 0, 1.0, cut.clamp_min(2.0**-100))  # products with E4M3 floats are normal numbers
+
+
+def _power_of_two(ideal: Tensor) -> Tensor:
+    return _power_not_below(torch.where(ideal < _FLOAT32.tiny, 1.0, ideal))
+
+
+def _power_not_below(scale: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype)).float()
+
+
+def _e8m0(ideal: Tensor) -> Tensor:
+    return _power_not_below(torch.where(ideal == 0, 1.0, ideal.clamp(2.0**-127, 2.0**127)))
+
+
+FLOAT32 = NumberScale("float32", _float32)
+FLOAT16 = NumberScale("float16", _float16, 16)
+"""Floats nearest to ideal scales, and to offsets."""
+FLOAT20 = NumberScale("float20", _float20)
+"""Floats cut off after 20 bits, so that their products with E4M3 floats are exact: the scale of quantized scales."""
+POWER_OF_TWO = NumberScale("power_of_two", _power_of_two)
+"""The smallest power of two that is not below the ideal scale: rounding up never overflows the range."""
+E8M0_FLOOR = NumberScale("e8m0_floor", _e8m0, 8, "floor")
+"""Powers of two in 8 bits: the exponent of the largest magnitude less the exponent of the format's largest value.
+Larger values saturate (OCP Microscaling Formats v1.0, section 6.3)."""
+E8M0_EVEN = NumberScale("e8m0_even", _e8m0, 8, "even")
+"""The same, of the largest magnitude rounded half up to the mantissa of the format: it does not saturate where it would
+round to the next power of two."""
+E8M0_CEIL = NumberScale("e8m0_ceil", _e8m0, 8, "ceil")
+"""The smallest power of two in 8 bits at which nothing saturates."""
+
+SCALES: Registry[ScaleFormat, ScaleFormat] = Registry("scale format")
+"""Formats of scales by name."""
+for _scale in (FLOAT32, FLOAT16, POWER_OF_TWO, E8M0_FLOOR, E8M0_EVEN, E8M0_CEIL, FLOAT20):
+    SCALES.add(_scale, str(_scale))
+
+
+def _of_exponents(amax: Tensor, scheme: Scheme, rule: str, high: Tensor | None) -> Tensor:
+    power = _power(amax, scheme, rule, below=True)
+    above = _power(amax if high is None else high, scheme, rule, below=False)
+    power = torch.where(amax == 0 if high is None else high == 0, power, torch.maximum(power, above))
+    # Above, the largest value would not be a float32.
+    power = power.clamp(-127, 127 - scheme.format.max_exponent).to(torch.int32)
+    # 2**-127 is subnormal.
+    scale = torch.where(power < -126, 1 << 22, (power + 127) << 23).to(torch.int32).view(torch.float32)
+    scale = torch.where(amax == 0, 1.0, scale)
+    return torch.where((amax >= 0) & (amax < torch.inf), scale, torch.nan)
+
+
+def _power(size: Tensor, scheme: Scheme, rule: str, *, below: bool) -> Tensor:
+    """Return the exponent, before it is held in 8 bits, of the scale of a value at that distance from zero."""
+    mantissa, exponent = torch.frexp(size)  # size = mantissa * 2**exponent, with a mantissa of at least a half
+    more = below and scheme.one_more_below
+    if rule == "ceil":
+        lowest, highest = (limit - scheme.middle for limit in scheme.limits)
+        largest, offset = math.frexp(-lowest if more else highest)
+        return exponent - offset + (mantissa > largest)
+    power = exponent - 1 - scheme.format.max_exponent
+    if rule == "even" and not more:
+        power = power + (mantissa >= 1 - 2.0 ** -(scheme.format.mantissa + 2))
+    return power
+
+
+HALVES = Codebook("half_or_one", (0.5, 1.0))
+"""One bit, which halves a scale: the shared microexponents of MX4, MX6, and MX9."""
+
+
+@checked
+@dataclass(frozen=True)
+class QuantizedScale(ScaleFormat):
+    """Scales that are codes times a scale.
+
+    Args:
+        format: FP8 E4M3, integers of at most 8 bits, or `HALVES`.
+        group_size: Scales that share a scale; `None` for all of a tensor, with E4M3.
+        scale: Format of that scale: `FLOAT20` for E4M3, `FLOAT16` for integers, or E8M0 for `HALVES`.
+
+    Raises:
+        ConfigError: For other combinations.
+
+    >>> str(E4M3_SCALES), str(QuantizedScale(IntFormat(8), 16, FLOAT16)), str(QuantizedScale(HALVES, 8, E8M0_FLOOR))
+    ('fp8_e4m3', 'int8_float16', 'e8m0_floor')
+    """
+
+    format: Format = field()
+    group_size: PositiveInt | None = None
+    scale: ScaleFormat = FLOAT32
+    unit: float | None = field(default=None, repr=False, metadata={"state": True})
+    """Scale of all E4M3 scales; by default it follows the ranges of each call."""
+    bits: int = field(init=False, repr=False)
+    rule: str | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", self.format.bits)
+        object.__setattr__(self, "rule", self.scale.rule)
+        of_groups, fmt = self.group_size is not None, self.format
+        integers = fmt.is_integer and fmt.bits <= 8 and not fmt.sign_magnitude
+        if not (
+            (fmt == FP8_E4M3 and not of_groups and self.scale == FLOAT20)
+            or (integers and of_groups and self.scale == FLOAT16)
+            or (fmt == HALVES and of_groups and isinstance(self.scale, NumberScale) and self.rule is not None)
+        ):
+            size = f" in groups of {self.group_size}" if of_groups else ""
+            raise ConfigError(
+                f"scales are not quantized to {fmt}{size} with scales in {self.scale}; use fp8_e4m3 with "
+                "scale='float20', or set group_size and use integers of at most 8 bits with scale='float16' or "
+                "half_or_one with scale='e8m0_floor'"
+            )
+
+    def nearest(self, ideal: Tensor) -> Tensor:
+        """Return scales for ideal ones, which `in_groups` rounds if groups of them share a scale.
+
+        Integers leave a scale of zeros as small as it is, because 1 would be the largest of its group.
+        """
+        if not self.has_unit:
+            return ideal.clamp_min(_FLOAT32.tiny).float() if self.rule is None else self.scale.nearest(ideal)
+        target = ideal.float()
+        unit = self.scale.nearest(target.amax() / FP8_E4M3.max) if self.unit is None else like(target, self.unit)
+        return _times_unit(target, target / unit, unit)
+
+    def allowed(self, stored: Tensor) -> Callable[[Tensor], Tensor]:
+        if not self.has_unit:
+            return self.nearest
+        unit = recover_global_scale(stored)
+        return lambda ideal: _times_unit(ideal.float(), ideal.float() / unit.to(ideal.device), unit.to(ideal.device))
+
+    def of_range(self, amax: Tensor, scheme: Scheme, high: Tensor | None = None) -> Tensor:
+        if not self.has_unit:
+            return super().of_range(amax, scheme, high)
+        amax = amax.float()
+        unit = global_scale_of(amax.amax(), scheme) if self.unit is None else like(amax, self.unit)
+        return _times_unit(amax, amax / (scheme.largest * unit), unit)  # an exact product, as a unit has 20 bits
+
+    def stored_bytes(self, count: int, groups: int) -> int:
+        return super().stored_bytes(count, 1) + self.scale.stored_bytes(1 if self.has_unit else groups, 1)
+
+    def of_groups(self, own: Tensor, group: Tensor) -> Tensor:
+        """Return the scale of each block's group, or half of it where the block's own scale is smaller.
+
+        Source:
+            Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3.
+        """
+        return torch.minimum(torch.maximum(own, group / 2), group)
+
+    def in_groups(self, values: Tensor, axis: int, *, nonzero: bool = True) -> Tensor:
+        """Return scales, or offsets, rounded to integers times a float16 per group, along an axis.
+
+        The largest of a group takes the outermost integer. The last group can have fewer. Offsets can become zero
+        (`nonzero=False`), scales cannot.
+        """
+        (low, high), count, last = self.format.limits, self.group_size or 1, values.movedim(axis, -1)
+        groups = F.pad(last, (0, -last.shape[-1] % count)).unflatten(-1, (-1, count))
+        outermost = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        unit = (outermost / (low or high)).clamp(-_FLOAT16.max, _FLOAT16.max).half().float()
+        # The smallest float16 above zero: with few bits it is still a factor that files can store.
+        unit = torch.where(unit.abs() < 2.0**-24, 2.0**-24 if nonzero else 1.0, unit)
+        whole = (groups / unit).round_().clamp_(low, high)
+        if nonzero:
+            whole = torch.where(whole == 0, torch.where(groups / unit < 0, -1.0, 1.0), whole)
+        rounded: Tensor = (whole * unit).flatten(-2)[..., : last.shape[-1]].movedim(-1, axis).contiguous()
+        return rounded
+
+    def units(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return factors, float16, shape (rows, groups), and integers, float32, whose products are `values`, exactly.
+
+        Args:
+            values: Scales or offsets that `in_groups` returned, shape (rows, scales), in whole groups, float32.
+
+        Raises:
+            ValueError: If there are none, such as for scales that were changed one by one.
+        """
+        low, high = map(int, self.format.limits)
+        groups = values.unflatten(1, (-1, self.group_size or 1)).flatten(0, 1)
+        outermost = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        unit, rest = torch.ones_like(outermost), torch.arange(len(groups), device=values.device)
+        for multiple in sorted(range(low, high + 1), key=abs, reverse=True):
+            if multiple == 0 or not len(rest):
+                continue
+            ideal = outermost[rest] / multiple
+            whole = (groups[rest] / torch.where(ideal == 0, 1.0, ideal)).round()
+            factor = ideal.half().float()
+            exact = ((factor * whole == groups[rest]) & (whole >= low) & (whole <= high)).all(-1)
+            unit[rest[exact]] = torch.where(factor == 0, 1.0, factor)[exact]
+            rest = rest[~exact]
+        if len(rest):
+            raise ValueError(f"{len(rest)} groups have scales that are not {self.bits}-bit integers times a float16")
+        shape = len(values), -1
+        return unit.half().reshape(shape), (groups / unit).round().reshape(*shape, groups.shape[-1])
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        size = {} if self.group_size is None else {"group_size": self.group_size}
+        return {"format": str(self.format), **size, "scale": self.scale.plain}
+
+    def __str__(self) -> str:
+        return f"{self.format}_{self.scale}" if self.multiples else str(self.scale if self.rule else self.format)
+
+
+def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> ScaleFormat:
+    """Return the format of scales that plain data describe: a name, or the fields of a `QuantizedScale`.
+
+    Args:
+        data: Data; graphs, ONNX files, and earlier configurations write the name of a quantized one, `str(format)`.
+        count: Scales that share a scale, next to such a name; `None` if they have none.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if not isinstance(data, str):
+        names = ["format", "group_size", "scale"]
+        if missing := set(map(str, data)) - set(names):
+            raise absent("QuantizedScale", "field", missing, names)
+        codes = HALVES if data.get("format") == str(HALVES) else data.get("format")  # no format of tensors
+        return QuantizedScale(**{**data, "format": codes})
+    fmt, _, rest = data.partition("_")
+    if rest == str(FLOAT16):
+        return QuantizedScale(parse_format(fmt), count, FLOAT16)
+    if data == str(FP8_E4M3):
+        return QuantizedScale(FP8_E4M3, count, FLOAT20)
+    return SCALES.find(data) if count is None else QuantizedScale(HALVES, count, SCALES.find(data))
+
+
+parsed(
+    ScaleFormat,
+    ("a format of scales", "its name", "the fields of a QuantizedScale"),
+    (str, Mapping),
+    scale_format,
+    lambda scale: scale.plain,
+)
+
+E4M3_SCALES = QuantizedScale(FP8_E4M3, scale=FLOAT20)
+"""An E4M3 float per group, times one float per tensor that maps the largest magnitude of the tensor to the largest E4M3
+float (NVIDIA NVFP4)."""
+
+
+def global_scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
+    """Return the scale, float32, shape `()`, that E4M3 scales of a tensor of largest magnitude `amax` are multiples of.
+
+    It is `amax / (largest code * 448)`, cut off after 20 bits so that its product with an E4M3 float is exact.
+    """
+    return FLOAT20.nearest(amax.float() / like(amax.float(), scheme.largest * FP8_E4M3.max))
+
+
+def recover_global_scale(scale: Tensor) -> Tensor:
+    """Return a float32 of shape `()` whose quotient with every one of `scale` is an E4M3 float, exactly.
+
+    Args:
+        scale: Scales of `E4M3_SCALES` with one global scale, of one or several tensors; float32.
+
+    Raises:
+        ValueError: If there is none, such as for tensors with different global scales.
+    """
+    # The largest scale is one of the E4M3 floats times the global scale; the quotient of an exact product is exact.
+    scales: Tensor = scale.unique()
+    codes = FP8_E4M3.levels().to(scale).flip(0)
+    units: Tensor = scales[-1] / codes[codes > 0]
+    if len(scales) > len(units):
+        raise ValueError(f"{len(scales)} different scales are not E4M3 floats times one global scale")
+    multiples = scales / units[:, None]
+    rounded = multiples.clamp(max=FP8_E4M3.max).to(FP8_E4M3.dtype).float()
+    exact = ((rounded == multiples) & (rounded * units[:, None] == scales)).all(1).nonzero()
+    if len(exact):
+        return units[exact[0, 0]]
+    raise ValueError("these scales are not E4M3 floats times one global scale")
+
+
+def like(x: Tensor, scale: Tensor | float) -> Tensor:
+    """Return a number as a tensor of the type and device of `x`: by a Python number, a GPU does not divide exactly.
+
+    A number is written by the device itself: a copy from the host would wait for it, and no CUDA graph holds one.
+    """
+    if isinstance(scale, Tensor):
+        return scale.to(x)
+    if abs(scale) > torch.finfo(x.dtype).max:
+        scale = math.copysign(math.inf, scale)  # which `full` refuses to round to
+    return torch.full((), scale, dtype=x.dtype, device=x.device)
+
+
+def _times_unit(size: Tensor, multiple: Tensor, unit: Tensor) -> Tensor:
+    """Return E4M3 floats nearest to `multiple`, times `unit`; one `unit` where `size` is zero."""
+    rounded = FP8_E4M3.round_(multiple.clamp(2.0**-9, FP8_E4M3.max))
+    return torch.where(size == 0, 1.0, rounded) * unit
