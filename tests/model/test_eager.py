@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import Residual, calls, images, quantize, rand, seeded, tokens
+from captured_once import quantize
+from tiny import Residual, calls, images, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
@@ -102,7 +103,7 @@ def test_the_model_computes_what_the_graph_computes(config: QuantConfig, tied: b
 
 def test_the_state_holds_codes_and_the_float_weights_are_gone() -> None:
     model = language()
-    eager = quantize(model, INT8_WEIGHT_ONLY, tokens()).eager()
+    eager = qfx.quantize(model, INT8_WEIGHT_ONLY, tokens(), progress=False).eager()
     assert len(codes_of(eager)) == 6
     assert not {
         name for name, p in eager.state_dict().items() if p.is_floating_point() and p.dim() > 1 and p.shape[1] > 1

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from captured_once import quantize
 from devices import on_devices
-from tiny import WHOLE_PRESETS, calls, cnn, constant, images, mlp, quantize, rand, seeded, tokens
+from tiny import WHOLE_PRESETS, calls, cnn, constant, images, mlp, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -507,7 +508,7 @@ def test_an_exported_program_needs_no_data_for_a_configuration_without_ranges() 
     model, x = linear(), rand(4, 4)
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(
-        quantize(program, "int8_weight_only", None)(x),  # type: ignore[arg-type]
+        quantize(program, "int8_weight_only", None)(x),
         quantize(model, "int8_weight_only", [x])(x),
     )
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import calls, cnn, constant, images, mlp, quantize, rand, seeded, tokens
+from captured_once import quantize
+from tiny import calls, cnn, constant, images, mlp, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
