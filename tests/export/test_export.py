@@ -662,3 +662,9 @@ def test_no_operator_has_the_whole_graph_decomposed(name: str, tmp_path: Path, m
     monkeypatch.setattr("quark_fx.export.to_onnx.export_onnx.translate", translated)
     model, batch = (ZOO[name].make(), ZOO[name].batches[0]) if name in ZOO else MADE[name]()
     qfx.export.onnx(quantize(seeded(model), "int8_weight_only", [batch]), tmp_path / "m.onnx")
+
+
+def test_data_that_protobuf_does_not_hold_are_external(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quark_fx.export.to_onnx.edit.stored_bytes", lambda model: 2**31)
+    qfx.export.onnx(quantize(mlp(), "int8_weight_only", tokens()), tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx.data").exists()

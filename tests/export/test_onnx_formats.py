@@ -922,6 +922,7 @@ def test_a_link_is_followed(there: bool, tmp_path: Path) -> None:
     assert file == target
     assert {place.name for place in target.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
     assert qfx.verify(qmodel, file, [rand(3, 70)]).max_steps <= 1
+    assert qfx.verify(qmodel, link, [rand(3, 70)], per_node=True).max_steps <= 1
 
 
 def test_odd_and_repeated_names_are_exported(tmp_path: Path) -> None:

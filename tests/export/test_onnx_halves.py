@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import TensorSpec
+from quark_fx.export.to_onnx.half_scales import halve_scales
 from quark_fx.numbers.formats import BF16, FP16, FloatFormat, parse_format
 from quark_fx.presets import PRESETS, preset
 
@@ -76,3 +78,18 @@ def test_the_names_of_the_types_are_names_too(name: str, fmt: FloatFormat) -> No
     assert torch.equal(
         quantize(model, name, [rand(2, 4)])(rand(2, 4)), quantize(model, str(fmt), [rand(2, 4)])(rand(2, 4))
     )
+
+
+def test_scales_are_cast_before_their_first_reader() -> None:
+    codes, scales = np.ones((4, 2), np.int8), np.full((2, 2), 0.5, np.float32)
+    nodes = [
+        onnx.helper.make_node("DequantizeLinear", [f"codes_{i}", "scales"], [f"y_{i}"], axis=0, block_size=2)
+        for i in range(2)
+    ]
+    tensors = [onnx.numpy_helper.from_array(codes, f"codes_{i}") for i in range(2)]
+    tensors.append(onnx.numpy_helper.from_array(scales, "scales"))
+    results = [onnx.helper.make_tensor_value_info(f"y_{i}", TensorProto.FLOAT, [4, 2]) for i in range(2)]
+    made = onnx.helper.make_model(onnx.helper.make_graph(nodes, "scales", [], results, tensors))
+    model = ir.from_proto(made)
+    assert halve_scales(model) == 1
+    assert [node.op_type for node in model.graph] == ["Cast", "DequantizeLinear", "DequantizeLinear"]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx import Granularity, QuantConfig, Symmetry, Target, TensorSpec
 from quark_fx.errors import ConfigError, ExportError
+from quark_fx.export.program import to_exported_program
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, target_name
 from quark_fx.numbers.formats import INT4, INT8, INT16, UINT8, UINT16
 from quark_fx.presets import FP8_STATIC, INT8_DYNAMIC, INT8_STATIC, MXFP4
@@ -224,3 +225,12 @@ def test_executorch_computes_the_same_in_integers(kind: str) -> None:
     for batch in (data[0], data[0][:2], *larger):
         (found,) = method.execute((batch,))
         assert float((found - qmodel(batch)).abs().max()) <= step
+
+
+def test_a_program_knows_the_range_of_each_size_that_varies() -> None:
+    program = to_exported_program(quantize(mlp(), INT8_STATIC, tokens()).graph_module)
+    places = [node for node in program.graph.nodes if node.op == "placeholder"]
+    sizes = [size for node in places for size in node.meta["val"].shape if isinstance(size, torch.SymInt)]
+    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    assert symbols
+    assert symbols == program.range_constraints.keys()

@@ -25,9 +25,11 @@ from transformers.pytorch_utils import Conv1D
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.model.kernels import integers, one_row, row_graphs
+from quark_fx.model.kernels.in_place import _is_last
 from quark_fx.model.kernels.lowering import KernelReport
 from quark_fx.model.kernels.modules import CodeEmbedding, KernelLinear
 from quark_fx.model.kernels.product import Product
+from quark_fx.model.kernels.residual import CONVOLVE_ONTO
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, UINT8
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.passes import SmoothQuant
@@ -555,3 +557,31 @@ def test_what_is_compiled_computes_the_same(compiler: None) -> None:
             torch.testing.assert_close(found, simulated(rand(1, 1, 64, seed=4)[..., ::2]))
     for x in (rand(1, 1, 32), rand(2, 3, 32), rand(32, 1, seed=4).t()):
         require_close(simulated, kernels, x)
+
+
+def test_code_is_compiled_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def compile_(function: Any, given: Any) -> Any:
+        made.append(torch.get_num_threads())
+        return function
+
+    monkeypatch.setattr(one_row, "_compile", compile_)
+    function, threads = one_row.Compiled(torch.neg), torch.get_num_threads()
+    try:
+        for number in (1, 2, 1):
+            torch.set_num_threads(number)
+            assert function(torch.ones(1)) == -1
+    finally:
+        torch.set_num_threads(threads)
+    assert made == [1, 2]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_convolution_writes_over_no_view(view: bool) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    onto = graph.call_function(torch.ops.aten.relu.default, (x,))
+    onto = graph.call_function(torch.ops.aten.view.default, (onto, [4])) if view else onto
+    reader = graph.call_function(CONVOLVE_ONTO, (x, *[None] * 5, onto))
+    assert _is_last(onto, reader) is not view

@@ -98,13 +98,14 @@ def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | No
     from quark_fx.export.to_onnx.vitis import PREFIXES, with_standard_nodes
 
     providers = ["CPUExecutionProvider"]
+    path = path.resolve()  # external data lie beside the file that a link points to
     model = ir.load(path)
     if edit is None and not PREFIXES.keys() & model.opset_imports.keys():
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
     if edit is not None:
         edit(model)
     # The graph is given as bytes, which have no directory to find external data in.
-    folder = str(path.resolve().parent)
+    folder = str(path.parent)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     source = ir.to_proto(with_standard_nodes(model)).SerializeToString()
     return onnxruntime.InferenceSession(source, options, providers=providers)
