@@ -13,13 +13,13 @@ import torch
 from captured_once import quantize
 from safetensors.torch import load_file, save_file
 from test_huggingface import FLOAT_ENDS, IDS, quantized
-from tiny import rand
-from torch import nn
+from tiny import rand, seeded
+from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime import checkpoint_process, checkpoint_verification
+from quark_fx.export.runtime import checkpoint_process, checkpoint_verification, verification
 from quark_fx.presets import INT4_WEIGHT_ONLY
 
 CONFIG: QuantConfig = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=FLOAT_ENDS)
@@ -106,3 +106,25 @@ def test_outputs_have_names() -> None:
     assert found.keys() == {"a.0", "a.1.0"}
     assert torch.equal(found["a.1.0"], y)
     assert [*checkpoint_process.named_tensors(x)] == [""]
+
+
+@pytest.mark.parametrize(("change", "verdict"), [(1.0, "correct"), (-1.0, "wrong, from logits on")])
+def test_rounding_noise_alone_is_correct_and_a_wrong_output_is_wrong(
+    change: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.linear(x)
+            return {"logits": y, "noise": y * 3 - y - y * 2}
+
+    x = rand(4, 16)
+    qmodel = quantize(seeded(Twice()), "int8_weight_only", [x])
+    answer = {name: value.clone() for name, value in qmodel(x).items()}
+    answer["logits"] *= change
+    answer["noise"] += 2e-7
+    monkeypatch.setattr(verification, "checkpoint_answers", lambda path, calls: [answer])
+    assert qfx.verify(qmodel, tmp_path, [x], runtime="transformers").verdict == verdict

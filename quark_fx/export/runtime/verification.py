@@ -385,7 +385,12 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
                     f"the model of {path} returns no {name or 'lone tensor'}: it was made of another model"
                 )
             compared.add(name or "output", own, found[name])
-    return _as_it_is(Verification(compared.differences(), runtime="transformers"))
+    gm, names = qmodel.graph_module, list(compared.pairs)
+    draws = random_draws(gm, qmodel.signature.output_names)
+    result = Verification(compared.differences(), runtime="transformers", draws=draws)
+    if result.first_wrong is None:
+        return result
+    return _judged(result, _moved_by_rounding(qmodel, qmodel.signature.flatten(*calls[0]), names), ())
 
 
 def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decode_steps: int) -> Verification:
