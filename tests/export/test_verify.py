@@ -529,3 +529,25 @@ def test_rounding_noise_leaves_codes_of_small_floats_alone(preset: str) -> None:
     (moved,) = disturbed_outputs(qmodel.graph_module, [rand(4, 32)], 0)
     assert moved.shape == (4, 8)
     assert not torch.equal(moved, qmodel(rand(4, 32)))
+
+
+@pytest.mark.parametrize(
+    ("preset", "format", "runtime"),
+    [
+        ("int8_static", "qdq", "onnxruntime"),
+        ("int8_static", "qoperator", "onnxruntime"),
+        ("int4_weight_only", "matmul_nbits", "onnxruntime"),
+        ("int8_static", "qdq", "openvino"),
+    ],
+)
+def test_every_kind_of_file_is_called_correct_and_wrong_once_a_scale_is_another(
+    preset: str, format: str, runtime: Any, tmp_path: Path
+) -> None:
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
+    config = qfx.presets.preset(preset).replace(target=runtime if runtime == "openvino" else "onnx")
+    qmodel = quantize(mlp(), config, tokens())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    assert qfx.verify(qmodel, path, tokens(3), runtime=runtime).verdict.startswith("correct")
+    tamper(path, lambda t: t.data_type == onnx.TensorProto.FLOAT and "scale" in t.name, lambda scale: scale * 2)
+    assert qfx.verify(qmodel, path, tokens(3), runtime=runtime).verdict.startswith("wrong, from ")
