@@ -58,7 +58,8 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
         qmodel: from `quantize`. Scales that float16 does not hold are rounded to it; `scale="float16"` is exact.
         path: the file to write.
         tokenizer: a fast tokenizer with byte-level merges, written into the file; llama.cpp needs it. How it splits
-            text before merging (`tokenizer.ggml.pre`) is written as "default", which llama.cpp may do otherwise.
+            text before merging (`tokenizer.ggml.pre`) is written as "default", which llama.cpp may do otherwise; a
+            warning says so.
         model: a float model of the same architecture, if `qmodel` was loaded.
 
     Returns:
@@ -271,6 +272,11 @@ def _add_tokenizer(writer: Any, package: Any, tokenizer: Any, size: int) -> None
     kinds = package.TokenType
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
+    warn(
+        'tokenizer.ggml.pre is written as "default", and llama.cpp may split text differently from '
+        f"{type(tokenizer).__name__}; compare the token ids of a few texts, and set another with "
+        "gguf-new-metadata --pre-tokenizer"
+    )
     writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(size)])
     writer.add_token_types(
         [kinds.CONTROL if i in control else kinds.NORMAL if i in tokens else kinds.UNUSED for i in range(size)]
