@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.numbers import quantized_tensor
 from quark_fx.numbers.formats import Codebook
 from quark_fx.presets import PRESETS
-from quark_fx.solvers import scaling
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.system.accelerator import Transfers
 
 LINEAR = 3
@@ -136,24 +136,25 @@ def test_half_of_the_free_memory_keeps_activations() -> None:
         cache.close()
 
 
-@pytest.mark.parametrize("name", ["w4a16_gptq", "w4a16_awq", "fit", "smooth"])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    # Two more store a weight where the model is; calibration waits for the ranges of activations.
+    [("w4a16_gptq", 5), ("w4a16_awq", 3), ("w4a16_best", 9), ("nvfp4_best", 7), ("fit", 4), ("smooth", 6), ("tune", 9)],
+)
 def test_waits_and_copies_do_not_grow_with_the_batches(
-    name: str, pretend_gpu: PretendGPU, monkeypatch: pytest.MonkeyPatch
+    name: str, most: int, pretend_gpu: PretendGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # How many scales AWQ tries follows from their errors, so let it try one.
-    def first(errors: Callable[[list[tuple[int, ...]]], object], sizes: list[int]) -> tuple[int, ...]:
-        errors([point := tuple(size // 2 for size in sizes)])
-        return point
-
-    monkeypatch.setattr(scaling, "search", first)
-    static = PRESETS["int8_static"]
+    # What is stored follows from errors, so let each weight that is proposed have half the error of the one before it.
+    errors = itertools.cycle((2.0, 1.0))
+    monkeypatch.setattr(QuantizedMatrix, "error", lambda self, target, h: torch.full((), next(errors), device=h.device))
+    w4, static = PRESETS["w4a16_gptq"], PRESETS["int8_static"]
     with_pass = {
-        "fit": PRESETS["w4a16_gptq"].replace(passes=(passes.FitScales(),)),
+        "fit": w4.replace(passes=(passes.FitScales(),)),
         "smooth": static.replace(passes=(*static.passes, passes.SmoothQuant())),
+        "tune": w4.replace(passes=(passes.TuneScales(iterations=4),)),
     }
     few, many = (counts(pretend_gpu, with_pass.get(name) or PRESETS[name], count) for count in (8, 12))
-    # One more stores a weight where the model is; calibration waits for the ranges of activations.
-    assert few[0] == many[0] <= (3 + (3 if name == "smooth" else 1)) * LINEAR
+    assert few[0] == many[0] <= most * LINEAR
     assert many[1] - few[1] == 4
 
 

@@ -78,6 +78,7 @@ class ActivationCache:
         self._used: dict[str, int] = {"device": 0, "host": 0} if base is None else dict(base._used)
         self._transfers = accelerator.Transfers(self.device) if accelerator.has_streams(self.device) else None
         self._arriving: dict[Hashable, accelerator.Arriving] = {}
+        self._copies: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = 0
 
@@ -118,6 +119,35 @@ class ActivationCache:
             return self._transfers.received(arriving)
         return value.to(self.device) if isinstance(value, Tensor) else value
 
+    def copy_of(self, key: Hashable, value: Tensor) -> Tensor:
+        """Return a tensor on the device; a copy of one that lies elsewhere is kept for the next call, if there is room.
+
+        Args:
+            key: replaces the copy of another tensor that was kept by it; `drop_copies` forgets all.
+            value: not changed in place meanwhile.
+        """
+        if value.device == self.device:
+            return value
+        known, copy = self._copies.get(key, (None, value))
+        if known is not value:
+            self._forget_copy(key)
+            copy = value.to(self.device)
+            if self._used["device"] + copy.nbytes <= (self.budget.device_bytes or 0):
+                self._used["device"] += copy.nbytes
+                self._copies[key] = value, copy
+        return copy
+
+    def drop_copies(self) -> int:
+        """Forget all copies; return their bytes."""
+        before = self._used["device"]
+        for key in list(self._copies):
+            self._forget_copy(key)
+        return before - self._used["device"]
+
+    def _forget_copy(self, key: Hashable) -> None:
+        if (known := self._copies.pop(key, None)) is not None:
+            self._used["device"] -= known[1].nbytes
+
     def prefetch(self, keys: Iterable[Hashable]) -> None:
         """Begin to copy values from the host to the device, for the next `get` of each."""
         for key in keys:
@@ -153,6 +183,7 @@ class ActivationCache:
     def offload(self) -> int:
         """Move all values on the device to the host or to disk, and keep later ones there; return the bytes."""
         before = self.offloaded_bytes
+        self.drop_copies()
         self._arriving.clear()
         self.budget = replace(self.budget, device_bytes=0)
         for key, value in list(self._values.items()):
@@ -175,6 +206,7 @@ class ActivationCache:
         self._values.clear()
         self._laid_out.clear()
         self._arriving.clear()
+        self._copies.clear()
         self._used = {"device": 0, "host": 0}
         self._transfers = accelerator.Transfers(self.device) if self._transfers is not None else None
         if self._folder is not None:

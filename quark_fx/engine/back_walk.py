@@ -33,6 +33,9 @@ class NoGradientError(CalibrationError):
 class BackWalk:
     """A graph on its way forward and back, one batch at a time.
 
+    Weights that lie elsewhere are copied to the device for each batch, unless the cache has room for the copies, which
+    `close` drops.
+
     Attributes:
         gm: the graph, float or quantized.
         blocks: of it, in order.
@@ -41,6 +44,7 @@ class BackWalk:
         watched: names of operators, for the gradients of what they make.
         tensors: names of tensors of the graph, for their gradients; a tensor has one from each block that reads it.
         stream: name of the values in the cache.
+        changed: tensors to run with in the place of those of the graph, by name.
     """
 
     gm: GraphModule
@@ -50,13 +54,14 @@ class BackWalk:
     watched: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()
     stream: str = "float"
+    changed: dict[str, Tensor] = field(default_factory=dict)
     _streams: Streams = field(init=False)
 
     def forward(self, batch: int, *, keep: bool = True) -> list[Any]:
         """Return what the graph makes of a batch; keep what enters each block, unless nothing is to go back."""
         self._streams = streams = Streams(self.gm, self.context, [batch], (self.stream,))
         for block in self.blocks:
-            part = with_room(self.context, partial(lift, self.gm, block, self.nodes, self.context.device))
+            part = with_room(self.context, partial(self._lifted, block))
             streams.advance(self.stream, block, part)
             release(part)
             if not keep:
@@ -88,6 +93,17 @@ class BackWalk:
                 pending, found = with_room(self.context, partial(self._through, block, entering, pending))
                 yield from found.items()
 
+    def close(self) -> None:
+        """Drop the copies of weights on the device."""
+        self.context.cache.drop_copies()
+
+    def _lifted(self, block: Block, also: Sequence[str] = ()) -> GraphModule:
+        """Return a block on the device; it returns what `also` names after its outputs."""
+        return lift(self.gm, block, self.nodes, self.context.device, also=also, moved=self._moved)
+
+    def _moved(self, name: str, tensor: Tensor) -> Tensor:
+        return self.context.cache.copy_of((self.stream, name), self.changed.get(name, tensor))
+
     def _results(self) -> list[tuple[str | None, Any]]:
         """Return what the graph returns, with the names that the last block has for nodes."""
         names = {self.nodes[name]: name for name in self.blocks[-1].outputs}
@@ -98,7 +114,7 @@ class BackWalk:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the gradients of what enters a block, and those of what is asked for in it."""
         also = [name for name in block.operators if name in self.watched]
-        part = lift(self.gm, block, self.nodes, self.context.device, also=also)
+        part = self._lifted(block, also)
         leaves = {n: _leaf(v) for n, v in zip(block.inputs, entering, strict=True)}
         try:
             return self._differentiated(block, part, leaves, also, gradients)

@@ -466,6 +466,7 @@ def lift(
     device: torch.device,
     watches: Iterable[Node] = (),
     also: Sequence[str] = (),
+    moved: Callable[[str, Tensor], Tensor] | None = None,
 ) -> GraphModule:
     """Return a block as a module whose tensors are on the device; the graph's own stay where they are.
 
@@ -476,12 +477,14 @@ def lift(
         device: of the tensors.
         watches: calls without readers that come along where the block has what they read.
         also: names of values in the block that it returns after its outputs.
+        moved: returns a tensor, given by name, on the device; default: a copy of its own.
     """
     inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, (*block.outputs, *also)))
     part = extract(gm, inputs, outputs, watches=watches)
     for name, tensor in stored_tensors(part).items():
-        if tensor.device != device:
-            set_parameter(part, name, tensor.to(device))
+        here = tensor.to(device) if moved is None else moved(name, tensor)
+        if here is not tensor:
+            set_parameter(part, name, here)
     for node in part.graph.nodes:
         if "device" in node.kwargs:
             node.update_kwarg("device", device)

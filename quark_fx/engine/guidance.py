@@ -107,6 +107,7 @@ class Guidance:
             except NoGradientError as error:
                 blocked = str(error)
                 break
+        walk.close()
         if blocked := next(filter(None, context.ranks.gather(blocked)), ""):
             reasons = dict.fromkeys(kernels, blocked)
             return cls({}, reasons, {} if outputs else None, reasons)

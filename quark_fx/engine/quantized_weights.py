@@ -85,8 +85,8 @@ class StoredBias:
         codes, scale_node, zero_point = self.node.args[:3]
         old = self.scale(gm)
         limits = Scheme(format=parse_format(str(self.node.args[3])))
-        scale = old if scale is None else scale.to(old)
-        points = parameter(gm, zero_point)  # type: ignore[arg-type]
+        scale = old if scale is None else scale.to(old.dtype)
+        points = parameter(gm, zero_point).to(value.device)  # type: ignore[arg-type]
         rounded = (value.double() / scale.double()).round() + points
         stored = rounded.clamp(limits.qmin, limits.qmax).to(parameter(gm, codes).dtype)  # type: ignore[arg-type]
         return {self.name: stored, _name(scale_node): scale}

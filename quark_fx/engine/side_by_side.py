@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 from torch import Tensor
@@ -26,7 +26,7 @@ class SideBySide:
     One block's values at a time are in memory, as in `BackWalk`.
 
     Args:
-        gm: the quantized graph. It may change its tensors from one call to the next.
+        gm: the quantized graph.
         context: with `float_graph`, of which `gm` is the conversion.
         tensors: names of tensors of `gm`, for their gradients.
 
@@ -59,8 +59,13 @@ class SideBySide:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._quantized.close()
         for key in self._keys:
             self._context.cache.drop(key)
+
+    def run_with(self, tensors: Mapping[str, Tensor]) -> None:
+        """Run the quantized graph with other tensors from now on, by name; those it has stay as they are."""
+        self._quantized.changed.update(tensors)
 
     def loss(self, batch: int) -> Tensor:
         """Return the sums that the end loss of some batches is computed from (`EndLoss.compared`)."""

@@ -197,6 +197,8 @@ class Columns:
 
     def spread(self, values: Tensor) -> Tensor:
         """Return values per scale, the last dimension, for each column."""
+        if self._in_order:
+            return values.unsqueeze(-1).expand(*values.shape, self._longest).flatten(-2)[..., : len(self.numbers)]
         return values[..., self._on("numbers", values.device)]
 
     def gather(self, x: Tensor) -> Tensor:

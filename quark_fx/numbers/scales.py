@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FP8_E4M3, Codebook, Format, IntFormat, parse_format  # noqa: F401
+from quark_fx.system import accelerator
 from quark_fx.system.names import absent
 from quark_fx.system.options import PositiveInt, checked, parsed
 from quark_fx.system.registry import Registry
@@ -374,6 +375,10 @@ def global_scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
     return FLOAT20.nearest(amax.float() / like(amax.float(), scheme.largest * FP8_E4M3.max))
 
 
+_E4M3_POSITIVE = 126
+"""Positive E4M3 floats: the bits of each are its number, from 1."""
+
+
 def recover_global_scale(scale: Tensor) -> Tensor:
     """Return a float32 of shape `()` whose quotient with every one of `scale` is an E4M3 float, exactly.
 
@@ -381,20 +386,25 @@ def recover_global_scale(scale: Tensor) -> Tensor:
         scale: Scales of `E4M3_SCALES` with one global scale, of one or several tensors; float32.
 
     Raises:
-        ValueError: If there is none, such as for tensors with different global scales.
+        ValueError: If there is none, such as for tensors with different global scales; `accelerator.checked_later`
+            puts it off.
     """
+    # The codes of the positive E4M3 floats, from the largest.
+    codes = torch.arange(_E4M3_POSITIVE, 0, -1, dtype=torch.uint8, device=scale.device).view(FP8_E4M3.dtype).float()
+    # The different scales, at most one more than there can be: how many there are, the host would have to wait for.
+    ordered = scale.flatten().sort().values
+    place = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0).clamp_(max=_E4M3_POSITIVE)
+    scales = ordered[-1:].repeat(_E4M3_POSITIVE + 1).scatter_(0, place, ordered)
     # The largest scale is one of the E4M3 floats times the global scale; the quotient of an exact product is exact.
-    scales: Tensor = scale.unique()
-    codes = FP8_E4M3.levels().to(scale).flip(0)
-    units: Tensor = scales[-1] / codes[codes > 0]
-    if len(scales) > len(units):
-        raise ValueError(f"{len(scales)} different scales are not E4M3 floats times one global scale")
+    units: Tensor = ordered[-1] / codes
     multiples = scales / units[:, None]
     rounded = multiples.clamp(max=FP8_E4M3.max).to(FP8_E4M3.dtype).float()
-    exact = ((rounded == multiples) & (rounded * units[:, None] == scales)).all(1).nonzero()
-    if len(exact):
-        return units[exact[0, 0]]
-    raise ValueError("these scales are not E4M3 floats times one global scale")
+    exact = ((rounded == multiples) & (rounded * units[:, None] == scales)).all(1)
+    accelerator.require(
+        exact.any() & (place[-1] < _E4M3_POSITIVE),
+        lambda: ValueError("these scales are not E4M3 floats times one global scale"),
+    )
+    return units.index_select(0, exact.to(torch.uint8).argmax().view(1)).view(())
 
 
 def like(x: Tensor, scale: Tensor | float) -> Tensor:

@@ -93,7 +93,7 @@ class TuneScales(Selective):
             if reason:
                 context.note(Change(weight.name, f"skipped: {reason}", changed=False))
             else:
-                found.append(_Scales.of(weight, gm))
+                found.append(_Scales.of(weight, gm, context.device))
         return found
 
     def _learn(self, gm: GraphModule, context: Context, tuned: Sequence[_Scales]) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ class TuneScales(Selective):
                 optimizer.step()
                 decay.step()
                 for scales in tuned:
-                    scales.store(gm)
+                    both.run_with(scales.tensors(gm))
                 if step % every == 0 or step == self.iterations:
                     now = _validation_loss(both, context)
                     if now < best:
@@ -125,12 +125,14 @@ class TuneScales(Selective):
         stored: dict[str, Tensor] = {}
         for scales, offset in zip(tuned, kept, strict=True):
             scales.offset = offset
-            stored |= scales.store(gm)
+            stored |= scales.tensors(gm)
             changed = bool(offset.any())
             unused, worse = "what the model returns does not depend on it", f"no better on {context.data.judged_on}"
             reason = worse if best == first else unused
             what = "scales" if changed else f"skipped: {reason}"
             context.note(Change(scales.weight.name, what, changed, first, best))
+        for name, tensor in stored.items():
+            set_parameter(gm, name, tensor.to(tensor_of(gm, name).device))
         return stored
 
     def _rate(self, step: int) -> float:
@@ -150,8 +152,7 @@ class TuneScales(Selective):
                 if (gradient := gradients.get(scales.weight.scale_name)) is not None:
                     slope += gradient.flatten()
         context.ranks.add(flat)
-        # In one piece: a copy for each weight would make the host wait for each.
-        for slope, scales in zip(flat.to(tuned[0].offset.device).split(sizes), tuned, strict=True):
+        for slope, scales in zip(slopes, tuned, strict=True):
             scales.offset.grad = slope.view(scales.offset.shape).to(scales.offset) * scales.now
 
 
@@ -191,14 +192,14 @@ def _validation_loss(both: SideBySide, context: Context) -> float:
 
 @dataclass
 class _Scales:
-    """The scales of a weight while they are learned: `free.stored * exp(offset)`.
+    """The scales of a weight while they are learned, on the device: `free.stored * exp(offset)`.
 
     Attributes:
         weight: whose they are.
         free: the scales as they were.
         bias: the int32 bias that has a scale for each of them, with its value and scales as they were.
         offset: what is learned, float32, the shape of the scales.
-        now: the scales that are stored.
+        now: the scales that the graph runs with.
     """
 
     weight: QuantizedWeight
@@ -208,15 +209,16 @@ class _Scales:
     now: Tensor
 
     @classmethod
-    def of(cls, weight: QuantizedWeight, gm: GraphModule) -> _Scales:
+    def of(cls, weight: QuantizedWeight, gm: GraphModule, device: torch.device) -> _Scales:
         """Return those of a weight of a graph."""
-        stored, bias = weight.stored(gm), weight.int32_bias
-        free = FreeScales(stored.scale, stored.layout, weight.scheme.scale)
-        offset = torch.zeros_like(stored.scale, dtype=torch.float32)
-        return cls(weight, free, None if bias is None else (bias, bias.value(gm), bias.scale(gm)), offset, stored.scale)
+        scale, bias = weight.scale(gm).to(device), weight.int32_bias
+        free = FreeScales(scale, weight.layout(gm), weight.scheme.scale)
+        offset = torch.zeros_like(scale, dtype=torch.float32)
+        follows = None if bias is None else (bias, bias.value(gm).to(device), bias.scale(gm).to(device))
+        return cls(weight, free, follows, offset, scale)
 
-    def store(self, gm: GraphModule) -> dict[str, Tensor]:
-        """Put the scales, and a bias in their units, into a graph; return these tensors by name."""
+    def tensors(self, gm: GraphModule) -> dict[str, Tensor]:
+        """Return the scales, and a bias in their units, as tensors of a graph by name."""
         ratio = self.offset.exp()
         if self.bias is not None:  # which has to fit int32
             bias, value, units = self.bias
@@ -225,6 +227,4 @@ class _Scales:
         found = {self.weight.scale_name: self.now}
         if self.bias is not None:
             found |= bias.tensors(gm, value, units * (self.now / self.free.stored))
-        for name, tensor in found.items():
-            set_parameter(gm, name, tensor)
         return found

@@ -182,7 +182,7 @@ class Hessian:
         With more rows a matrix needs no more damping, so on a device its factors are not waited for (`failures`).
         """
         self._factors.clear()
-        self.failures = None if self.h.is_cpu else []
+        self.put_off_failures()
         self.h += other.h
         self.rows += other.rows
         if self.shift is not None and other.shift is not None:
@@ -194,6 +194,10 @@ class Hessian:
     def not_finite(self) -> Tensor:
         """Return whether a sum of squares is not finite, shape (), bool."""
         return ~self.h.diagonal(dim1=-2, dim2=-1).isfinite().all()
+
+    def put_off_failures(self) -> None:
+        """Do not wait for the factors to come on a device, most of which are right: see `failures`."""
+        self.failures = None if self.h.is_cpu else []
 
     def wait_for_factors(self) -> None:
         """Drop factors that may be wrong, and let those to come be read as they are made."""

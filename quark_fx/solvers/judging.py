@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.places import Place, blamed
 from quark_fx.solvers.products import Part, changed_parts
 from quark_fx.solvers.proposals import Proposal, Skip, naming_failures
+from quark_fx.system import accelerator
 from quark_fx.system.memory import give_back
 
 Solve = Callable[[Any, Any], Proposal | Skip]
@@ -60,14 +62,15 @@ class FormJudge:
         seen = judge = with_room(context, lambda: self.reading.measure(parts, context, context.data.calibration))
         if context.data.has_validation:
             judge = with_room(context, lambda: self.reading.measure(parts, context, context.data.validation))
+        for moment in (seen, judge):
+            moment.put_off_failures()
         self._loads = self._loads or [0.0] * context.ranks.count
         owners = context.ranks.owners([part.real.numel() * seen.h.shape[-1] for part in parts], self._loads)
         own = [part for part, owner in zip(parts, owners, strict=True) if owner == context.ranks.index]
         changes = list[Change]()
         failed: QuarkError | None = None
         try:
-            answers = [(part, with_room(context, partial(self._answer, part, seen, judge))) for part in own]
-            judged = self._judged(answers, seen, judge)
+            judged = self._judged(own, seen, judge)
             few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
             again = context.data.has_validation and few
             if again:
@@ -87,23 +90,35 @@ class FormJudge:
         """Return the proposal for an operator and its errors, which are not read from the device."""
         give_back()
         now = self.reading.now(part, self.context)
-        answer = _proposed(_solved(self.solve, part, now, seen), now)
-        if isinstance(answer, Skip):
-            return answer
-        target = now.real
-        if answer.asymmetry:
-            target = judge.target(now.real, answer.asymmetry, judge.factors(damping=_DAMPING, by_activation=False))
-        return _Answer(answer, torch.stack([matrix.error(target, judge.h) for matrix in (now, answer.value)]))
+        with accelerator.checked_later() as checks:
+            answer = _proposed(_solved(self.solve, part, now, seen), now)
+            if isinstance(answer, Skip):
+                return answer
+            target = now.real
+            if answer.asymmetry:
+                target = judge.target(now.real, answer.asymmetry, judge.factors(damping=_DAMPING, by_activation=False))
+            errors = torch.stack([matrix.error(target, judge.h) for matrix in (now, answer.value)])
+        return _Answer(answer, errors, checks)
 
-    def _judged(
-        self, answers: Sequence[tuple[Part, _Answer | Skip]], seen: Hessian, judge: Hessian
-    ) -> list[tuple[Part, _Judged | Change]]:
-        """Return each proposal that is better on validation data, else what to note; waits for the device once."""
-        errors = [answer.errors for _, answer in answers if isinstance(answer, _Answer)]
-        flags = torch.stack((seen.not_finite(), judge.not_finite())).to(torch.float32)
-        *read, seen_fails, judge_fails = torch.cat([*errors, flags]).tolist()
+    def _judged(self, own: Sequence[Part], seen: Hessian, judge: Hessian) -> list[tuple[Part, _Judged | Change]]:
+        """Return each proposal that is better on validation data, else what to note.
+
+        Waits for the device once, unless a factor needs more damping.
+        """
+        answers = [(part, with_room(self.context, partial(self._answer, part, seen, judge))) for part in own]
+        found = [answer for _, answer in answers if isinstance(answer, _Answer)]
+        checks = [(part, *check) for part, answer in answers if isinstance(answer, _Answer) for check in answer.checks]
+        flags = [seen.not_finite(), judge.not_finite(), *(seen.failures or ()), *(judge.failures or ())]
+        flags += [~condition for _, condition, _ in checks]
+        read = torch.cat([*(answer.errors for answer in found), torch.stack(flags).to(torch.float32)]).tolist()
+        read, (seen_fails, judge_fails, *others) = read[: 2 * len(found)], read[2 * len(found) :]
         if seen_fails or judge_fails:
             raise CalibrationError("what it reads on the calibration data is not finite")
+        if any(others[: len(others) - len(checks)]):
+            for moment in (seen, judge):
+                moment.wait_for_factors()
+            return self._judged(own, seen, judge)
+        self._require(checks, others[len(others) - len(checks) :])
         pairs, found = iter(zip(read[::2], read[1::2], strict=True)), list[tuple[Part, _Judged | Change]]()
         for part, answer in answers:
             if isinstance(answer, Skip):
@@ -114,18 +129,28 @@ class FormJudge:
             found.append((part, _Judged(answer.proposal, before, after) if after < before else refused))
         return found
 
-    def _solved(self, part: Part, seen: Hessian) -> object:
-        return _solved(self.solve, part, self.reading.now(part, self.context), seen)
+    def _require(self, checks: Sequence[tuple[Part, Tensor, Callable[[], Exception]]], wrong: Sequence[float]) -> None:
+        """Raise the error of the first check that a solver put off and that failed."""
+        for (part, _, error), fails in zip(checks, wrong, strict=True):
+            if fails:
+                with _naming(self.solve, part.name):
+                    raise error()
+
+    def _solved(self, part: Part, seen: Hessian) -> tuple[object, list[accelerator.Check]]:
+        with accelerator.checked_later() as checks:
+            return _solved(self.solve, part, self.reading.now(part, self.context), seen), checks
 
     def _kept(self, judged: Sequence[tuple[Part, _Judged | Change]], all_rows: Hessian | None) -> list[Change]:
         """Store what was accepted, learned once more from `all_rows` if that is given; return what to note."""
-        wider = dict[str, object]()
+        wider, checks = dict[str, object](), list[tuple[Part, Tensor, Callable[[], Exception]]]()
         for part, answer in judged:
             if isinstance(answer, _Judged):
                 give_back()
-                wider[part.weight.node.name] = (
-                    None if all_rows is None else with_room(self.context, partial(self._solved, part, all_rows))
-                )
+                offer, asked = None, list[accelerator.Check]()
+                if all_rows is not None:
+                    offer, asked = with_room(self.context, partial(self._solved, part, all_rows))
+                wider[part.weight.node.name] = offer
+                checks += [(part, *check) for check in asked]
         offers = [
             (part, offer)
             for part, answer in judged
@@ -135,13 +160,16 @@ class FormJudge:
         ]
         failures = [] if all_rows is None else list(all_rows.failures or ())
         differences = [part.difference(offer.value) for part, offer in offers]
-        read = torch.cat([*differences, *(flag.double().view(1) for flag in failures)]).tolist() if offers else []
-        if all_rows is not None and any(read[2 * len(offers) :]):
+        flags = [*failures, *(~condition for _, condition, _ in checks)]
+        read = torch.cat([*differences, *(flag.double().view(1) for flag in flags)]).tolist() if offers else []
+        told = read[2 * len(offers) :]
+        if all_rows is not None and any(told[: len(failures)]):
             all_rows.wait_for_factors()
             return self._kept(judged, all_rows)
-        told = {id(offer): changed_parts(*read[2 * i : 2 * i + 2]) for i, (_, offer) in enumerate(offers)}
+        self._require(checks, told[len(failures) :])
+        new = {id(offer): changed_parts(*read[2 * i : 2 * i + 2]) for i, (_, offer) in enumerate(offers)}
         return [
-            answer if isinstance(answer, Change) else _stored(part, answer, wider[part.weight.node.name], told)
+            answer if isinstance(answer, Change) else _stored(part, answer, wider[part.weight.node.name], new)
             for part, answer in judged
         ]
 
@@ -172,10 +200,14 @@ def _stored(part: Part, judged: _Judged, wider: object, told: Mapping[int, list[
 
 @dataclass(frozen=True)
 class _Answer:
-    """A proposal, and the errors without and with it on validation data, shape (2,)."""
+    """A proposal, and the errors without and with it on validation data, shape (2,).
+
+    `checks` are conditions of the proposal that are not read yet.
+    """
 
     proposal: Proposal
     errors: Tensor
+    checks: list[accelerator.Check]
 
 
 @dataclass(frozen=True)
@@ -251,8 +283,12 @@ class BlockJudge:
 
 
 def _solved(solve: Solve, place: Place, now: object, seen: object) -> object:
-    with naming_failures(getattr(solve, "__self__", solve), place.name):
+    with _naming(solve, place.name):
         return solve(now, seen)
+
+
+def _naming(solve: Solve, operator: str) -> AbstractContextManager[None]:
+    return naming_failures(getattr(solve, "__self__", solve), operator)
 
 
 def _proposed(answer: object, now: object) -> Proposal | Skip:

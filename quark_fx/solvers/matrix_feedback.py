@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quark_fx.errors import CalibrationError
 from quark_fx.numbers.grid import Grid
 from quark_fx.solvers.error_feedback import Factor, at_once, damped, factor, made_up_for, round_with_feedback
 from quark_fx.solvers.group_feedback import round_groups
@@ -15,6 +16,7 @@ from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.range_search import fit_ranges
 from quark_fx.solvers.rounding import refine_by_descent
 from quark_fx.solvers.scale_search import around, fit_scales_to_feedback
+from quark_fx.system import accelerator
 
 Factors = Iterable[tuple[slice, Factor]]
 """The factors of a Hessian, each with the matrices of a stack that it is of."""
@@ -62,7 +64,9 @@ def round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dty
         Tseng et al. 2025 (YAQA), whose rounding goes along diagonals: the same feedback in another order.
     """
     runs, size, _ = outputs.shape
-    by_row = factor(outputs, damping=0.0, by_activation=True)
+    failed: list[Tensor] = []
+    by_row = factor(outputs, damping=0.0, by_activation=True, failures=failed)
+    accelerator.require(~failed[0], lambda: CalibrationError("the Hessian of its outputs is not positive definite"))
     place = by_row.order + size * torch.arange(runs, device=outputs.device).unsqueeze(-1)
     real, codes = target[0].float(), torch.empty_like(target, dtype=dtype)
     lost = torch.zeros(runs, size, real.shape[-1], dtype=torch.float32, device=real.device)

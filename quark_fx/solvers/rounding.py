@@ -150,10 +150,22 @@ def _inputs_first(grid: Grid, weight: Tensor) -> Grid:
 def _descend(
     values: Tensor, codes: Tensor, slope: Tensor, h: Tensor, grid: Grid, *, sweeps: int, least: Tensor
 ) -> None:
-    """Sweep, in place, until a sweep gains at most `least`; tensors have the shape (groups, inputs, outputs)."""
+    """Sweep until a sweep gains at most `least`; tensors have the shape (groups, inputs, outputs).
+
+    Codes change in place, and of `values` and `slope` only those after this call are not theirs any more. To know that
+    a sweep is the last, the host would wait for the device: there all of them run, and what follows the last is undone.
+    """
+    if codes.is_cpu:
+        for _ in range(sweeps):
+            if bool(_sweep(values, codes, slope, h, grid) <= least):
+                return
+        return
+    done = torch.zeros((), dtype=torch.bool, device=codes.device)
     for _ in range(sweeps):
-        if bool(_sweep(values, codes, slope, h, grid) <= least):
-            break
+        before = codes.clone()
+        gained = _sweep(values, codes, slope, h, grid)
+        codes.copy_(torch.where(done, before, codes))
+        done |= gained <= least
 
 
 def _sweep(values: Tensor, codes: Tensor, slope: Tensor, h: Tensor, grid: Grid) -> Tensor:
