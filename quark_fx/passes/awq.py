@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import torch
 from torch import Tensor
 
 from quark_fx.solvers.hessian_trial import FeedbackTrial, HessianTrial, MeasuredSite
@@ -61,8 +62,17 @@ class AWQ(ScalingSolver):
     def scale(self, seen: MeasuredSite, values: tuple[float, ...]) -> Tensor:
         """Return the scale of a pair of exponents, around 1."""
         r, q = values
-        scale = _relative(seen.root_mean_square) ** r / _relative(seen.mean_weight) ** q
-        return scale / (scale.max() * scale.min()).sqrt()
+        return _around_one(_relative(seen.root_mean_square) ** r / _relative(seen.mean_weight) ** q)
+
+    def scales(self, seen: MeasuredSite) -> Tensor:
+        """Return the scales of all pairs of exponents."""
+        found = (_relative(x) for x in (seen.root_mean_square, seen.mean_weight))
+        a, w = (torch.stack([x**power for power in axis]) for x, axis in zip(found, self.grid.values(), strict=True))
+        return _around_one(a.unsqueeze(1) / w).flatten(0, 1)
+
+
+def _around_one(scale: Tensor) -> Tensor:
+    return scale / (scale.amax(-1, keepdim=True) * scale.amin(-1, keepdim=True)).sqrt()
 
 
 def _relative(found: Tensor) -> Tensor:

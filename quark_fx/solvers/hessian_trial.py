@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -27,7 +29,7 @@ from quark_fx.rescale.components import Means, per_element, sums_along
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
 from quark_fx.solvers.error_feedback import DAMPING, at_once, factor
 from quark_fx.solvers.hessian import Entrance, Hessian
-from quark_fx.solvers.scaling import ScaleOf, Trial
+from quark_fx.solvers.scaling import Point, ScaleOf, Trial, foresee
 from quark_fx.system import accelerator
 
 _COPIES = 7
@@ -41,6 +43,9 @@ _AT_ONCE = 1 << 20
 
 _ROWS = 512
 """Output channels, at least, that scales are judged on: every channel is scaled alike, so more add nothing."""
+
+_SCALES = 1 << 26
+"""Values of scales, at most, that are made before the search begins."""
 
 _TRIES = 27
 """Scales that are tried for a site, about, on a grid of 21 by 21 points."""
@@ -139,6 +144,26 @@ class HessianTrial(Trial[LinearMap]):
     def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
         """Return the errors on calibration data, summed over the readers; waits for the device once."""
         return self._errors(self.calibration, scales)
+
+    def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> dict[Point, float]:
+        """Return the errors at points that the search goes through on a device; waits for it once."""
+        points, forms = [*itertools.product(*map(range, sizes))], self.calibration
+        if forms[0].seen.h.is_cpu or len(points) * len(self.seen.mean_weight) > _SCALES:
+            return {}
+        scales = scales_of(self.seen)
+        with accelerator.checked_later() as checks:
+
+            def errors(number: Tensor) -> Tensor:
+                scale = scales.index_select(0, number.view(1))[0]
+                return torch.stack([form.error(scale) for form in forms])
+
+            table = foresee(errors, len(forms), sizes, scales.device)
+        fine = torch.stack([condition for condition, _ in checks] or [table.new_ones((), dtype=torch.bool)]).all()
+        *found, is_fine = torch.cat([table.flatten(), fine.to(table.dtype).view(1)]).tolist()
+        if not is_fine:  # the search may not ask for the point that fails
+            return {}
+        rows = (found[first : first + len(forms)] for first in range(0, len(found), len(forms)))
+        return {point: sum(row) for point, row in zip(points, rows, strict=True) if not math.isnan(row[0])}
 
     def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
         """Return the errors on validation data, averaged over the readers; waits for the device once."""

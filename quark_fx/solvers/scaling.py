@@ -8,6 +8,7 @@ errors, resumes, and predicts memory.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,6 +101,15 @@ class Trial(ABC, Generic[T]):
     def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
         """Return the relative squared error on calibration data with each scale, for the search."""
 
+    def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> dict[Point, float]:
+        """Return what `errors` would of points that the search is likely to ask for, where asking has a price.
+
+        Args:
+            scales_of: makes the scales of all points of the grid, shape (points, components).
+            sizes: how many positions each axis of it has.
+        """
+        return {}
+
     @abstractmethod
     def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
         """Return, for each scale, the errors that all have to shrink; the first, on validation data, is reported."""
@@ -139,6 +149,13 @@ class ScalingSolver(Selective, ABC):
             seen: what `trial` lets a solver see of the site.
             values: one of each parameter of `grid`.
         """
+
+    def scales(self, seen: Any) -> Tensor:
+        """Return the scales of all points of `grid`, the last axis fastest, shape (points, components).
+
+        Each is bit for bit that of `scale`; a subclass may compute them together.
+        """
+        return torch.stack([self.scale(seen, values) for values in itertools.product(*self.grid.values())])
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that quantized operators read; return how many changed."""
@@ -184,7 +201,7 @@ class ScalingSolver(Selective, ABC):
             return lambda seen: self.scale(seen, values)
 
         sizes = [len(axis) for axis in grid.values()]
-        best = search(lambda points: trial.errors([*map(scale_of, points)]), sizes)
+        best = search(lambda points: trial.errors([*map(scale_of, points)]), sizes, trial.foreseen(self.scales, sizes))
         ones = torch.ones(site.site.channels, dtype=torch.float32)
         before, after = trial.verdicts([lambda seen: ones, scale_of(best)])
         kept = all(a < trial.gain * b for b, a in zip(before, after, strict=True))
@@ -202,7 +219,11 @@ def _refusal(before: Sequence[float], after: Sequence[float], gain: float, conte
     return f"no better on {'the calibration data' if after[0] < before[0] else context.data.judged_on}"
 
 
-def search(errors: Callable[[Sequence[Point]], Sequence[float]], sizes: Sequence[int]) -> Point:
+def search(
+    errors: Callable[[Sequence[Point]], Sequence[float]],
+    sizes: Sequence[int],
+    foreseen: Mapping[Point, float] | None = None,
+) -> Point:
     """Return the point of the least error that is found: along one axis after the other, then nearer and nearer by.
 
     Args:
@@ -210,8 +231,9 @@ def search(errors: Callable[[Sequence[Point]], Sequence[float]], sizes: Sequence
             call waits for the device.
         sizes: how many positions each axis has. Of a long axis every fifth of it is tried, then what lies around; a
             short one is followed from its middle while the error falls.
+        foreseen: errors that need not be asked for.
     """
-    known, lasts = dict[Point, float](), [size - 1 for size in sizes]
+    known, lasts = dict(foreseen or {}), [size - 1 for size in sizes]
 
     def least(points: Sequence[Point]) -> Point:
         if new := [point for point in dict.fromkeys(points) if point not in known]:
@@ -236,6 +258,54 @@ def search(errors: Callable[[Sequence[Point]], Sequence[float]], sizes: Sequence
             for steps in _steps(reaches):
                 best = least([best, *_beside(best, steps, lasts)])
     return best
+
+
+_PASSES = 2
+"""Times that `foresee` looks around a point at one distance: the first often finds a better one, the next seldom."""
+
+
+def foresee(errors: Callable[[Tensor], Tensor], parts: int, sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Go the way of `search` on a device without waiting for it, as far as can be done in a fixed number of steps.
+
+    Args:
+        errors: of a point, given by its number, int64, shape (): in the order of `itertools.product`; shape (parts,).
+        parts: whose sum is the error.
+        sizes: as `search` takes them.
+        device: of the errors.
+
+    Returns:
+        The errors of all points, shape (points, parts), NaN of those that it did not come to.
+    """
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    known = torch.full((math.prod(sizes), parts), math.nan, dtype=torch.float32, device=device)
+
+    def along(point: Tensor, axis: int) -> Tensor:
+        return point // strides[axis] % sizes[axis]
+
+    def beside(point: Tensor, step: Point) -> Tensor:
+        moved, inside = point, torch.ones((), dtype=torch.bool, device=device)
+        for axis, (by, stride) in enumerate(zip(step, strides, strict=True)):
+            place = along(point, axis) + by
+            moved, inside = moved + by * stride, inside & (place >= 0) & (place < sizes[axis])
+        return torch.where(inside, moved, point)
+
+    def least(points: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
+        for point in new:
+            known.index_copy_(0, point.view(1), errors(point).view(1, -1))
+        numbers = torch.stack([*points, *new])
+        return numbers[known[numbers].sum(-1).argmin().view(1)].view(())
+
+    lasts = [size - 1 for size in sizes]
+    start = sum((0 if last >= _LONG else last // 2) * stride for last, stride in zip(lasts, strides, strict=True))
+    best = torch.full((), start, dtype=torch.int64, device=device)
+    for axis, last in enumerate(lasts):
+        places = (*range(0, last, max(1, last // 5)), last) if last >= _LONG else range(last + 1)
+        best = least([], [best + (i - along(best, axis)) * strides[axis] for i in places])
+    reaches = [max(2, last // 5) for last in lasts]
+    while any(reaches := [reach // 2 for reach in reaches]):
+        for steps in [*_steps(reaches)] * _PASSES:
+            best = least([best], [beside(best, tuple(sign * s for s in steps)) for sign in (-1, 1)])
+    return known
 
 
 def _moved(point: Point, axis: int, position: int) -> Point:

@@ -27,6 +27,7 @@ from quark_fx.presets import INT4_WEIGHT_ONLY, NVFP4_WEIGHT_ONLY
 from quark_fx.rescale.planned_sites import PlannedWeight
 from quark_fx.solvers import hessian_trial
 from quark_fx.solvers.hessian_trial import MeasuredSite
+from quark_fx.solvers.scaling import ScalingSolver
 
 GROUPS = INT4_WEIGHT_ONLY.replace(
     weight=INT4_WEIGHT_ONLY.weight and INT4_WEIGHT_ONLY.weight.replace(group_size=16), exclude=("up",)
@@ -214,6 +215,7 @@ def test_all_readers_count_by_their_outputs_and_what_is_never_there_hardly(monke
     a, w = (x / x.max() for x in (squares.sqrt(), ratios))
     scale = a.clamp_min(1e-4) ** 0.5 / w.clamp_min(1e-4) ** 0.25
     torch.testing.assert_close(AWQ().scale(seen, (0.5, 0.25)), scale / (scale.max() * scale.min()).sqrt())
+    assert torch.equal(AWQ().scales(seen), ScalingSolver.scales(AWQ(), seen))
     assert float(seen.root_mean_square[3]) == float(seen.mean_weight[5]) == 0
 
 

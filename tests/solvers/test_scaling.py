@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from quark_fx.rescale.components import largest_per_component, per_element
 from quark_fx.solvers.hessian_trial import _TRIES
 from quark_fx.solvers.sample_trial import SampledSite
 from quark_fx.solvers.samples import CALIBRATION, Remembered
-from quark_fx.solvers.scaling import scaling_solver, search
+from quark_fx.solvers.scaling import foresee, scaling_solver, search
 from quark_fx.solvers.solver import Bias, OutputError, Solver, solver
 from quark_fx.system.memory import Slabs
 
@@ -47,6 +48,28 @@ def test_the_search_ends_where_the_error_is_least(best: tuple[int, int], slope: 
     assert search(errors, (21, 21)) == best
     assert sum(calls) == len(asked) <= 1.5 * _TRIES  # each once
     assert calls[:2] == [6, 5]  # each call waits for the device, so a line is asked at once
+
+
+@pytest.mark.parametrize("sizes", [(21, 21), (5, 12)])
+@pytest.mark.parametrize("best", [(0.1, 0.1), (0.35, 0.6), (0.55, 0.9)])
+def test_where_the_search_goes_is_foreseen_without_a_decision_of_the_host(
+    best: tuple[float, float], sizes: tuple[int, int]
+) -> None:
+    ends = [share * (size - 1) for share, size in zip(best, sizes, strict=True)]
+
+    def parts(number: Tensor) -> Tensor:
+        r, q = number // sizes[1] - ends[0], number % sizes[1] - ends[1]
+        return torch.stack((r * r + r * q, q * q))
+
+    found = foresee(parts, 2, sizes, torch.device("cpu"))
+    points = [*itertools.product(*map(range, sizes))]
+    known = {p: sum(row) for p, row in zip(points, found.tolist(), strict=True) if row[0] == row[0]}
+    assert len(known) <= 1.5 * _TRIES
+    errors = {p: sum(parts(torch.tensor(i)).tolist()) for i, p in enumerate(points)}
+    assert known == {p: errors[p] for p in known}
+    asked = list[tuple[int, ...]]()
+    assert search(each(lambda p: asked.append(p) or errors[p]), sizes, known) == search(each(errors.get), sizes)  # type: ignore[func-returns-value, arg-type]
+    assert len(asked) <= 4  # of a third look around one point
 
 
 @pytest.mark.parametrize("steps", [2, 4, 9, 10, 17, 32])
