@@ -139,7 +139,7 @@ def test_half_of_the_free_memory_keeps_activations() -> None:
 @pytest.mark.parametrize(
     ("name", "most"),
     # Two more store a weight where the model is; calibration waits for the ranges of activations.
-    [("w4a16_gptq", 5), ("w4a16_awq", 3), ("w4a16_best", 9), ("nvfp4_best", 7), ("fit", 4), ("smooth", 6), ("tune", 9)],
+    [("w4a16_gptq", 2), ("w4a16_awq", 1), ("guided", 4), ("nvfp4_best", 7), ("fit", 4), ("smooth", 6), ("tune", 9)],
 )
 def test_waits_and_copies_do_not_grow_with_the_batches(
     name: str, most: int, pretend_gpu: PretendGPU, monkeypatch: pytest.MonkeyPatch
@@ -149,13 +149,14 @@ def test_waits_and_copies_do_not_grow_with_the_batches(
     monkeypatch.setattr(QuantizedMatrix, "error", lambda self, target, h: torch.full((), next(errors), device=h.device))
     w4, static = PRESETS["w4a16_gptq"], PRESETS["int8_static"]
     with_pass = {
+        "guided": w4.replace(passes=PRESETS["w4a16_best"].passes[-1:]),
         "fit": w4.replace(passes=(passes.FitScales(),)),
         "smooth": static.replace(passes=(*static.passes, passes.SmoothQuant())),
         "tune": w4.replace(passes=(passes.TuneScales(iterations=4),)),
     }
-    few, many = (counts(pretend_gpu, with_pass.get(name) or PRESETS[name], count) for count in (8, 12))
+    few, many = (counts(pretend_gpu, with_pass.get(name) or PRESETS[name], count) for count in (8, 11))
     assert few[0] == many[0] <= most * LINEAR
-    assert many[1] - few[1] == 4
+    assert many[1] - few[1] == 3
 
 
 def configurations() -> dict[str, QuantConfig]:
@@ -244,13 +245,17 @@ def test_a_model_larger_than_the_device_is_quantized_block_by_block() -> None:
 
 
 @pytest.mark.skipif("RANK" not in os.environ, reason="torchrun starts it, from test_pretend_gpu.py")
-def test_ranks_make_the_same_tensors_on_the_device() -> None:
+def test_ranks_make_the_same_tensors_on_the_device(pretend_gpu: PretendGPU) -> None:
+    """One of them has too little memory twice in each run, which the other does not notice."""
     here, there = (
         qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=device)) for device in (None, DEVICE)
     )
-    for name in ("w4a16_gptq", str(passes.AdaRound(iterations=1))):
+    is_short = os.environ["RANK"] == "1"
+    for name, before in (("w4a16_gptq", 12), (str(passes.AdaRound(iterations=1)), 30)):
         config = configurations()[name]
+        pretend_gpu.refused = [before, 0] * is_short
         made = qfx.quantize(there, config, progress=False)
+        assert pretend_gpu.refused == []
         assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from tqdm.auto import tqdm
 
@@ -282,6 +282,9 @@ class Streams:
         with torch.no_grad():
             for batch in self.batches:
                 give_back()
+                for watch in module.modules():
+                    if isinstance(watch, _Once):
+                        watch.is_done = False
                 with running(self.context.data.number_of(batch)):
                     outputs = with_room(
                         self.context,
@@ -289,7 +292,7 @@ class Streams:
                     )
                 for name, value in zip(block.outputs, outputs, strict=True):
                     if name in new and not (stream == "quantized" and name in self.shared):
-                        self.cache.put((stream, name, batch), value)
+                        with_room(self.context, partial(self.cache.put, (stream, name, batch), value))
 
     def forget(self, names: set[str]) -> None:
         """Let go of values of all streams."""
@@ -441,6 +444,9 @@ def walk_float_blocks(
             give_back()
             streams.shared |= block.shared
             part = with_room(context, partial(lift, gm, block, nodes, context.device, watches.values()))
+            for name, watch in list(part.named_children()):
+                if any(node.op == "call_module" and node.target == name for node in part.graph.nodes):
+                    part.add_module(name, _Once(watch))
             yield FloatRun(block, part, streams)
             if watched is not None or index + 1 < len(blocks):
                 streams.advance("float", block, part)
@@ -450,6 +456,19 @@ def walk_float_blocks(
             streams.forget(set(block.inputs) - set(block.outputs))
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
+
+
+class _Once(nn.Module):
+    """Shows a watch a value once per batch, where a block runs again because the device had no memory left."""
+
+    def __init__(self, watch: nn.Module) -> None:
+        super().__init__()
+        self.watch, self.is_done = watch, False
+
+    def forward(self, x: Tensor) -> None:
+        if not self.is_done:
+            self.watch(x)
+            self.is_done = True
 
 
 def run_blocks(gm: GraphModule, context: Context) -> None:

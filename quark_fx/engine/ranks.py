@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, TypeVar
@@ -173,6 +174,7 @@ class Ranks:
         All processes count collectives and failures alike, so that what one tells at a count is meant for those that
         wait at the same count, and for no later run.
         """
+        assert not _APART.get(), "a rank that has no memory left would begin this collective again, others would not"
         try:
             work, pause, asked = begin(async_op=True), _SHORTEST, time.monotonic()
             while not work.is_completed():
@@ -212,6 +214,19 @@ def _unpacked(packed: bytes, here: str) -> Any:
     return torch.load(io.BytesIO(packed), map_location=move, weights_only=False)
 
 
+_APART: ContextVar[bool] = ContextVar("apart", default=False)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Let this process begin no collective meanwhile: what it does may be done again, without the others."""
+    token = _APART.set(True)
+    try:
+        yield
+    finally:
+        _APART.reset(token)
+
+
 _SHORTEST, _LONGEST, _ASK_EVERY = 2e-5, 0.01, 0.5
 """Seconds between two looks at whether a collective is done, and at whether another process failed."""
 
@@ -231,4 +246,4 @@ def _store() -> Any:
 ALONE = Ranks()
 """One process."""
 
-__all__ = ["ALONE", "Ranks"]
+__all__ = ["ALONE", "Ranks", "apart"]

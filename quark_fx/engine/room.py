@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from quark_fx.engine.context import Context
+from quark_fx.engine.ranks import apart
 from quark_fx.graph.pass_manager import Change
 from quark_fx.system import accelerator
 
@@ -20,19 +21,22 @@ _HALVINGS = 7
 def with_room(context: Context, work: Callable[[], T]) -> T:
     """Return what `work`, which changes nothing, returns; try again with more room if the device has no memory left.
 
-    First activations move to the host and stay there, then pieces of weights are halved. The report notes both. Ranks
-    compute sums together, so that one of several does not try again.
+    First activations move to the host and stay there, then pieces of weights are halved. The report notes both. Neither
+    changes the result, so each rank does it by itself: in `work` there is no collective.
 
     Raises:
         OutOfMemoryError: If there is no room even so.
     """
     while True:
         try:
-            with accelerator.smaller_pieces(context.halvings):
+            with accelerator.smaller_pieces(context.halvings), apart():
                 return work()
-        except torch.OutOfMemoryError:
-            if not context.ranks.alone or context.halvings == _HALVINGS:
-                raise
+        except torch.OutOfMemoryError as error:
+            if context.halvings == _HALVINGS:
+                raise torch.OutOfMemoryError(
+                    f"{error}; activations are on the host and weights are rounded in the smallest pieces: give "
+                    "`calibration_data` in batches of fewer or shorter samples, or a `device` with more memory"
+                ) from error
         # Out of the handler, since the exception keeps the tensors of `work`.
         if moved := context.cache.offload():
             what = f"full; {moved / 2**20:.1f} MiB of activations moved to the host"

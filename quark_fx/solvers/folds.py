@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from quark_fx.engine.context import Context
 from quark_fx.engine.guidance import Guidance, guidance_of
+from quark_fx.engine.room import with_room
 from quark_fx.errors import ConfigError
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.places import OperatorPlace, Place
@@ -126,7 +128,7 @@ class Input(Reading):
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Fold:
         """Return the fold of all values."""
-        return _folded(self.fold, places[0].inputs(context, batches), context)
+        return _folded(self.fold, partial(places[0].inputs, context, batches), context)
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,15 @@ class OutputError(Reading):
         """Return the fold of all errors."""
         (place,) = places
         assert isinstance(place, OperatorPlace)
-        return _folded(self.fold, place.output_errors(batches), context)
+        return _folded(self.fold, partial(place.output_errors, batches), context)
 
 
-def _folded(fold: Fold, tensors: Iterable[Tensor], context: Context) -> Fold:
-    with torch.no_grad():
-        for x in tensors:
-            fold = fold.observe(x)
-    return context.ranks.fold(fold, lambda a, b: a.merge(b))
+def _folded(empty: Fold, tensors: Callable[[], Iterable[Tensor]], context: Context) -> Fold:
+    def folded() -> Fold:
+        with torch.no_grad():
+            return reduce(lambda fold, x: fold.observe(x), tensors(), empty)
+
+    return context.ranks.fold(with_room(context, folded), lambda a, b: a.merge(b))
 
 
 __all__ = ["Fold", "Input", "InputHessian", "Mean", "OutputError", "Reading"]

@@ -88,7 +88,7 @@ class Steps:
             steps = range(first, min(first + every, last + 1))
             error = torch.zeros((), dtype=torch.float32)
             for step, pieces in zip(steps, self.batches.draw(steps), strict=True):
-                error = with_room(self.context, partial(self._differentiate, pieces, step / last))
+                error = self._differentiate(pieces, step / last)
                 self.optimizer.step()
                 self.decay.step()
                 with torch.no_grad():
@@ -98,9 +98,18 @@ class Steps:
 
     def _differentiate(self, pieces: Sequence[Piece], progress: float) -> Tensor:
         """Make the gradients of the parameters those of a mini-batch of all ranks; return what they are of."""
+        targets, signals = with_room(self.context, partial(self._targets, pieces))
+        if signals is not None:
+            self.context.ranks.add(signals)
+        total = with_room(self.context, partial(self._differentiate_here, pieces, targets, signals, progress))
+        self._add_over_ranks(total)
+        return total
+
+    def _differentiate_here(
+        self, pieces: Sequence[Piece], targets: Sequence[Sequence[Any]], signals: Tensor | None, progress: float
+    ) -> Tensor:
+        """Do the same for the pieces of this rank; the first rank adds the penalties."""
         self.optimizer.zero_grad(set_to_none=True)
-        targets = [self.batches.targets(piece) for piece in pieces]
-        signals = self._signals(targets)
         total = torch.zeros((), device=self.context.device, dtype=torch.float32)
         with torch.enable_grad():
             for piece, wanted in zip(pieces, targets, strict=True):
@@ -112,22 +121,21 @@ class Steps:
                 error = relative_error(made, wanted, signals)
                 error.backward()
                 total += error.detach()
-            self._add_over_ranks(total)
-            for c in self.learned.codes:
+            for c in self.learned.codes if self.context.ranks.index == 0 else ():
                 if isinstance(penalty := c.penalty(progress), Tensor):
                     penalty.backward()
                     total += penalty.detach()
         return total
 
-    def _signals(self, targets: Sequence[Sequence[Any]]) -> Tensor | None:
-        """Return the squares of the targets of a mini-batch, over all of its pieces; `None` where there is one."""
+    def _targets(self, pieces: Sequence[Piece]) -> tuple[list[list[Any]], Tensor | None]:
+        """Return the targets of pieces, and the sums of their squares; `None` where a mini-batch is one piece."""
+        targets = [self.batches.targets(piece) for piece in pieces]
         if self.context.ranks.alone and len(targets) == 1:
-            return None
+            return targets, None
         signals = torch.zeros(len(self.run.block.made), device=self.context.device, dtype=torch.float32)
         for piece in targets:
             signals += energies(piece, signals.device)
-        self.context.ranks.add(signals)
-        return signals
+        return targets, signals
 
     def _add_over_ranks(self, total: Tensor) -> None:
         """Replace gradients, and `total`, by their sums over the ranks, in one call."""

@@ -15,6 +15,7 @@ from quark_fx.engine.block_walk import running
 from quark_fx.engine.blocks import extract
 from quark_fx.engine.calibration_data import Positions, without_padding
 from quark_fx.engine.context import Context
+from quark_fx.engine.room import with_room
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import placeholders
@@ -112,13 +113,19 @@ class Hessian:
             batches: which; default: all.
             weights: of a batch's rows, the shape of the operator's output without channels; default: equal ones.
         """
-        moment = cls.empty(*entrance.shape, context.device, shifted=reference is not None)
-        with torch.no_grad():
-            for batch in range(len(context.data.batches)) if batches is None else batches:
-                kept = context.data.kept_positions(batch)
-                found = weights(batch) if weights is not None else None
-                reals = reference.values(batch, kept).weighted(found) if reference is not None else None
-                moment.add(entrance.mapping, entrance.values(batch, kept).weighted(found), reals)
+        here = range(len(context.data.batches)) if batches is None else batches
+
+        def summed() -> Hessian:
+            moment = cls.empty(*entrance.shape, context.device, shifted=reference is not None)
+            with torch.no_grad():
+                for batch in here:
+                    kept = context.data.kept_positions(batch)
+                    found = weights(batch) if weights is not None else None
+                    reals = reference.values(batch, kept).weighted(found) if reference is not None else None
+                    moment.add(entrance.mapping, entrance.values(batch, kept).weighted(found), reals)
+            return moment
+
+        moment = with_room(context, summed)
         asked = () if moment.shift is None else (moment.shift,)
         if not context.ranks.alone:
             rows = moment.rows.to(context.device)

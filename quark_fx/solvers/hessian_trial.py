@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 from quark_fx.engine.block_walk import FloatRun, walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
-from quark_fx.engine.room import with_room
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes, has_scales_apart
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
@@ -375,7 +374,7 @@ def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Cont
         linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.how
         if (key := Entrance.key(linear, mapping)) not in known:
             entrance = Entrance(run.module, linear, mapping, run.inputs)
-            known[key] = with_room(context, partial(Hessian.of_parts, context, entrance))
+            known[key] = Hessian.of_parts(context, entrance)
         found[reader] = known[key]
     return found
 

@@ -59,9 +59,9 @@ class FormJudge:
         """Choose the weights of operators that read one value."""
         context, began = self.context, time.perf_counter()
         parts = [place for place in places if isinstance(place, Part)]
-        seen = judge = with_room(context, lambda: self.reading.measure(parts, context, context.data.calibration))
+        seen = judge = self.reading.measure(parts, context, context.data.calibration)
         if context.data.has_validation:
-            judge = with_room(context, lambda: self.reading.measure(parts, context, context.data.validation))
+            judge = self.reading.measure(parts, context, context.data.validation)
         for moment in (seen, judge):
             moment.put_off_failures()
         self._loads = self._loads or [0.0] * context.ranks.count
@@ -106,12 +106,12 @@ class FormJudge:
         Waits for the device once, unless a factor needs more damping.
         """
         answers = [(part, with_room(self.context, partial(self._answer, part, seen, judge))) for part in own]
-        found = [answer for _, answer in answers if isinstance(answer, _Answer)]
+        offered = [answer for _, answer in answers if isinstance(answer, _Answer)]
         checks = [(part, *check) for part, answer in answers if isinstance(answer, _Answer) for check in answer.checks]
         flags = [seen.not_finite(), judge.not_finite(), *(seen.failures or ()), *(judge.failures or ())]
         flags += [~condition for _, condition, _ in checks]
-        read = torch.cat([*(answer.errors for answer in found), torch.stack(flags).to(torch.float32)]).tolist()
-        read, (seen_fails, judge_fails, *others) = read[: 2 * len(found)], read[2 * len(found) :]
+        read = torch.cat([*(answer.errors for answer in offered), torch.stack(flags).to(torch.float32)]).tolist()
+        read, (seen_fails, judge_fails, *others) = read[: 2 * len(offered)], read[2 * len(offered) :]
         if seen_fails or judge_fails:
             raise CalibrationError("what it reads on the calibration data is not finite")
         if any(others[: len(others) - len(checks)]):
@@ -243,9 +243,7 @@ class BlockJudge:
             self._run, self._error = run, run.validation_error()
         began = time.perf_counter()
         try:
-            seen = with_room(
-                self.context, lambda: self.reading.measure(places, self.context, self.context.data.calibration)
-            )
+            seen = self.reading.measure(places, self.context, self.context.data.calibration)
         except (CalibrationError, ValueError) as error:
             raise blamed(places, error) from error
         for place in places:

@@ -55,14 +55,14 @@ def descend(run: BlockRun, context: Context, weights: Sequence[QuantizedWeight],
         mapping = weight.linear.matrices
         if mapping is None or mapping.stacked or not weight.is_plain:
             continue
-        run.store(weight.codes, with_room(context, partial(_descended, run, context, weight, mapping, seed)))
+        error = _output_error(run, context, weight, mapping, seed)
+        run.store(weight.codes, with_room(context, partial(_descended, run, weight, mapping, error)))
 
 
-def _descended(run: BlockRun, context: Context, weight: QuantizedWeight, mapping: LinearMap, seed: int) -> Tensor:
+def _descended(run: BlockRun, weight: QuantizedWeight, mapping: LinearMap, error: QuadraticError) -> Tensor:
     """Return the codes of coordinate descent, as they are stored."""
     real, grid = tensor_of(run.reference, weight.weight).detach().float(), weight.grid(run.module)
     scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
-    error = _output_error(run, context, weight, mapping, seed)
     codes = round_by_descent(mapping.matrix(real), error, replace(grid, scale=scale, zero_point=zero_point))
     return weight.storable(mapping.restore(codes, real))
 
@@ -90,7 +90,7 @@ def feed_back(
 
 def _feed_back_product(product: Product, context: Context, fits_scales: bool) -> dict[str, Tensor]:
     give_back()
-    seen = with_room(context, lambda: product.hessian(context, shifted=True, batches=context.data.calibration))
+    seen = product.hessian(context, shifted=True, batches=context.data.calibration)
     factors = partial(seen.factors, damping=DAMPING, by_activation=True)
     rounded = {}
     try:
@@ -119,14 +119,19 @@ def _output_error(
     activation = extract(run.module, placeholders(run.module), [weight.linear.activation])
     output = extract(run.reference, placeholders(run.reference), [named_nodes(run.reference)[weight.node.name]])
     bias = None if weight.bias is None else weight.bias.value(run.module)
-    total = QuadraticError.of_nothing(mapping.matrix(real))
-    with torch.no_grad():
-        for batch in context.data.calibration:
-            (x,), (y,) = activation(*run.inputs(batch)), output(*run.reference_inputs(batch))
-            columns, outputs = mapping.rows(x, y, most=ROWS, seed=seed + context.data.first + batch)
-            if bias is not None:
-                outputs = outputs - bias.reshape(outputs.shape[0], -1, 1)
-            total += QuadraticError.of(columns, outputs)
+
+    def summed() -> QuadraticError:
+        total = QuadraticError.of_nothing(mapping.matrix(real))
+        with torch.no_grad():
+            for batch in context.data.calibration:
+                (x,), (y,) = activation(*run.inputs(batch)), output(*run.reference_inputs(batch))
+                columns, outputs = mapping.rows(x, y, most=ROWS, seed=seed + context.data.first + batch)
+                if bias is not None:
+                    outputs = outputs - bias.reshape(outputs.shape[0], -1, 1)
+                total += QuadraticError.of(columns, outputs)
+        return total
+
+    total = with_room(context, summed)
     rows = torch.full((), total.rows, device=total.h.device, dtype=torch.int64)
     context.ranks.add(total.h, total.g, total.c, rows)
     return replace(total, rows=int(rows))

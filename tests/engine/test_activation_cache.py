@@ -22,8 +22,12 @@ from tiny import cnn, images, quantize, rand
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.context import Context
+from quark_fx.engine.ranks import Ranks
 from quark_fx.engine.resources import Resources
+from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.presets import INT8_STATIC
@@ -302,7 +306,11 @@ def test_a_directory_one_may_not_write_to_is_named(tmp_path: Path) -> None:
 
 FILL = """
 import sys, torch
+from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.context import Context
+from quark_fx.engine.ranks import Ranks
+from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 
 cache = ActivationCache(CacheBudget(host_bytes=0, directory=sys.argv[1]))
@@ -424,3 +432,17 @@ def test_a_run_without_room_says_so(tmp_path: Path) -> None:
             resources=Resources(cache=CacheBudget(host_bytes=7000, directory=tmp_path / "cache")),
         )
     assert_says_what_to_do(str(error.value), tmp_path / "cache")
+
+
+def test_a_run_that_finds_no_room_says_what_to_change() -> None:
+    """After every step that makes room; meanwhile no rank begins what the others do not."""
+    context = Context(QuantConfig(), ActivationCache(), torch.device("cpu"))
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match="give `calibration_data` in batches of fewer or shorter samples"):
+        with_room(context, full)
+    assert [change.name for change in context.changes] == ["device memory"] * 7
+    with pytest.raises(AssertionError, match="begin this collective again"):
+        with_room(context, lambda: Ranks(0, 2).add(torch.zeros(1)))
