@@ -18,6 +18,12 @@ STEPS = {
 }
 """What runs where: between them all kinds of steps, but for the one that runs other tests."""
 
+ABSENT = (
+    *("PIL", "accelerate", "datasets", "gguf", "hypothesis", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "pandas"),
+    *("rich", "scipy", "sklearn", "torchvision", "typer"),
+)
+"""Packages that a bare machine does not have."""
+
 
 @pytest.mark.parametrize("device", STEPS)
 def test_the_script_runs(device: str, tmp_path: Path) -> None:
@@ -25,10 +31,12 @@ def test_the_script_runs(device: str, tmp_path: Path) -> None:
     on_gpu.append(results, {"step": done, "state": "done", "seconds": 1})
     command = [sys.executable, "-m", "benchmarks.on_gpu", "--small", "--device", device, "--seconds", "500"]
     root = Path(on_gpu.__file__).parent.parent
+    if device == "cpu":
+        (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n")
     ran = subprocess.run(
         [*command, "--results", str(results), "--only", done, *STEPS[device]],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(root), str(tmp_path))), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -48,6 +56,15 @@ def test_the_script_runs(device: str, tmp_path: Path) -> None:
         kernels = {kernel for row in products.values() for kernel in row["kernels"]}
         assert kernels == {kernel.name for kernel in KERNELS}
     assert "w4a16_best 1B" in on_gpu.page(rows)
+
+
+def test_the_page_judges_each_goal() -> None:
+    gptq = {"state": "done", "seconds of all layers (extrapolated)": 119.0, "GPU busy": 0.7}
+    memory = {"peak GiB of two blocks": 11.0, "goal GiB of two blocks": 10.4}
+    codes = {"w4a16_gptq": {"same codes": 0.9995, "largest relative gap of an error": 2e-4}}
+    verdicts = [row[-1] for row in on_gpu.judged({"w4a16_gptq 8B": gptq | memory, "codes": codes})]
+    assert verdicts == ["met", "not run", "missed", "not run", "missed", "not run", "met", "missed"]
+    assert "| met |" in on_gpu.page({"w4a16_gptq 8B": gptq})
 
 
 def test_a_step_that_hangs_is_given_up_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
