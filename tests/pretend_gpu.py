@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,7 +35,6 @@ from gpu_products import PRODUCTS
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import quark_fx
@@ -328,7 +327,7 @@ class PretendGPU(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `func` where its tensors are."""
         asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-        flat, spec = tree_flatten((args, kwargs))
+        flat = list(_leaves((args, kwargs)))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         ours = [t for t in tensors if isinstance(t, OnGPU)]
         here = asked is not None and asked.type == DEVICE.type
@@ -357,9 +356,7 @@ class PretendGPU(TorchDispatchMode):
         for memory, written in memories:
             self._require_order(memory, self.stream.clock, written=written)
             (memory.written if written else memory.read)[id(self.stream)] = number
-        held = [x.held if isinstance(x, OnGPU) else x for x in flat]
-        cpu = torch.device("cpu")
-        held_args, held_kwargs = tree_unflatten([cpu if isinstance(x, torch.device) else x for x in held], spec)
+        held_args, held_kwargs = _mapped(_on_cpu, (args, kwargs))
         if held_kwargs.get("pin_memory"):
             held_kwargs = {**held_kwargs, "pin_memory": False}
         with _disable_current_modes():
@@ -373,7 +370,7 @@ class PretendGPU(TorchDispatchMode):
             with no_dispatch():  # the sizes and strides of the wrapper follow
                 func(*args, **kwargs)
         known_held = {id(t.held): t for t in ours}
-        return tree_map(
+        return _mapped(
             lambda x: (known_held[id(x)] if id(x) in known_held else OnGPU(x)) if isinstance(x, Tensor) else x, out
         )
 
@@ -436,6 +433,30 @@ def pretend_gpu() -> Iterator[PretendGPU]:
     """Make the device usable in each test of a process that loads this module as a plugin."""
     with PretendGPU() as gpu:
         yield gpu
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    """Yield what nested arguments or results of an operator hold; functions of torch for that take most of the time."""
+    if isinstance(x, tuple | list):
+        for part in x:
+            yield from _leaves(part)
+    elif isinstance(x, dict):
+        yield from _leaves(list(x.values()))
+    else:
+        yield x
+
+
+def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    """Return nested arguments or results with what they hold changed."""
+    if isinstance(x, dict):
+        return {name: _mapped(change, part) for name, part in x.items()}
+    if isinstance(x, tuple | list):
+        return (list if isinstance(x, list) else tuple)([_mapped(change, part) for part in x])
+    return change(x)
+
+
+def _on_cpu(x: Any) -> Any:
+    return x.held if isinstance(x, OnGPU) else torch.device("cpu") if isinstance(x, torch.device) else x
 
 
 def _restored(value: Tensor) -> Tensor:
