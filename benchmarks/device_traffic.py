@@ -7,9 +7,9 @@ Counts `quark_fx` as it was at a commit and as it is here, at 4 and 16 batches. 
 is the GPU, so each weight is copied there once per walk over the blocks, and back where it changes. A wait is an
 operation that makes the host wait for the device, a copy one from pageable memory to the device. The language model
 is a Llama of two layers with 14 linear layers in codes; the network of images has two convolutions and a linear layer.
-`--lines` shows which lines cause most. `--accept` takes every weight that a Hessian judges, so that as many are stored at
-any number of batches. `--write` updates these rows in `docs/on_gpu.md`; what that has of the commit before is not counted
-again.
+`--lines` shows which lines cause most. `--accept` takes every weight that a Hessian judges, so that as many are stored
+at any number of batches. `--write` updates these rows in `docs/on_gpu.md`; what that has of the commit before is not
+counted again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ def counted(name: str, batches: int, *, accept: bool = False) -> PretendGPU:
         data = [torch.randn(4, 3, 8, 8) for _ in range(batches)]
     with PretendGPU() as gpu, warnings.catch_warnings(), accepted() if accept else nullcontext():
         warnings.simplefilter("ignore")
-        qfx.quantize(model, config, data, resources=qfx.Resources(device="pretend"), progress=False)
+        there: Any = {"device": "pretend"}
+        if hasattr(qfx, "Resources"):  # not at the commit before
+            there = {"resources": qfx.Resources(**there)}
+        qfx.quantize(model, config, data, **there, progress=False)
     return gpu
 
 
