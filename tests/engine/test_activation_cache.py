@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.ranks import Ranks
 from quark_fx.engine.resources import Resources
@@ -308,6 +309,7 @@ FILL = """
 import sys, torch
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.ranks import Ranks
 from quark_fx.engine.room import with_room
@@ -436,7 +438,7 @@ def test_a_run_without_room_says_so(tmp_path: Path) -> None:
 
 def test_a_run_that_finds_no_room_says_what_to_change() -> None:
     """After every step that makes room; meanwhile no rank begins what the others do not."""
-    context = Context(QuantConfig(), ActivationCache(), torch.device("cpu"))
+    context = Context(QuantConfig(), CalibrationData(ActivationCache()), torch.device("cpu"))
 
     def full() -> None:
         raise torch.OutOfMemoryError("out of memory")
