@@ -209,7 +209,7 @@ def test_weights_take_the_space_of_their_bits(preset: str, width: int, tmp_path:
     qmodel = quantize(model, whole(preset), [rand(2, width)])
     spec = whole(preset).weight
     assert spec is not None
-    filled = width + -width % (spec.group_size or 1)
+    filled = width + -width % ((spec.group_size or 1) * (spec.scale.group_size or 1))
     weight = torch.nn.functional.pad(model.weight.detach(), (0, filled - width))
     expected = stored_bytes(quantize_tensor(weight, spec), spec)
     assert stored(qfx.export.onnx(qmodel, tmp_path / "model.onnx")) == expected
