@@ -1,4 +1,4 @@
-"""The one call: capture, rewrite, calibrate, convert."""
+"""`quantize` and its companions `predict` and `check`: capture, rewrite, calibrate, convert."""
 
 from __future__ import annotations
 
@@ -70,16 +70,17 @@ def quantize(
 ) -> QuantizedModel:
     """Quantize any PyTorch model. The model itself is not changed.
 
-    Several threads may call this: one call runs at a time, and gives the bits it gives alone. It runs without autocast,
-    inference mode and default device of its caller; a generator that makes `calibration_data` keeps them.
+    Several threads may call this. Calls run one at a time, and each returns the same bits as without the others. The
+    caller's autocast, inference mode, and default device are off during the call; they still apply to a generator that
+    is passed as `calibration_data`.
 
     Args:
-        model: a module in eval mode, a Hugging Face model or the directory of its checkpoint, or an `ExportedProgram`;
-            or a `Session`, which has such a model and its data for several configurations.
-        config: a preset's name, a `QuantConfig`, or its `to_dict()`.
-        calibration_data: batches: tensors, tuples of positional inputs, or mappings of keywords. The
-            first one is also what the model is captured with. A configuration without static ranges
-            needs one batch only, and none for an `ExportedProgram`.
+        model: Module in eval mode, Hugging Face model or the directory of its checkpoint, or `ExportedProgram`; or a
+            `Session`, which holds such a model and its data for several configurations.
+        config: Name of a preset, a `QuantConfig`, or its `to_dict()`.
+        calibration_data: Batches: tensors, tuples of positional inputs, or mappings of keywords. The model is captured
+            with the first one. A configuration without static ranges needs only one batch, and none for an
+            `ExportedProgram`.
         resources: Device that blocks run on, limits of memory and disk, and directories of files.
         dynamic_shapes: Argument of `torch.export.export`. Default: batch and sequence dimensions vary.
         verify: Compare outputs on the first batch after every pass that promises to keep the function.
@@ -89,13 +90,13 @@ def quantize(
         A model called like the original. With an output directory, its tensors are read from files when they are used.
 
     Raises:
-        ConfigError: for an unknown preset or option, a device or directory that cannot be used, or a limit that is too
+        ConfigError: For an unknown preset or option, a device or directory that cannot be used, or a limit that is too
             small.
-        QuarkError: if the model of a session was changed since it began.
-        CheckpointError: if the files of a checkpoint are not what they should be, or there is no room for the result.
-        CaptureError: if the model cannot be captured.
-        CalibrationError: if calibration data or weights are unusable.
-        PassError: if a pass broke its promise (`verify=True`).
+        QuarkError: If the model of a session was changed after the session began.
+        CheckpointError: If the files of a checkpoint are invalid, or there is no room for the result.
+        CaptureError: If the model cannot be captured.
+        CalibrationError: If calibration data or weights are unusable.
+        PassError: If a pass broke its promise (`verify=True`).
     """
     config = resolve(config)
     require_usable(resources)
@@ -106,7 +107,7 @@ def quantize(
     if isinstance(model, Session):
         require_of_session(calibration_data, dynamic_shapes, resources)
     if isinstance(model, str | Path):
-        CheckpointFiles.of(model)  # before anything is made
+        CheckpointFiles.of(model)  # fails before any directory is created
     short = short_memory(output_dir is not None or resources.memory is not None)
     with (
         ranks.telling_failures(),
@@ -130,7 +131,7 @@ def quantize(
             gm, rows, records = _transformed(session, context, shelf, inputs, checkpoint, resources)
         if rows and all(row.reason for row in rows):
             warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()")
-        # The copy holds only what the graph reads, and nothing of the user's model.
+        # The copy holds only tensors that the graph reads, and shares none with the user's model.
         kept = kept_tensors(gm, stored_tensors(captured.module))
         source = _source(model, gm, kept) if isinstance(model, nn.Module) else None
         names = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else None
@@ -147,7 +148,7 @@ def quantize(
         )
         if output_dir is not None:
             del gm.meta["shelf"]
-            ranks.wait()  # for those that still put things in the folder which goes
+            ranks.wait()  # other ranks may still write into the folder that is removed
             if ranks.index == 0:
                 qmodel.save(output_dir)
                 clear(output_dir)
@@ -163,17 +164,9 @@ def _transformed(
     checkpoint: str | Path | None,
     resources: Resources,
 ) -> tuple[GraphModule, list[Row], list[PassRecord]]:
-    """Run all passes in the order of their stages; return the graph and what to report.
+    """Run all passes in the order of their stages; return the graph, the rows of the report, and a record per pass.
 
-    Observer insertion, calibration and conversion are passes, too: see `divided`.
-
-    Args:
-        session: of the model.
-        context: of the run.
-        shelf: where tensors go.
-        verify_inputs: what exact passes are held to.
-        checkpoint: where finished blocks are kept.
-        resources: limits of memory and disk.
+    Observer insertion, calibration, and conversion are passes, too: see `divided`.
     """
     config, progress, ranks = context.config, context.progress, context.ranks
     memory, disk = resources.memory_bytes, resources.disk_bytes
@@ -183,7 +176,7 @@ def _transformed(
     if memory is not None or disk is not None or (learns and progress):
         expected = expect(gm, config, context, others, shelf=shelf is not None)
         if memory is not None or disk is not None:
-            expected = replace(expected, before=max(ranks.gather(expected.before)))  # one advice for all ranks
+            expected = replace(expected, before=max(ranks.gather(expected.before)))  # same advice on all ranks
         require_room(expected, memory, disk)
         if memory is not None:
             context.cache.limit_further(expected.room_for_cache(memory))
@@ -215,21 +208,23 @@ def predict(
     resources: Resources = Resources(),
     dynamic_shapes: Any = None,
 ) -> Prediction:
-    """Return what `quantize` is expected to need, without running the model.
+    """Predict the memory, disk space, and time that `quantize` needs, without running the model.
 
     Args:
-        model: as for `quantize`.
-        config: as for `quantize`.
-        calibration_data: all of the batches that will be used.
-        resources: As for `quantize`. The device, and whether there is an output directory, count; no result is written.
-        dynamic_shapes: as for `quantize`.
+        model: Same as in `quantize`.
+        config: Same as in `quantize`.
+        calibration_data: All batches that `quantize` will get.
+        resources: Same as in `quantize`. Only the device and the presence of `output_dir` change the prediction;
+            nothing is written to that directory.
+        dynamic_shapes: Same as in `quantize`.
 
     Returns:
-        Peaks of memory and disk, and a lower bound of the time. Memory is that of a run with a limit of memory or an
-        output directory, which frees what it no longer needs at once; other runs need up to half more.
+        Peaks of memory and disk, and a lower bound of the time. The peak of memory assumes a limit of memory or an
+        output directory, with which a run frees tensors as soon as it no longer needs them; other runs need up to half
+        more.
 
     Raises:
-        QuarkError: as `quantize` does, for what can be known beforehand.
+        QuarkError: For errors of `quantize` that can be detected without a run.
     """
     config = resolve(config)
     require_usable(resources)
@@ -250,7 +245,7 @@ def predict(
 
 
 def needs_data(config: QuantConfig) -> bool:
-    """Tell whether calibration data change the result: ranges of activations are found, or a pass learns from data.
+    """Tell whether calibration data changes the result: activations have static ranges, or a pass learns from data.
 
     >>> needs_data(preset("int8_static")), needs_data(preset("int8_dynamic"))
     (True, False)
@@ -272,23 +267,24 @@ def check(
     resources: Resources = Resources(),
     dynamic_shapes: Any = None,
 ) -> None:
-    """Raise if what `quantize` would make cannot be exported: in the time that round-to-nearest takes, on one batch.
+    """Raise an error if the result of `quantize` cannot be exported; takes as long as round-to-nearest on one batch.
 
-    The export itself is asked, with codes that nothing was learned for: passes that need data are left out. A layer
-    that such a pass rewrites (`SmoothQuant(explicit=True)`) is therefore not found here.
+    The model is quantized without the passes that need data, and exported to a temporary directory. A layer that such
+    a pass would rewrite (`SmoothQuant(explicit=True)`) is therefore not checked.
 
     Args:
-        model: as for `quantize`.
-        config: as for `quantize`.
-        calibration_data: the first batch is used.
-        export: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"` or `"awq"` (`quark_fx.export.huggingface`), `"gguf"`, or
-            `"qdq"`, `"qoperator"`, `"matmul_nbits"` or `"vitis"` (`quark_fx.export.onnx`), or `"pt2e"`.
-        resources: As for `quantize`; only `device` and `cache` apply.
-        dynamic_shapes: As for `quantize`.
+        model: Same as in `quantize`.
+        config: Same as in `quantize`.
+        calibration_data: Batches; only the first one is used.
+        export: Format: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"`, or `"awq"` (`quark_fx.export.huggingface`);
+            `"gguf"`; `"qdq"`, `"qoperator"`, `"matmul_nbits"`, or `"vitis"` (`quark_fx.export.onnx`); or `"pt2e"`.
+        resources: Same as in `quantize`; only `device` and `cache` apply.
+        dynamic_shapes: Same as in `quantize`.
 
     Raises:
-        ExportError: naming every layer that the format cannot hold, which can be left in float with `exclude`.
-        QuarkError: as `quantize` does, for the model, the configuration and the batch.
+        ExportError: If the format cannot hold some layers; the message names each one, to be kept in float with
+            `exclude`.
+        QuarkError: For errors of `quantize` about the model, the configuration, or the batch.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
     >>> check(model, "int8_static", [torch.ones(2, 8)], export="qdq")
@@ -317,7 +313,7 @@ def check(
 _CHECKPOINTS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 
 _WITHOUT_BRANCHES = (*_CHECKPOINTS, "gguf")
-"""Exports that hold weights of layers, and nothing beside them."""
+"""Formats that hold only weights of layers, without float branches next to them."""
 
 _EXPORTS: dict[str, Callable[..., Any]] = {
     **{name: partial(huggingface, format=name) for name in _CHECKPOINTS},
@@ -325,11 +321,11 @@ _EXPORTS: dict[str, Callable[..., Any]] = {
     **{name: partial(onnx, format=name) for name in ("qdq", "qoperator", "matmul_nbits", "vitis")},
     "pt2e": lambda qmodel, _: pt2e(qmodel),
 }
-"""What writes a quantized model to a path, by the name of its format."""
+"""Functions that write a quantized model to a path, by format."""
 
 
 def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
-    """Raise `ConfigError` if a pass would learn something else on every rank."""
+    """Raise `ConfigError` if a pass would learn different values on each rank."""
     promises = {pass_name(p): getattr(p, "promise", Promise()) for p in config.passes if needs_context(p)}
     names = [name for name, promise in promises.items() if not promise.distributed]
     if names and not ranks.alone:
@@ -339,7 +335,7 @@ def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
 
 
 def _shared_checkpoint(directory: str | Path, fingerprint: Mapping[str, str], ranks: Ranks) -> Checkpoint:
-    """Return a checkpoint whose directory the first rank makes."""
+    """Return a checkpoint whose directory the first rank creates."""
     output = kept_blocks(directory)
     ranks.first(lambda: Checkpoint(directory, fingerprint, output))
     return Checkpoint(directory, fingerprint, output)
@@ -348,13 +344,13 @@ def _shared_checkpoint(directory: str | Path, fingerprint: Mapping[str, str], ra
 def _source(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn.Module | None:
     try:
         return shell_of(model, gm, kept)
-    except Exception as error:  # what the model's own code raises when it is copied
+    except Exception as error:  # copying runs the model's own code, which may raise anything
         logger.debug("the model cannot be copied, so eager() will ask for one: %s", error)
         return None
 
 
 def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) -> list[Row]:
-    """Return the rows with the scales and the noise of the weights as passes on the quantized graph left them."""
+    """Return the rows with the scales and the noise of the weights after the passes on the quantized graph."""
     now: dict[tuple[str, str], dict[str, float]] = {}
     for weight in quantized_weights(gm, context.plan):
         scale, real = weight.scale(gm), tensor_of(context.float_graph, weight.weight).detach()
@@ -364,10 +360,10 @@ def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) ->
 
 
 def resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
-    """Return the configuration that a preset's name, a `QuantConfig` or its `to_dict()` stands for.
+    """Return the configuration for a preset's name, a `QuantConfig`, or its `to_dict()`.
 
     Raises:
-        ConfigError: for an unknown preset or option.
+        ConfigError: For an unknown preset or option.
     """
     if isinstance(config, str):
         return preset(config)

@@ -1,4 +1,4 @@
-"""A model that is captured once and data that is read once, for as many configurations as one likes."""
+"""`Session`: capture a model and read its data once, for any number of configurations."""
 
 from __future__ import annotations
 
@@ -48,18 +48,17 @@ from quark_fx.system.memory import occupied
 
 
 class Session:
-    """A captured model and its calibration data, which `quantize` and its like take instead of both.
+    """A captured model and its calibration data, for `quantize`, `predict`, `check`, `analyze`, and `search`.
 
-    What runs on one session have in common is done once: capture, the passes that need no data, the forward pass over
-    the batches, weights that are rounded alike. Passes and observers that are defined outside of quark_fx run every
-    time, as what their code reads may have changed. Every result has the bits that it has without a session, and shares
-    no memory with another one. The first run that calibrates collects histograms; later runs read their observers from
-    them.
+    Runs on one session share the work that they have in common: capture, the passes that need no data, the forward pass
+    over the batches, and weights that are rounded the same way. Passes and observers that are defined outside of
+    quark_fx run every time, because the data that their code reads may have changed. Every result has the same bits as
+    without a session, and results share no memory. The first run that calibrates collects histograms; later runs
+    compute the results of their observers from these.
 
-    A session holds the batches, the graph that the last passes made and the weights as they were rounded last. It reads
-    the weights of the model itself, and refuses one that was changed since: runs compare checksums, which takes a
-    second for a gigabyte. A run that fails leaves the session as usable as it was. Several threads may use one; their
-    runs take turns.
+    A session keeps the batches, the last rewritten graph, and the last rounded weights. It does not copy the model's
+    weights: a run compares checksums, which takes about a second per gigabyte, and raises an error if the model was
+    changed. After a failed run the session can still be used. Several threads may use a session; their runs take turns.
 
     >>> model = nn.Sequential(nn.Linear(8, 4)).eval()
     >>> session = Session(model, [torch.randn(16, 8)])
@@ -83,16 +82,16 @@ class Session:
         """Capture a model, and read all of the data.
 
         Args:
-            model: as for `quantize`.
-            calibration_data: likewise; it may be a generator.
+            model: Same as in `quantize`.
+            calibration_data: Same as in `quantize`; it may be a generator.
             resources: Device that blocks run on, and limits of cached batches and activations (`device` and `cache`);
                 the other fields belong to one run of `quantize`.
-            dynamic_shapes: as for `quantize`.
+            dynamic_shapes: Same as in `quantize`.
 
         Raises:
-            ConfigError: for a device or a cache that cannot be used.
-            CaptureError: if the model cannot be captured.
-            CalibrationError: if the data is unusable.
+            ConfigError: For a device or a cache that cannot be used.
+            CaptureError: If the model cannot be captured.
+            CalibrationError: If the data is unusable.
         """
         require_usable(resources, "Session", OF_SESSION)
         self._share(model, *peek(calibration_data), dynamic_shapes, resources)
@@ -110,18 +109,18 @@ class Session:
         *,
         lacking: str,
     ) -> Session:
-        """Return a session of what a call was given, which may be one already.
+        """Return a session for the arguments of a call; `model` itself if it is a session.
 
         Args:
-            model: as for `quantize`.
-            data: its calibration data.
-            dynamic_shapes: as for `quantize`.
-            resources: `device` and `cache` of the call.
-            lacking: what to say if there is no data.
+            model: Same as in `quantize`.
+            data: Calibration data.
+            dynamic_shapes: Same as in `quantize`.
+            resources: Resources of the call; only `device` and `cache` apply.
+            lacking: Message of the error if there is no data.
 
         Raises:
-            ConfigError: if data or shapes are given besides a session.
-            CalibrationError: if there is no data.
+            ConfigError: If data or shapes are given together with a session.
+            CalibrationError: If there is no data.
         """
         if isinstance(model, Session):
             require_of_session(data, dynamic_shapes, resources)
@@ -147,26 +146,26 @@ class Session:
         shelf: Shelf | None = None,
         ranks: Ranks = ALONE,
     ) -> Session:
-        """Capture a model for a single run, which keeps data only if it reads it more than once.
+        """Capture a model for a single run, which keeps the data only if it reads it more than once.
 
         Args:
-            model: as for `quantize`.
-            config: of the run.
-            first: the first batch, `None` if there is none.
-            batches: all of them.
-            dynamic_shapes: as for `quantize`.
-            resources: of the run.
-            shelf: where tensors go, of a run with an output directory.
-            ranks: that share the data.
+            model: Same as in `quantize`.
+            config: Configuration of the run.
+            first: First batch, `None` if there is none.
+            batches: All batches.
+            dynamic_shapes: Same as in `quantize`.
+            resources: Resources of the run.
+            shelf: Storage for tensors of a run with an output directory.
+            ranks: Processes that share the data.
 
         Raises:
-            ConfigError: if the model is quantized already.
-            CalibrationError: if there is no batch, or one is unusable.
+            ConfigError: If the model is already quantized.
+            CalibrationError: If there is no batch, or one is unusable.
         """
         self = cls.__new__(cls)
         self._begin(model, first, batches, dynamic_shapes, resources, shelf, ranks)
         if (memory := resources.memory_bytes) is not None:
-            # What data may take before the rest is known.
+            # Limit of the data until the needs of the passes are known.
             self.data.cache.limit_further(max(0, memory - occupied()) // 2)
         if reads_data_often(config, ranks, by_block=self.by_block or shelf is not None):
             self._keep()
@@ -221,7 +220,7 @@ class Session:
         self._place_on(shelf, self.data)
 
     def _place_on(self, shelf: Shelf | None, data: CalibrationData) -> None:
-        """Keep the files of a run on a shelf, unless a budget names another directory.
+        """Keep the files of a run on a shelf, unless the budget of the cache names another directory.
 
         Raises:
             ConfigError: If the model is not on the CPU.
@@ -248,16 +247,16 @@ class Session:
 
     @contextmanager
     def run(self, config: QuantConfig, shelf: Shelf | None = None) -> Iterator[Context]:
-        """Yield the context of a run; what it keeps there goes at its end.
+        """Yield the context of a run, and close its cache at the end.
 
-        A run that fails may have written into what runs share, which is dropped.
+        A failed run may have left the results that runs share incomplete, so they are dropped.
 
         Args:
-            config: of the run.
-            shelf: where tensors go; nothing that other runs made is used then.
+            config: Configuration of the run.
+            shelf: Storage for tensors; a run with a shelf does not use results of other runs.
 
         Raises:
-            QuarkError: if the model was changed since the session began; the message names what.
+            QuarkError: If the model was changed after the session began; the message names the changed tensors.
         """
         context = self.context(config, shelf)
         try:
@@ -269,7 +268,7 @@ class Session:
             context.cache.close()
 
     def context(self, config: QuantConfig, shelf: Shelf | None = None) -> Context:
-        """Return the context of a run, which `run` closes."""
+        """Return the context of a run; `run` closes its cache."""
         if self.shares:
             self._require_unchanged()
         data = self.data.for_another_run() if self.shares else self.data
@@ -283,7 +282,7 @@ class Session:
         return context
 
     def known(self, context: Context) -> Known | None:
-        """Return what is known of the float graph of a run on its batches, `None` if that is its own."""
+        """Return the results that runs with the same float graph and batches share, `None` if this run shares none."""
         if not self.shares or (made_of := _made_of(context.config)) is None:
             return None
         found = self._known.setdefault((made_of, len(context.data.batches)), Known())
@@ -298,9 +297,10 @@ class Session:
         """Return a copy of the captured graph after the passes that need no data, and the records of these passes.
 
         Args:
-            context: of the run.
-            shelf: where tensors go.
-            verify_inputs: see `run_passes`; nothing that others made is used then.
+            context: Context of the run.
+            shelf: Storage for tensors. With a shelf, no result of another run is used.
+            verify_inputs: Batch that exact passes are compared on, see `run_passes`. With it, no result of another run
+                is used.
         """
         rewrites, _ = divided(context.config.passes)
         keys = _keys(rewrites, context.config)
@@ -324,12 +324,12 @@ class Session:
         return None if self._first is None else tuple(flatten(self.captured, self._first))
 
     def shared(self) -> list[Tensor]:
-        """Return the tensors that the model has, or that runs share."""
+        """Return the tensors of the captured model, and of the rewritten graphs that runs share."""
         graphs = [self.captured.module, *(gm for gm, _ in self._graphs.values())]
         return [tensor for gm in graphs for tensor in stored_tensors(gm).values()]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the model that the captured graph reads, as the model has them now."""
+        """Return the current values of the model's tensors that the captured graph reads."""
         found = {name: t for name, t in stored_tensors(self.captured.module).items() if not t.is_meta}
         if not isinstance(self.model, nn.Module):
             return found
@@ -350,7 +350,7 @@ class Session:
 
 _QUANTIZED = "the model, or a part of it, is quantized already; quantize the float model it came from"
 _CODES = ("quark_fx.", "quantized_decomposed.", "quantized.", "torchao.")
-"""Namespaces of operators that compute with codes."""
+"""Prefixes of the names of operators that compute with codes."""
 
 
 def _sum(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:
@@ -358,7 +358,7 @@ def _sum(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:
 
 
 def require_of_session(data: Any, dynamic_shapes: Any, resources: Resources) -> None:
-    """Raise `ConfigError` for arguments and resources of a run that a session has, or cannot have."""
+    """Raise `ConfigError` for arguments that a session already has, and for resources that it does not support."""
     given = {"calibration_data": data, "dynamic_shapes": dynamic_shapes}
     names = [name for name, value in given.items() if value is not None]
     if names := [*names, *resources.given((*OF_SESSION, "distributed"))]:
@@ -369,9 +369,10 @@ def require_of_session(data: Any, dynamic_shapes: Any, resources: Resources) -> 
 
 
 def _keys(passes: Sequence[GraphPass], config: QuantConfig) -> tuple[Hashable, ...] | None:
-    """Return what the graph after some passes depends on, pass by pass; `None` if that cannot be compared.
+    """Return one cache key per pass for the graph after it; `None` if the passes are not comparable.
 
-    Passes of this package depend on their options alone. What other code reads may change between runs.
+    Passes of this package depend only on their options, and on the configuration if they take the context. Other passes
+    may read data that changes between runs.
     """
     if not all(map(is_ours, passes)):
         return None
@@ -384,7 +385,7 @@ def _keys(passes: Sequence[GraphPass], config: QuantConfig) -> tuple[Hashable, .
 
 
 def _made_of(config: QuantConfig) -> Hashable:
-    """Return what the float graph of a configuration depends on, `None` if that cannot be shared."""
+    """Return a cache key for the float graph of a configuration, `None` if the graph cannot be shared."""
     rewrites, others = divided(config.passes)
     ours = {Stage.PLANNED: insert_observers, Stage.OBSERVED: calibrate, Stage.SETTLED: convert}
     if any(pass_stage(p) is Stage.FLOAT or ours.get(pass_stage(p), p) is not p for p in others):
@@ -397,11 +398,11 @@ def _made_of(config: QuantConfig) -> Hashable:
 
 
 _OWN = (insert_observers, calibrate, convert)
-"""The passes of stages that have one each; a configuration can replace them."""
+"""Passes of the stages that have exactly one pass; a configuration can replace them."""
 
 
 def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:
-    """Return all passes in the order of their stages: those before the first one that needs data, and the others."""
+    """Return all passes in the order of their stages, split in two before the first one that needs data."""
     given = {pass_stage(p) for p in passes}
     passes = [*passes, *(own for own in _OWN if pass_stage(own) not in given)]
     ordered = sorted(passes, key=lambda p: list(Stage).index(pass_stage(p)))
@@ -410,24 +411,24 @@ def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPas
 
 
 def reads_data_often(config: QuantConfig, ranks: Ranks, *, by_block: bool) -> bool:
-    """Tell whether a run reads its data more than once, or in parts, so that the data has to be kept."""
+    """Tell whether a run reads its data more than once, or in parts, so that it has to keep the data."""
     return by_block or not ranks.alone or any(map(needs_context, config.passes))
 
 
 def divisible(captured: Captured) -> bool:
-    """Tell whether dimension 0 of every tensor input is the same one that varies: it then counts samples."""
+    """Tell whether dimension 0 of all tensor inputs is the same dynamic dimension, which then counts samples."""
     values = [node.meta["val"] for node in placeholders(captured.module)]
     sizes = [value.shape[0] if value.dim() else 1 for value in values if isinstance(value, torch.Tensor)]
     alike = len({str(size) for size in sizes}) == 1 and all(static_size(size) is None for size in sizes)
-    # The parts of a batch need not be multiples of what the model takes.
+    # The parts of a batch may not be multiples of the size that the model requires.
     return alike and not any(dim == 0 for _, dim, _ in captured.signature.input_multiples)
 
 
 def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
-    """Return the first batch (or `None`) and an iterable over all of them; messages name the purpose."""
+    """Return the first batch (or `None`) and an iterable over all batches; error messages contain `purpose`."""
     if data is None:
         return None, ()
-    several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # a dataset may have nothing else
+    several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # some datasets have only __getitem__
     if (
         isinstance(data, torch.Tensor | Mapping | str)
         or hasattr(data, "keys")
@@ -448,12 +449,13 @@ def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "cal
     """Yield the flat inputs of every batch.
 
     Args:
-        captured: the model that reads them.
-        batches: as they were given.
-        purpose: what they are for, for messages.
+        captured: Model that reads the batches.
+        batches: Batches as the user passed them.
+        purpose: Purpose of the batches, for error messages.
 
     Raises:
-        CalibrationError: if one does not fit, or holds an index no table has; the message names the batch's index.
+        CalibrationError: If a batch does not fit the model, or holds an index that is out of range for its embedding
+            table; the message contains the index of the batch.
     """
     rows = _rows_selected(captured.module)
     for index, batch in enumerate(batches):
@@ -483,7 +485,10 @@ def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "cal
 
 
 def _rows_selected(gm: GraphModule) -> dict[int, int]:
-    """Return how many rows the table has that an input selects from, as it is, by the position of the input."""
+    """Return the number of rows of the table that each index input selects from, by position of the input.
+
+    An input counts only if it reaches the table with its values unchanged.
+    """
     positions = {node: position for position, node in enumerate(placeholders(gm))}
     found: dict[int, int] = {}
     for node in gm.graph.nodes:
@@ -500,7 +505,7 @@ _SAME_VALUES = {
     *(f"aten.{name}" for name in ("view", "reshape", "unsqueeze", "contiguous", "clone", "alias", "detach")),
     *("aten.to.dtype", "aten.flatten.using_ints", "aten.squeeze.dim"),
 }
-"""Operators whose result holds the numbers of their first argument."""
+"""Operators whose result holds the same values as their first argument."""
 
 
 def flatten(captured: Captured, batch: Any) -> list[Any]:
