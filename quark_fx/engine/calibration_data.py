@@ -1,4 +1,4 @@
-"""Calibration batches: where they are kept, which are held out for validation, and which positions are padding."""
+"""Calibration batches: storage, the split into calibration and validation batches, and positions of padding."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from quark_fx.graph.signature import BatchShape, batch_shape
 from quark_fx.system.isolation import warn
 
 _ONE_IN = 8
-"""One sample in eight is validation data; one batch in eight, where batches cannot be divided."""
+"""One sample in eight is validation data; one batch in eight, if batches cannot be divided."""
 
 
 _MASK = "attention_mask"
-"""The input that says which positions are no padding, as Hugging Face models call it; shape (batch, tokens)."""
+"""Input that is nonzero at positions that are not padding, named as in Hugging Face models; shape (batch, tokens)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Positions of a batch that count.
+    """Positions of a batch that are not padding.
 
     Attributes:
-        shape: of all positions, (batch, tokens).
-        rows: numbers of those that count, int64, of the flattened positions.
+        shape: Shape of the mask, (batch, tokens).
+        rows: Indices of the positions that are not padding, in the flattened mask, int64.
     """
 
     shape: torch.Size
@@ -37,28 +37,28 @@ class Positions:
 
     @classmethod
     def of(cls, mask: Any) -> Positions | None:
-        """Return the positions that an attention mask keeps, or `None` if it is not (batch, tokens); waits for it."""
+        """Return the nonzero positions of a mask, `None` if its shape is not (batch, tokens); waits for the device."""
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return None
         return cls(mask.shape, mask.flatten().nonzero().flatten())
 
 
 def without_padding(x: Tensor, kept: Positions | None) -> Tensor:
-    """Return the rows of `x`, shape (rows, last dimension), but for those at positions that are padding.
+    """Return the rows of `x` that are not padding, shape (rows, last dimension).
 
     Args:
-        x: at least one dimension.
-        kept: which positions count; of values with other positions all do.
+        x: Tensor with at least one dimension.
+        kept: Positions that are not padding. If their shape does not match `x`, all rows are returned.
     """
     rows = x.reshape(-1, x.shape[-1])
-    # Flattened positions are in the order of the mask; those of any other shape may not be.
+    # Rows of a flattened batch have the order of the mask; rows of other shapes may not.
     fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.shape.numel() == len(rows)))
     return rows[kept.rows] if kept is not None and fits else rows
 
 
 @dataclass
 class CalibrationData:
-    """Calibration batches of a run, divided into those to learn from and those to judge by.
+    """Calibration batches of a run, divided into batches to learn from and batches to validate on.
 
     Attributes:
         cache: Storage of the batches, and of activations of the run.
@@ -82,7 +82,7 @@ class CalibrationData:
     _judging: int = 0
 
     def for_another_run(self) -> CalibrationData:
-        """Return the same batches, which are not divided yet, with a cache of their own for activations."""
+        """Return the same batches, not divided yet, with a separate cache for activations."""
         cache = ActivationCache(self.cache.budget, self.cache.device, base=self.cache)
         return CalibrationData(cache, self.names, self.ranks, [*self.batches], [*self.shapes])
 
@@ -90,20 +90,20 @@ class CalibrationData:
         """Keep the flat inputs of calibration batches, and divide them (`divide`).
 
         Args:
-            batches: the flat inputs of each.
-            divisible: as for `divide`.
+            batches: Flat inputs of each batch.
+            divisible: Same as in `divide`.
 
         Raises:
-            CalibrationError: if a value is NaN; a mask may hold infinities.
+            CalibrationError: If a value is NaN; a mask may hold infinities.
         """
         self.keep_batches(batches)
         self.divide(divisible=divisible)
 
     def keep_batches(self, batches: Iterable[Sequence[Any]]) -> None:
-        """Keep the flat inputs of calibration batches, which are whole as yet.
+        """Keep the flat inputs of calibration batches, without dividing them.
 
         Raises:
-            CalibrationError: if a value is NaN; a mask may hold infinities.
+            CalibrationError: If a value is NaN; a mask may hold infinities.
         """
         for index, leaves in enumerate(batches):
             self.cache.put(("batch", index, "length"), len(leaves))
@@ -115,15 +115,16 @@ class CalibrationData:
             self.shapes.append(batch_shape(leaves))
 
     def divide(self, *, divisible: bool, learns: bool = False) -> None:
-        """Divide the batches into those to learn from and those to judge by.
+        """Divide the batches into batches to learn from and batches to validate on.
 
         Args:
-            divisible: dimension 0 of every tensor counts samples: the last eighth of these is held out, and a batch
-                that belongs to both parts is divided.
-            learns: A pass of the run learns from the data, so data that leaves nothing to judge by is worth a warning.
+            divisible: Whether dimension 0 of every tensor counts samples. If so, the last eighth of the samples is held
+                out, and a batch that belongs to both parts is divided; otherwise, the last eighth of the batches.
+            learns: Whether a pass of the run learns from the data. If so, warn if there is too little data to hold any
+                out.
 
         Raises:
-            CalibrationError: if a mask leaves nothing.
+            CalibrationError: If the masks leave no position.
         """
         self._judging = min(len(self.batches), max(1, len(self.batches) // _ONE_IN))
         if divisible:
@@ -151,7 +152,7 @@ class CalibrationData:
         while wanted >= counts[-1 - self._judging]:
             wanted -= counts[-1 - self._judging]
             self._judging += 1
-        if wanted:  # a batch that belongs to both
+        if wanted:  # a batch that belongs to both parts
             index = len(counts) - 1 - self._judging
             learned = counts[index] - wanted
             self.batches[index : index + 1] = [(index, slice(0, learned)), (index, slice(learned, counts[index]))]
@@ -162,10 +163,10 @@ class CalibrationData:
             self._judging += 1
 
     def keep_share(self) -> None:
-        """Keep the batches of this rank, and nothing of the others'.
+        """Keep the batches of this rank, and drop the batches of other ranks.
 
         Raises:
-            CalibrationError: if there are fewer batches than ranks.
+            CalibrationError: If there are fewer batches than ranks.
         """
         if self.ranks.alone or not self.batches:
             return
@@ -183,17 +184,17 @@ class CalibrationData:
                 self.cache.drop(("batch", batch, position))
 
     def inputs(self, index: int) -> list[Any]:
-        """Return the flat inputs of batch `index`, tensors on the device.
+        """Return the flat inputs of batch `index`, with tensors on the device.
 
         Raises:
-            CalibrationError: if there is no calibration data.
+            CalibrationError: If calibration data is missing.
         """
         self.require_batches()
         batch, part = self.batches[index]
         return [_part(leaf, part) for leaf in self._leaves(batch)]
 
     def require_batches(self) -> None:
-        """Raise `CalibrationError` if there is no calibration data."""
+        """Raise `CalibrationError` if calibration data is missing."""
         if not self.batches:
             raise CalibrationError("a pass of this configuration learns from data; pass calibration_data")
 
@@ -202,17 +203,17 @@ class CalibrationData:
         return _part(self.cache.get(self.key_of_input(index, position)), self.batches[index][1])
 
     def key_of_input(self, index: int, position: int) -> Hashable:
-        """Return the key that the cache has the whole of one of the flat inputs of batch `index` by."""
+        """Return the cache key of one flat input of the whole batch that batch `index` is, or is a part of."""
         return "batch", self.batches[index][0], position
 
     def number_of(self, index: int) -> int:
-        """Return which of the user's batches batch `index` is, or is a part of."""
+        """Return the index of the user's batch that batch `index` is, or is a part of."""
         return self.batches[index][0] if self.batches else index
 
     def kept_positions(self, batch: int) -> Positions | None:
-        """Return which positions of batch `batch` are no padding, or `None` if the data does not say.
+        """Return the positions of a batch that are not padding, `None` without a mask of shape (batch, tokens).
 
-        They are looked up once, as the device is waited for then.
+        Each batch is looked up only once, because the lookup waits for the device.
         """
         if _MASK not in self.names:
             return None
@@ -223,11 +224,14 @@ class CalibrationData:
         return self._kept[key]
 
     def positions_in(self, leaves: Sequence[Any]) -> Positions | None:
-        """Return which positions of flat inputs are not padding, or `None` if the data does not say."""
+        """Return the positions of flat inputs that are not padding, `None` without a mask of shape (batch, tokens)."""
         return Positions.of(leaves[self.names.index(_MASK)]) if _MASK in self.names else None
 
     def flat_batches(self, device: torch.device) -> Iterator[list[Any]]:
-        """Yield the flat inputs of every batch, tensors on `device`; once, if they are not kept."""
+        """Yield the flat inputs of every batch, with tensors on `device`.
+
+        Batches that are not kept can be read only once, and are not moved.
+        """
         if not self.batches:
             yield from self.unread
         for index in range(len(self.batches)):
@@ -238,22 +242,22 @@ class CalibrationData:
 
     @property
     def calibration(self) -> list[int]:
-        """The batches to learn from."""
+        """Indices of the batches to learn from."""
         return list(range(len(self.batches) - self._judging)) if self.has_validation else [0]
 
     @property
     def validation(self) -> list[int]:
-        """The batches to judge by: the last eighth of the samples, or of the batches where these cannot be divided."""
+        """Indices of the batches to validate on: the last eighth of the samples, or of indivisible batches."""
         return list(range(len(self.batches) - self._judging, len(self.batches)))
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is data to judge by that is not learned from."""
+        """Whether there is validation data that passes do not learn from."""
         return self._given != 1
 
     @property
     def judged_on(self) -> str:
-        """The data that changes are judged by, for the report."""
+        """Name of the data that changes are validated on, for the report."""
         return "validation data" if self.has_validation else "the calibration data"
 
 
@@ -261,9 +265,9 @@ def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> N
     """Raise `CalibrationError` if a flat input holds NaN; a mask may hold infinities.
 
     Args:
-        leaves: the flat inputs.
-        names: of these, empty if they have none.
-        batch: which these are, for the message.
+        leaves: Flat inputs.
+        names: Names of the flat inputs, empty if they have none.
+        batch: Name of the batch, for the message.
     """
     if (position := with_nan(leaves)) is not None:
         name = names[position] if names else position

@@ -1,4 +1,4 @@
-"""Finished blocks of a run, kept in files, so that an interrupted run can continue."""
+"""Files of the finished blocks of a run, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from quark_fx.graph.pass_manager import Change
 from quark_fx.system.writable import replace_synced
 
 _OWNER = "run.json"
-"""The file that says which run finished blocks are of."""
+"""Name of the file with the fingerprint of the run that finished the blocks."""
 
 
 class Checkpoint:
-    """Finished blocks of one run, each a file written in one step.
+    """Directory with the finished blocks of one run; each block is a file, written atomically.
 
-    Each file says which block it holds, of which run and version, and has a digest of its contents. One that does not
-    match is refused: what it holds would become part of the result.
+    Each file records its block, its run, the versions of the code, and a digest of its contents. A file that does not
+    match is refused, because its contents would become part of the result.
 
     Args:
-        directory: made if it does not exist.
-        fingerprint: digests that identify the run, by what they are of; finished blocks of another one are refused.
-        output: the output directory it is a part of, for messages.
+        directory: Path of the directory, which is created if it does not exist.
+        fingerprint: Named digests that identify the run, see `fingerprint`. Blocks of another run are refused.
+        output: Output directory that contains `directory`, for messages.
 
     Raises:
-        ConfigError: if the directory holds blocks of another run or cannot be used.
+        ConfigError: If the directory holds blocks of another run or cannot be used.
     """
 
     @staticmethod
     def is_begun(directory: str | Path) -> bool:
-        """Tell whether a run has kept its blocks in a directory."""
+        """Tell whether a directory belongs to a run that was begun."""
         return Path(directory, _OWNER).exists()
 
     def __init__(self, directory: str | Path, fingerprint: Mapping[str, str], output: Path | None = None) -> None:
@@ -72,10 +72,10 @@ class Checkpoint:
             )
 
     def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
-        """Return what a finished block learned and noted, `None` if it is not finished.
+        """Return the tensors and the changes of a finished block, `None` if it is not finished.
 
         Raises:
-            ConfigError: if the file is not what this run wrote for this block.
+            ConfigError: If the file is damaged, or was written for another block, run, or version.
         """
         file = self._file(walk, block)
         if not file.exists():
@@ -97,7 +97,11 @@ class Checkpoint:
         return tensors, changes
 
     def save(self, walk: int, block: int, tensors: Mapping[str, Tensor], changes: Sequence[Change]) -> None:
-        """Keep what a block learned; an interruption leaves all of it or nothing."""
+        """Write the tensors and the changes of a finished block atomically.
+
+        Raises:
+            CalibrationError: If the file cannot be written.
+        """
         file = self._file(walk, block)
         partial = file.with_suffix(".partial")
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -110,7 +114,7 @@ class Checkpoint:
             raise CalibrationError(f"cannot write checkpoint {file}: {error}; make room and run again") from error
 
     def _identity(self, walk: int, block: int) -> dict[str, str]:
-        """Return what a file says of the block it holds."""
+        """Return the metadata that identifies the block of a file."""
         return {"version": _version(), "block": f"{walk}-{block}", "run": self._run}
 
     def _file(self, walk: int, block: int) -> Path:
@@ -124,7 +128,7 @@ def _write_text(file: Path, text: str) -> None:
 
 
 def _digest(tensors: Mapping[str, Tensor], changes: str) -> str:
-    """Return a digest of what a block learned and noted."""
+    """Return a digest of the tensors and the changes of a block."""
     digest = hashlib.sha256(changes.encode())
     for name in sorted(tensors):
         _update(digest, name, tensors[name])
@@ -132,9 +136,9 @@ def _digest(tensors: Mapping[str, Tensor], changes: str) -> str:
 
 
 def fingerprint(gm: GraphModule, config: QuantConfig, data: CalibrationData) -> dict[str, str]:
-    """Return digests of a graph with its tensors, of the configuration and of the calibration data, to tell runs apart.
+    """Return values that identify a run: digests of graph, tensors, configuration, and data; ranks; versions.
 
-    The code of a pass does not count.
+    A change of the code of a pass is not detected.
     """
     model, configuration, batches = (hashlib.sha256() for _ in range(3))
     configuration.update(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())

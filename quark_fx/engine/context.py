@@ -1,4 +1,4 @@
-"""What a pass may ask for besides the graph: calibration data, memory, a place to note what it did."""
+"""Context of a run, which passes read next to the graph: calibration data, cache, plan, and notes for the report."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Calibrated:
-    """What is planned and what calibration found, for passes between it and conversion to change.
+    """Plan of a run and results of its calibration; passes between calibration and conversion may change them.
 
     Attributes:
-        plan: how the float graph will be quantized.
-        float_graph: a copy of that graph, for passes of the quantized stage.
-        values: parameters of activations, by the node that was observed and its spec.
-        constants: parameters of weights and biases that are settled before they are rounded, by operator and
-            constant; the others are found by their observers.
+        plan: Plan by which the float graph will be quantized.
+        float_graph: Copy of the float graph, for passes of the quantized stage.
+        values: Quantization parameters of activations, by observed node and its spec.
+        constants: Quantization parameters of weights and biases that are fixed before rounding, by operator and
+            constant. Observers compute the parameters of the other constants.
     """
 
     plan: Plan
@@ -52,25 +52,26 @@ class Calibrated:
 
 @dataclass
 class Context:
-    """The run that passes are part of.
+    """State of a run that its passes share.
 
     Attributes:
-        config: what the model is quantized with.
+        config: Configuration of the run.
         data: Calibration batches, and the cache that holds them and activations.
-        device: where blocks run; tensors come from the cache on it.
-        by_block: the graph lies elsewhere, on another device or on disk: it is run block by block, never as a whole.
-        progress: show progress bars.
-        checkpoint: finished blocks, if the run can be resumed.
-        calibrated: the plan, once there is one, and its scales, once they are calibrated.
-        all_samples_learned: a pass also learned from the validation samples, so the errors that later passes measure
-            on them are not on unseen data.
-        rows: of the report, once the graph is converted.
-        histograms: of activations, where observers count values.
-        changes: what the pass that is running noted so far.
-        remark: what the pass that is running says could be done besides.
-        guidance: how sensitive the end loss is to each operator's errors; measured when a pass first asks for it.
-        halvings: how often pieces of weights were halved, for lack of device memory.
-        known: what runs before found out about the same float graph on the same batches, where runs share that.
+        device: Device that blocks run on; the cache returns tensors on it.
+        by_block: Whether the graph is stored elsewhere, on another device or on disk. If so, it runs block by block,
+            never as a whole.
+        progress: Whether to show progress bars.
+        checkpoint: Storage of finished blocks, if the run can be resumed.
+        calibrated: Plan, set by the pass of the planned stage, and its scales, set by calibration.
+        all_samples_learned: Whether a pass also learned from the validation samples. If so, the errors that later
+            passes measure on them are not errors on unseen data.
+        rows: Rows of the report, set by conversion.
+        histograms: Histograms of activations, from observers that count values.
+        changes: Changes that the running pass has noted so far.
+        remark: Text of the running pass for its row of the report.
+        guidance: Sensitivity of the end loss to each operator's errors, measured when a pass first requests it.
+        halvings: Number of times that pieces of weights were halved because device memory ran out.
+        known: Results of earlier runs on the same float graph and batches, if runs share them.
     """
 
     config: QuantConfig
@@ -102,10 +103,10 @@ class Context:
 
     @property
     def planned(self) -> Calibrated:
-        """The plan of the run, the graph it is of, and what calibration found.
+        """The plan of the run, its float graph, and the results of calibration.
 
         Raises:
-            PassError: if the pass of the planned stage made none.
+            PassError: If the pass of the planned stage did not set a plan.
         """
         if self.calibrated is None:
             raise PassError(
@@ -116,7 +117,7 @@ class Context:
 
     @property
     def plan(self) -> Mapping[str, PlannedOperator]:
-        """How each operator is quantized, by the name of its node; empty before anything is planned."""
+        """The planned operators by the names of their nodes; empty before there is a plan."""
         return {} if self.calibrated is None else self.calibrated.by_node
 
     @property
@@ -129,21 +130,21 @@ class Context:
         self.changes.append(change)
 
     def take_changes(self) -> list[Change]:
-        """Return the rows noted since the last call."""
+        """Return the rows noted since the last call, and clear them."""
         changes, self.changes = self.changes, []
         return changes
 
     def keep_block(self, walk: int, block: int, tensors: Mapping[str, Tensor], changes: Sequence[Change]) -> None:
-        """Write what a block learned to the checkpoint, if there is one, on the first rank.
+        """Write the tensors and the changes of a block to the checkpoint, if there is one, on the first rank.
 
         Raises:
-            CalibrationError: in all ranks, if it cannot be written.
+            CalibrationError: On all ranks, if the file cannot be written.
         """
         if (checkpoint := self.checkpoint) is not None:
             self.ranks.first(lambda: checkpoint.save(walk, block, tensors, changes))
 
     def next_walk(self) -> int:
-        """Return how many walks over the blocks were begun before: with the block, the name of a checkpoint."""
+        """Return the number of earlier walks over the blocks, which is part of the names of checkpoint files."""
         self._walks += 1
         return self._walks - 1
 

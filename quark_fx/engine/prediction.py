@@ -1,4 +1,4 @@
-"""What a run will need, predicted from shapes, and the limits that it keeps."""
+"""Predict peak memory, disk, and time of a run from shapes; enforce its limits."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from quark_fx.plan.placement import Plan, plan_quantization
 from quark_fx.system.memory import occupied
 
 _PROBE, _LARGE_PROBE = 512, 8192
-"""Rows and columns of the product that shows how fast a processor is, and an accelerator."""
+"""Sizes of the square matrices whose product measures the speed of a processor, and of an accelerator."""
 
 _MARGIN = 1.03
-"""Advice is above what is expected by this factor: the process has grown a little when it is followed."""
+"""Ratio of the suggested limit to the predicted peak: the process has grown a little by the next call."""
 
 _AT_HOME = ("convert", "result")
-"""Stages that run where the model is."""
+"""Stages that run on the device of the model."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run is expected to take: bytes by which its peak is about as high, and seconds that it takes at least.
+    """Predicted needs of a run: approximate peaks of memory and disk in bytes, and a lower bound of the time.
 
     Attributes:
-        before: memory of the process when the prediction was made.
-        stages: name of each stage, what was held when it begins, and what it needs.
-        device: memory of the device that blocks run on, 0 where that is the host.
-        disk: of a streamed run: what its files take at most, at once.
-        seconds: of the floating-point operations at the speed of a matrix product, measured now.
-        streamed: what passes make is kept in files.
-        resident: the model lies on the device.
-        unknown: passes that do not say what they need, and do not count.
+        before: Memory of the process when the prediction was made.
+        stages: Name of each stage, bytes held when it begins, and bytes and operations that it needs.
+        device: Peak memory of the device that blocks run on, 0 if that is the host.
+        disk: Peak size of all files of a streamed run, 0 for other runs.
+        seconds: Floating-point operations, divided by the speed of a matrix product measured at prediction time.
+        streamed: Whether new tensors are kept in files.
+        resident: Whether the model is on the device, and that is not the CPU.
+        unknown: Names of passes that do not report their needs, which are not counted.
     """
 
     before: int
@@ -61,7 +61,7 @@ class Prediction:
 
     @property
     def host(self) -> int:
-        """The peak of the process's own memory, with all cached activations in it."""
+        """The peak of the process's memory, with all cached activations in memory."""
         return self.within(None)
 
     @property
@@ -71,11 +71,11 @@ class Prediction:
 
     @property
     def blocks(self) -> int:
-        """How many blocks all stages visit together."""
+        """The number of blocks that all stages visit in total."""
         return sum(need.blocks for _, _, need in self.stages)
 
     def within(self, cache: int | None) -> int:
-        """Return the peak if at most so many bytes of cached activations are in memory at once, the others on disk."""
+        """Return the peak with at most `cache` bytes of activations in memory (`None`: all), the rest on disk."""
         return max((self._peak(stage, cache) for stage in self.stages), default=self.before)
 
     def _peak(self, stage: tuple[str, int, Need], cache: int | None) -> int:
@@ -86,7 +86,7 @@ class Prediction:
         return self.before + (0 if self.resident else held) + peak(moments, cache)
 
     def room_for_cache(self, memory: int) -> int:
-        """Return how many bytes of cached activations fit into a budget, less than none if the rest does not."""
+        """Return the bytes of cached activations that fit into a budget; negative if the rest alone exceeds it."""
         return memory - self.within(0)
 
     def __str__(self) -> str:
@@ -110,15 +110,16 @@ def expect(
     shelf: bool,
     shapes: Sequence[BatchShape] = (),
 ) -> Prediction:
-    """Return what the rest of a run is expected to take.
+    """Predict the needs of the rest of a run.
 
     Args:
-        gm: the graph when it has been rewritten as far as it is without data.
-        config: of the run.
-        context: with the calibration batches, if they are kept.
-        passes: those that are still to run, in order.
-        shelf: what passes make is kept in files.
-        shapes: of each batch's inputs, if they are not kept; default: one batch like that it was captured with.
+        gm: Graph after the passes that need no data.
+        config: Configuration of the run.
+        context: Context of the run, with the calibration batches if they are kept.
+        passes: Passes that have not run yet, in order.
+        shelf: Whether new tensors are kept in files.
+        shapes: Shapes of each batch's inputs, for batches that are not kept. Default: one batch with the shapes that
+            the model was captured with.
     """
     plan = plan_quantization(gm, config, quiet=True)
     largest, batches = _largest(context.data.shapes or shapes)
@@ -126,7 +127,7 @@ def expect(
     home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)
     stages, held = [], 0
     for name, need in _stages(sizes, plan, context, passes, shelf=shelf):
-        if name != "result" or not shelf:  # which stays in files
+        if name != "result" or not shelf:  # the result of a streamed run stays in files
             stages.append((name, 0 if shelf else held, need))
         held += need.held
     device, resident = 0, home == context.device and home.type != "cpu"
@@ -147,7 +148,7 @@ def expect(
 def _stages(
     sizes: Sizes, plan: Plan, context: Context, passes: Sequence[GraphPass], *, shelf: bool
 ) -> Iterator[tuple[str, Need]]:
-    """Yield what each stage needs, in order."""
+    """Yield the name and the needs of each stage, in order."""
     for p in passes:
         stage = pass_stage(p)
         if hasattr(p, "needs"):
@@ -157,7 +158,7 @@ def _stages(
         elif stage is Stage.SETTLED:
             codes = sizes.largest_codes if shelf else sizes.codes
             yield pass_name(p), Need((Moment(codes),), held=sizes.codes)
-    # The result owns what it shares with the model.
+    # The result copies the tensors that it shares with the model.
     yield "result", Need((Moment(sizes.floats),))
 
 
@@ -169,7 +170,7 @@ def _calibration(sizes: Sizes, context: Context) -> Need:
 
 
 def _laid_out(sizes: Sizes) -> int:
-    """Return the bytes of convolutions' weights that are laid out anew while batches run."""
+    """Return the bytes of convolution weights that are copied to another memory layout while batches run."""
     found = (Linear.of(node) for node in sizes.gm.graph.nodes)
     images = (linear for linear in found if linear is not None and linear.kind == "conv" and len(linear.kernel) == 2)
     weights = {linear.stored.node for linear in images if max(linear.kernel) > 1}
@@ -177,7 +178,7 @@ def _laid_out(sizes: Sizes) -> int:
 
 
 def _largest(shapes: Sequence[BatchShape]) -> tuple[BatchShape, float]:
-    """Return the shapes of the largest batch, and how many such there would be in all."""
+    """Return the shapes of the largest batch, and the number of such batches that hold as many values as all data."""
     counts = {shape: sum(map(math.prod, shape)) for shape in shapes}
     most = max(counts, key=lambda shape: counts[shape], default=())
     return most, sum(counts[shape] for shape in shapes) / max(1, counts.get(most, 1)) if shapes else 1
@@ -201,7 +202,7 @@ def _speed(device: torch.device) -> float:
 
 
 def require_room(found: Prediction, memory: int | None, disk: int | None) -> None:
-    """Raise `ConfigError`, saying what would fit, if a run does not keep its budget even with its cache on disk."""
+    """Raise `ConfigError` if a run exceeds its limits even with its cache on disk; the message names a larger limit."""
     if memory is not None and not found.before:
         raise ConfigError("memory= needs a system that says what a process occupies (/proc/self/status); leave it out")
     if disk is not None and not found.streamed:

@@ -1,4 +1,4 @@
-"""How a run is executed: where blocks run, the limits it keeps, and the directories it writes."""
+"""Resources of a run: device, limits of memory and disk, and directories."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from quark_fx.system.writable import require_possible
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """How a run is executed: where blocks run, the limits it keeps, and the directories it writes.
+    """Resources of a run: device, limits of memory and disk, and directories.
 
     Args:
-        device: Device that blocks run on; their weights are there only meanwhile. Default: where the model is.
-        cache: Limits of cached activations, which go to disk beyond them. Default: all memory.
-        memory: Limit of the process's memory, in bytes or as `"6GiB"`. Activations that do not fit go to disk, and a
-            run that is expected to need more is refused before it begins. See `predict`.
+        device: Device that blocks run on; it holds their weights only while they run. Default: device of the model.
+        cache: Limits of cached activations; the rest goes to disk. Default: all memory.
+        memory: Limit of the process's memory, in bytes or as `"6GiB"`. Activations that do not fit go to disk. A run
+            that is predicted to need more raises `ConfigError` before it begins. See `predict`.
         disk: Limit of the files that a run with `output_dir` holds at once, in bytes or as `"6GiB"`.
         checkpoint: Directory for finished blocks of passes that learn from data. The same call with the same directory
             continues an interrupted run, with the same result.
         output_dir: Directory that the result is saved to (`QuantizedModel.save`). The model then needs less memory than
             its weights: it runs block by block, and changed weights and finished blocks stay in files of this
             directory until the result is complete. See `open_checkpoint`.
-        distributed: All processes of a job make the same call and share the work. The process group is the current
-            one, or that of torchrun's environment; directories are on a shared file system.
+        distributed: Whether all processes of a job make the same call and share the work. The process group is the
+            current one, or is created from torchrun's environment; directories are on a shared file system.
 
     Raises:
         ConfigError: For a limit that is not a positive number of bytes, or an empty path.
@@ -71,7 +71,7 @@ class Resources:
         return parse_bytes(self.disk, "disk")
 
     def given(self, names: Collection[str]) -> list[str]:
-        """Return those of the fields `names` that are set."""
+        """Return the fields in `names` that are set."""
         return [name for name in names if getattr(self, name) not in (None, False)]
 
 
@@ -80,7 +80,7 @@ OF_SESSION: Final = ("device", "cache")
 
 
 def require_usable(resources: Resources, owner: str = "quantize", names: Collection[str] = ()) -> None:
-    """Raise `ConfigError` for resources that cannot be used; make the directory of the cache.
+    """Raise `ConfigError` for resources that cannot be used; create the directory of the cache.
 
     Args:
         resources: Value that the user gave.
@@ -133,10 +133,10 @@ _UNITS = {
 
 
 def parse_bytes(given: int | str | None, name: str) -> int | None:
-    """Return a number of bytes, given as one or as text with a unit.
+    """Return the number of bytes of a limit: a positive integer, text with a unit, or `None`.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: For any other value.
     """
     if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
         return given
@@ -167,11 +167,11 @@ IN_RESOURCES: Final = {
     field.name: f"; {field.name} belongs in the resources: write resources=Resources({field.name}=...)"
     for field in fields(Resources)
 } | {"streamed": "; streamed is a matter of the resources: write resources=Resources(output_dir=...)"}
-"""What to write instead of an argument, by its name, where `Resources` has it."""
+"""Hints for arguments that are fields of `Resources`, by argument name."""
 
 
 takes_run: Final = checked_names(IN_CONFIGURATION | IN_RESOURCES)
-"""Rejects unknown arguments; says so if the configuration or the resources of a run have one of that name."""
+"""Decorator that rejects unknown arguments, with a hint for fields of the configuration or the resources."""
 
 
 __all__ = ["IN_RESOURCES", "OF_SESSION", "Resources", "bytes_text", "parse_bytes", "require_usable", "takes_run"]
