@@ -286,7 +286,8 @@ def check(
             `exclude`.
         QuarkError: For errors of `quantize` about the model, the configuration, or the batch.
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(8, 4)).eval()
     >>> check(model, "int8_static", [torch.ones(2, 8)], export="qdq")
     """
     if export not in _EXPORTS:

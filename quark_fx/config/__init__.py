@@ -1,1 +1,1 @@
-"""What the user asks for: specs, patterns, and the configuration that holds them."""
+"""Configurations of users: specs, patterns, and targets."""

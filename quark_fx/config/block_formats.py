@@ -1,8 +1,8 @@
-"""Block number formats by name: codes of a small format times a scale per block, as plain `TensorSpec` values.
+"""Named block number formats as plain `TensorSpec` values: codes of a small format times a scale per block.
 
-Each is an element format, a block size and a kind of scale. Blocks lie along what a
-product sums over. Give one to `QuantConfig(weight=...)`, and `.replace(dynamic=True)` of one to
-`QuantConfig(input=...)`: activations are scaled when they are known.
+Each is an element format, a block size, and a scale format. Blocks are along the reduction
+dimension. Pass one to `QuantConfig(weight=...)`, and its `.replace(dynamic=True)` to
+`QuantConfig(input=...)`: scales of activations are computed at run time.
 
 >>> str(MXFP4), str(NVFP4), str(MX6.replace(dynamic=True))
 ('fp4_e2m1 group 32 e8m0_even', 'fp4_e2m1 group 16 e4m3 scales', 'sm5 group 16/2 e8m0_floor dynamic')
@@ -19,9 +19,10 @@ from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8
 from quark_fx.numbers.scales import E4M3_SCALES, E8M0_EVEN, E8M0_FLOOR, HALVES, QuantizedScale
 
 MXFP8_E4M3 = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, scale=E8M0_EVEN)
-"""8-bit floats, blocks of 32. How the exponent of a block is chosen is no part of the standard: this and the other MX
-formats take that of the largest magnitude rounded to the element's mantissa (E4M3 still saturates there, above 464/448
-of its largest value); `.replace(scale="e8m0_floor")` is the standard's example, `"e8m0_ceil"` never saturates."""
+"""8-bit floats, blocks of 32. The standard does not fix the choice of a block's exponent: this and the other MX
+formats take the exponent of the largest magnitude rounded to the element's mantissa (E4M3 still saturates, above
+464/448 of its largest value). `.replace(scale="e8m0_floor")` is the standard's example; `"e8m0_ceil"` never
+saturates."""
 
 MXFP8_E5M2 = MXFP8_E4M3.replace(format=FP8_E5M2)
 """8-bit floats of more range, blocks of 32."""
@@ -36,11 +37,11 @@ MXFP4 = MXFP8_E4M3.replace(format=FP4_E2M1)
 """4-bit floats, blocks of 32."""
 
 MXINT8 = MXFP8_E4M3.replace(format=INT8)
-"""8-bit integers, blocks of 32. A code counts 1/64 of the block's E8M0 scale; the scale held is that of a code."""
+"""8-bit integers, blocks of 32. A code counts 1/64 of the block's E8M0 scale; the stored scale belongs to a code."""
 
 NVFP4 = TensorSpec(format=FP4_E2M1, granularity=Granularity.GROUP, group_size=16, scale=E4M3_SCALES)
 """4-bit floats, blocks of 16 with E4M3 scales below one float32 scale per tensor, which
-`quark_fx.numbers.scales.recover_global_scale` finds again."""
+`quark_fx.numbers.scales.recover_global_scale` recovers."""
 
 BFP16 = MXINT8.replace(group_size=8)
 """Block floating point: 8-bit mantissas, blocks of 8 that share an exponent. The exponent is one higher where a value
@@ -52,13 +53,13 @@ MX9 = TensorSpec(
     group_size=2,
     scale=QuantizedScale(HALVES, group_size=8, scale=E8M0_FLOOR),
 )
-"""Sign and 7 bits; 16 values share an exponent, and each 2 of them a bit that halves their scale: 9 bits a value."""
+"""Sign and 7 bits; 16 values share an exponent, and each pair shares a bit that halves its scale: 9 bits per value."""
 
 MX6 = MX9.replace(format=SM5)
-"""Sign and 4 bits, otherwise as `MX9`: 6 bits a value."""
+"""Sign and 4 bits, otherwise the same as `MX9`: 6 bits per value."""
 
 MX4 = MX9.replace(format=SM3)
-"""Sign and 2 bits, otherwise as `MX9`: 4 bits a value."""
+"""Sign and 2 bits, otherwise the same as `MX9`: 4 bits per value."""
 
 BLOCK_FORMATS: dict[str, TensorSpec] = {
     name.lower(): value for name, value in list(globals().items()) if isinstance(value, TensorSpec)

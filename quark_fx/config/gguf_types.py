@@ -1,7 +1,7 @@
-"""The types of llama.cpp's weights as plain `TensorSpec` values, under its own names, and its mixtures of them.
+"""Weight types of llama.cpp as plain `TensorSpec` values, with llama.cpp's names, and its mixtures of types.
 
-What a graph computes with one is what llama.cpp reads of the file, bit for bit: scales and offsets are those a block
-holds, before codes are chosen. Rows are multiples of 256 inputs for types whose names end in K, else of 32.
+A graph computes with exactly the values that llama.cpp reads from the file: scales and offsets are rounded to their
+stored formats before codes are chosen. Rows are multiples of 256 inputs for types whose names end in K, else of 32.
 
 >>> str(Q4_K), str(Q6_K)
 ('uint4 group 256/32 uint6_float16 offset', 'int6 group 256/16 int8_float16')
@@ -26,19 +26,19 @@ from quark_fx.numbers.scales import FLOAT16, QuantizedScale
 from quark_fx.system.names import unknown
 
 Q8_0 = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=32, scale=FLOAT16)
-"""8-bit integers, blocks of 32 with a float16 scale: 8.5 bits a weight."""
+"""8-bit integers, blocks of 32 with a float16 scale: 8.5 bits per weight."""
 
 Q5_0 = Q8_0.replace(format=INT5, symmetry=Symmetry.SIGN_AWARE)
-"""5-bit integers, otherwise as `Q8_0`, with scales of either sign: 5.5 bits."""
+"""5-bit integers, otherwise the same as `Q8_0`, with scales of either sign: 5.5 bits."""
 
 Q4_0 = Q5_0.replace(format=INT4)
-"""4-bit integers, otherwise as `Q5_0`: 4.5 bits."""
+"""4-bit integers, otherwise the same as `Q5_0`: 4.5 bits."""
 
 Q5_1 = Q8_0.replace(format=UINT5, symmetry=Symmetry.OFFSET)
 """5-bit codes of blocks of 32 with a float16 scale and offset: 6 bits."""
 
 Q4_1 = Q5_1.replace(format=UINT4)
-"""4-bit codes, otherwise as `Q5_1`: 5 bits."""
+"""4-bit codes, otherwise the same as `Q5_1`: 5 bits."""
 
 Q4_K = TensorSpec(
     format=UINT4,
@@ -47,10 +47,10 @@ Q4_K = TensorSpec(
     symmetry=Symmetry.OFFSET,
     scale=QuantizedScale(UINT6, group_size=8, scale=FLOAT16),
 )
-"""4-bit codes; each 32 of 256 have a scale and an offset of 6 bits, which count steps of float16: 4.5 bits."""
+"""4-bit codes; each 32 of 256 have a 6-bit scale and offset, in multiples of float16 values: 4.5 bits."""
 
 Q5_K = Q4_K.replace(format=UINT5, symmetry=Symmetry.OFFSET)
-"""5-bit codes, otherwise as `Q4_K`: 5.5 bits."""
+"""5-bit codes, otherwise the same as `Q4_K`: 5.5 bits."""
 
 Q2_K = Q4_K.replace(format=UINT2, symmetry=Symmetry.OFFSET, group_size=16, scale=QuantizedScale(UINT4, 16, FLOAT16))
 """2-bit codes; each 16 of 256 have a scale and an offset of 4 bits: 2.625 bits."""
@@ -69,13 +69,13 @@ GGUF_TYPES: dict[str, TensorSpec] = {
 _MIXTURES = {"Q4_K_M": Q4_K, "Q5_K_M": Q5_K}
 
 _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What llama.cpp takes where 256 does not divide a row."""
+"""Types that llama.cpp uses instead for rows that are not a multiple of 256."""
 
 _MORE_BITS = frozenset({"v_proj", "down_proj"})
-"""The matrices that have more bits in some layers."""
+"""Matrices that have more bits in some layers."""
 
 _BESIDE_EIGHT_EXPERTS = {"k_proj": Q8_0, "v_proj": Q8_0, "o_proj": Q5_K}
-"""What llama.cpp has for the attention of models with eight experts in a layer, whose experts outweigh it."""
+"""Attention types of llama.cpp for models with eight experts per layer, whose experts hold most of the weights."""
 
 _IN_LAYER = re.compile(r"\.(\d+)\.(?:.*\.)?(\w+)$")
 
@@ -84,18 +84,18 @@ def mixed(model: nn.Module, name: Literal["Q4_K_M", "Q5_K_M"]) -> QuantConfig:
     """Return the configuration of llama.cpp's mixture of types for a language model of transformers.
 
     Linear layers and experts are Q4_K (or Q5_K). The head is Q6_K, and so is an embedding tied to it. The value and
-    down projections, those of experts too, are Q6_K in the first and last eighth of the layers, and in every third
-    layer between. In models with 8 experts per layer, keys and values are Q8_0 and the attention output projection
-    is Q5_K. Rows that 256 does not divide have types of blocks of 32, those that 32 does not divide stay in float, as
-    do routers and matrices of one row. llama.cpp's exceptions for models of 70B parameters are left out. No pass is
-    listed: `.replace(passes=...)`.
+    down projections, including those in experts, are Q6_K in the first and last eighth of the layers, and in every
+    third layer between. In models with 8 experts per layer, keys and values are Q8_0 and the attention output
+    projection is Q5_K. Rows that are not a multiple of 256 use types with blocks of 32. Rows that are not a multiple of
+    32, routers, and matrices of one row stay in float. llama.cpp's exceptions for models of 70B parameters are left
+    out. The configuration lists no passes; add them with `.replace(passes=...)`.
 
     Args:
-        model: with layers that are numbered, linear layers named as Llama's, and experts in stacks.
-        name: as llama.cpp calls it.
+        model: Model with numbered layers, linear layers with Llama's names, and stacked experts.
+        name: Name of the mixture in llama.cpp.
 
     Raises:
-        ConfigError: for another name.
+        ConfigError: For another name.
 
     Source:
         `llama_tensor_get_type_impl` of llama.cpp's `llama-quant.cpp`.
@@ -135,7 +135,7 @@ def _has_more_bits(layer: int, layers: int) -> bool:
 
 
 def _dividing(spec: TensorSpec, inputs: int) -> TensorSpec | None:
-    """Return the type for rows of so many inputs, `None` for float."""
+    """Return the type for rows with `inputs` values, `None` for float."""
     name = next(name for name, value in GGUF_TYPES.items() if value == spec)
     if inputs % 256 == 0:
         return spec

@@ -1,4 +1,4 @@
-"""Configurations by name. `quark_fx.presets` enters those of the package."""
+"""Registry of named configurations. `quark_fx.presets` registers the presets of the package."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PRESETS: Registry[QuantConfig, QuantConfig] = Registry("preset")
 
 @checked_call
 def preset(name: str) -> QuantConfig:
-    """Return the preset called `name`, in any case; `float16` and `bfloat16` are names, too.
+    """Return the preset called `name`, in any case; `float16` and `bfloat16` are accepted, too.
 
     Raises:
-        ConfigError: If there is none; the message lists all names and the closest one.
+        ConfigError: If the name is unknown; the message lists all names and the closest one.
     """
     found = PRESETS.get(LONG_NAMES.get(name.lower(), name.lower()))
     if found is None:

@@ -1,4 +1,4 @@
-"""What to quantize and how: frozen values that refuse to contradict themselves."""
+"""`QuantConfig` and `Override`: configurations as frozen and validated values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quark_fx.system.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
 
 
 class _Inherit:
-    """The value of an override's field that is left as the configuration has it."""
+    """Value of a field of an override that keeps the configuration's value."""
 
     def __repr__(self) -> str:
         return "INHERIT"
@@ -44,18 +44,19 @@ SpecOrInherit = TensorSpec | _Inherit | None
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Other specs for the operators a pattern selects.
+    """Specs for the operators that a pattern selects, in place of the configuration's.
 
     Args:
-        pattern: a glob on the module name (`"encoder.layer.0.*"`), or `"op:"` and a glob on the operator
-            kind of `quark_fx.graph.operators` (`"op:embedding"`); `"op:head"` is the one whose output is the model's,
-            `"op:router"` one of whose outputs the largest are looked up, as what sends tokens to experts,
-            `"op:depthwise"` a convolution of each channel by itself, `"op:adapter"` the two operators of a low-rank
-            branch that is added to another one.
-        weight: `INHERIT` leaves it as it is, `None` keeps it in float.
-        input: likewise.
-        output: likewise.
-        kv_cache: likewise; an attention goes by the name of the module that computes it, and by `"op:attention"`.
+        pattern: Glob on the module name (`"encoder.layer.0.*"`), or `"op:"` and a glob on the operator kind of
+            `quark_fx.graph.operators` (`"op:embedding"`). `"op:head"` is the operator that computes the output of the
+            model; `"op:router"` an operator followed by a top-k, which sends tokens to experts; `"op:depthwise"` a
+            depthwise convolution; `"op:adapter"` the two operators of a low-rank branch that is added to another
+            operator.
+        weight: Spec of the weight; `INHERIT` keeps the configuration's spec, `None` keeps the weight in float.
+        input: Spec of the input, with the same special values.
+        output: Spec of the output, with the same special values.
+        kv_cache: Spec of the KV cache, with the same special values. Patterns match the name of the module that
+            computes the attention, and `"op:attention"`.
     """
 
     pattern: str
@@ -66,7 +67,7 @@ class Override:
 
     @property
     def quantizes(self) -> bool:
-        """Whether it says how to quantize something; otherwise it keeps operands in float."""
+        """True if it quantizes an operand, false if it only keeps operands in float."""
         return any(isinstance(getattr(self, key), TensorSpec) for key in _PER_OPERATOR)
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,25 +103,25 @@ _PER_OPERATOR = tuple(f.name for f in fields(OperatorSpecs))
 @checked
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
-    """What to quantize, how, and the passes to run before.
+    """Configuration of a run: specs, passes, overrides, exclusions, and target.
 
     Args:
-        weight: spec of the weights; `None` keeps them in float.
-        input: spec of the activations that enter quantized operators; `None` is weight-only.
-        output: spec of the activations that leave them, where an integer kernel or another quantized
-            operator wants it; `None` keeps outputs in float.
-        bias: spec of the biases. INT32 takes the scale `input scale * weight scale`; any other format
-            has a range of its own.
-        kv_cache: spec of the keys and values that attention reads, as a cache holds them; `None` keeps them in float.
+        weight: Spec of the weights; `None` keeps them in float.
+        input: Spec of the activations that enter quantized operators; `None` is weight-only.
+        output: Spec of the outputs of quantized operators that an integer kernel or another quantized operator reads in
+            integers; `None` keeps outputs in float.
+        bias: Spec of the biases. INT32 takes the scale `input scale * weight scale`; any other format
+            has a separate range.
+        kv_cache: Spec of the keys and values that attention reads, as a cache holds them; `None` keeps them in float.
             `granularity="channel"` is one scale per head and channel, `"token"` one per token and head, at run time.
-        passes: graph passes in order: those on the float graph run before calibration, those on the
-            quantized graph after conversion.
-        overrides: other specs for some operators; where several match, the last wins.
+        passes: Graph passes, in order. Passes on the float graph run before calibration, passes on the quantized graph
+            after conversion.
+        overrides: Specs for some operators; if several overrides match, the last one wins.
         exclude: Patterns (as in `Override`) of operators that stay in float; they win over overrides.
-        target: what the result has to run on: a `quark_fx.Target`, or its name.
+        target: Backend that runs the result: a `quark_fx.Target`, or its name.
 
     Raises:
-        ConfigError: if the fields contradict each other; the message names the fix.
+        ConfigError: If the fields contradict each other; the message names the fix.
     """
 
     weight: TensorSpec | None = None
@@ -242,7 +243,7 @@ class QuantConfig:
         """Return a copy with `changes`, checked again. A weight's `group_size` may be given directly.
 
         Raises:
-            ConfigError: for an unknown field, or if the result contradicts itself.
+            ConfigError: For an unknown field, or if the result contradicts itself.
         """
         if "group_size" in changes:
             if self.weight is None:
@@ -259,24 +260,25 @@ class QuantConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
-        """Inverse of `to_dict`. Fields besides a `preset`, which is a name, replace those that it has.
+        """Build a configuration from plain data, the inverse of `to_dict`.
 
-        Of a spec that the preset has, only the fields that are given are replaced.
+        If `data` names a `preset`, its other fields replace fields of the preset. A spec that the preset also has keeps
+        the fields that `data` does not set.
 
         Args:
-            data: plain data.
-            stored: Keep passes, observers, and targets that are not registered as data (`Stored`): a stored model does
-                not need the code that made it.
+            data: Plain data.
+            stored: Whether to keep unregistered passes, observers, and targets as data (`Stored`). A stored model loads
+                without the code of its custom passes.
 
         Raises:
-            ConfigError: for an unknown key or value; the message lists the valid ones.
+            ConfigError: For an unknown key or value; the message lists the valid ones.
         """
         try:
             with keeping_stored(stored):
                 return cls._from_dict(data)
         except ConfigError:
             raise
-        except Exception as error:  # whatever a pass or observer raises about an option of another type
+        except Exception as error:  # passes and observers may raise anything for an option of another type
             raise ConfigError(
                 f"the configuration {brief(data)} cannot be read: {type(error).__name__}: {brief(str(error))}"
             ) from error
@@ -319,7 +321,7 @@ class QuantConfig:
     @classmethod
     @checked_call
     def from_yaml(cls, source: str | Path) -> Self:
-        """Build from YAML text, or from the file a `Path` names; errors as `from_dict`."""
+        """Build a configuration from YAML text, or from the file at a `Path`; raises the errors of `from_dict`."""
         try:
             text = read_bytes(source, YAML_LIMIT).decode("utf-8") if isinstance(source, Path) else source
             data = parse_yaml(text)
@@ -337,7 +339,7 @@ _SPECS = ("weight", "input", "output", "bias", "kv_cache")
 
 
 def _preset(name: Any) -> QuantConfig:
-    from quark_fx.config.named import preset  # which is made of configurations
+    from quark_fx.config.named import preset  # imports this module
 
     if not isinstance(name, str):
         raise ConfigError(f"preset is the name of one, not {brief(name)}")
@@ -349,7 +351,7 @@ IN_CONFIGURATION: Final = {
     "preset"
     for name in (*(field.name for field in fields(QuantConfig)), "group_size")
 }
-"""What to write instead of an argument, by its name, where a configuration has it."""
+"""Hints for arguments that are fields of a configuration, by argument name."""
 
 
 __all__ = [

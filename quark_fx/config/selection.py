@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
 NOT_SELECTED = "skipped: not selected"
-"""What a pass notes of an operator that its patterns leave out."""
+"""Note in the report for an operator that the patterns of a pass do not select."""
 
 
 class Named(Protocol):
@@ -18,12 +18,12 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """The module it comes from."""
+        """The name of the module that contains it."""
         ...
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What `"op:"` patterns may call it by."""
+        """The kinds that `"op:"` patterns match."""
         ...
 
 
@@ -31,12 +31,12 @@ N = TypeVar("N", bound=Named)
 
 
 def matches(pattern: str, name: str, *kinds: str) -> bool:
-    """Tell whether `pattern` selects the operator of module `name`, which is of these kinds.
+    """Tell whether `pattern` selects an operator of module `name` with the given kinds.
 
     Args:
-        pattern: a glob on the module name, or `"op:"` and a glob on a kind (see `config.quant_config.Override`).
-        name: the module it comes from.
-        kinds: of the operator.
+        pattern: Glob on the module name, or `"op:"` and a glob on a kind (see `config.quant_config.Override`).
+        name: Name of the module that contains the operator.
+        kinds: Kinds of the operator.
 
     >>> matches("layers.*.up", "layers.0.up"), matches("op:conv*", "layers.0.up", "linear")
     (True, False)
@@ -60,8 +60,8 @@ class Selective:
     """A pass that can be limited to some operators; passes with the option derive from it.
 
     Args:
-        only: patterns, as `QuantConfig.exclude` has them, of the operators it changes; empty for all. What scales
-            channels between operators, or rounds what they read, counts as a change of those that read it.
+        only: Patterns of the operators to change, as in `QuantConfig.exclude`; empty for all operators. A pass that
+            scales or rounds a value changes the operators that take the value as input.
     """
 
     only: tuple[str, ...] = ()

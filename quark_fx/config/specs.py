@@ -1,4 +1,4 @@
-"""How one tensor is quantized: a frozen value that refuses to contradict itself."""
+"""`TensorSpec`: the quantization of one tensor, as a frozen and validated value."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from quark_fx.system.untrusted import brief
 
 
 class Granularity(StrEnum):
-    """How many values share one scale."""
+    """The set of values that share one scale."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"
     """One scale per output channel of a weight, or per head and channel of a KV cache."""
     GROUP = "group"
-    """One scale per `group_size` values along what a product sums over: the input channels of a weight; of an
-    activation the last dimension, or the channels of a convolution's, measured at run time."""
+    """One scale per `group_size` values along the reduction dimension: the input channels of a weight; the last
+    dimension of an activation, or its channels for a convolution, with scales measured at run time."""
     TOKEN = "token"
     """One scale per row of the last dimension of an activation, or per token and head of a KV cache, measured at run
     time."""
@@ -35,24 +35,24 @@ class Granularity(StrEnum):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """How one tensor is quantized.
+    """Quantization of one tensor.
 
     Args:
-        format: number format of the codes.
-        granularity: what shares a scale.
-        group_size: values per group, for `Granularity.GROUP` (the last group may be shorter).
+        format: Number format of the codes.
+        granularity: Set of values that share a scale.
+        group_size: Number of values per group, for `Granularity.GROUP` (the last group may be shorter).
         group_rows: Output channels of a weight that share the scales of their groups: with group_size=128 and
             group_rows=128, one scale per block of 128x128 (the last blocks can be smaller). Solvers keep these scales.
-        symmetry: default: symmetric for signed formats, asymmetric for unsigned ones.
+        symmetry: Symmetry of the codes. Default: symmetric for signed formats, asymmetric for unsigned ones.
         scale: Format of the scales: a name such as "float16" or "e8m0_even", or a `QuantizedScale`.
-        observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
-        dynamic: measure the range at run time instead of by calibration (activations only); a share of it with the
-            observer `Adjusted(ratio=...)`.
-        reduce_range: use 7 bits of an 8-bit integer format, or 15 of 16: -64 to 64 of int8, 0 to 127 of uint8
-            (weights only).
+        observer: Method that finds the range. Default: `MinMax`, or `Placeholder` for 16-bit floats.
+        dynamic: Whether the range is measured at run time instead of by calibration (activations only). The observer
+            `Adjusted(ratio=...)` uses a fraction of that range.
+        reduce_range: Whether to use 7 bits of an 8-bit integer format, or 15 of 16: -64 to 64 of int8, 0 to 127 of
+            uint8 (weights only).
 
     Raises:
-        ConfigError: if the fields contradict each other; the message names the fix.
+        ConfigError: If the fields contradict each other; the message names the fix.
     """
 
     format: Format
@@ -71,7 +71,7 @@ class TensorSpec:
             raise ConfigError(f"format {self.format} is not registered: call quark_fx.formats.register_format on it")
         object.__setattr__(self, "symmetry", self.scheme.symmetry)
         object.__setattr__(self, "observer", self.new_observer)
-        OBSERVERS.name_of(self.observer)  # which refuses one that takes the name of another
+        OBSERVERS.name_of(self.observer)  # raises an error if two observers have the same name
         finder = self.observer.observer if isinstance(self.observer, Adjusted) else self.observer
         for wrong, message in (
             (
@@ -180,13 +180,13 @@ class TensorSpec:
 
     @property
     def _symmetry_of_levels(self) -> Symmetry | None:
-        """The symmetry that scales of two levels go with; `None` for other scales."""
+        """The symmetry that two-level scales require; `None` for other scales."""
         multiples = self.scale.multiples
         return None if multiples is None else Symmetry.SIGN_AWARE if multiples.signed else Symmetry.OFFSET
 
     @property
     def scheme(self) -> Scheme:
-        """Format, symmetry, and format of scales: what the numerics need."""
+        """The fields that determine the arithmetic: format, symmetry, scale format, and reduced range."""
         return Scheme(
             format=self.format,
             symmetry=self.symmetry or (Symmetry.SYMMETRIC if self.format.signed else Symmetry.ASYMMETRIC),
@@ -196,34 +196,34 @@ class TensorSpec:
 
     @property
     def new_observer(self) -> Observer:
-        """What finds the range, before it saw a value."""
+        """The observer that finds the range, before it has seen a value."""
         return self.observer or (Placeholder() if self.is_cast else MinMax())
 
     @property
     def is_cast(self) -> bool:
-        """Whether the format is reached by a plain cast."""
+        """True if the format needs only a cast and no scale."""
         return not self.format.needs_scale
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether scales of activations are found on calibration data: neither measured at run time, nor a cast."""
+        """True if scales of activations come from calibration data: neither a dynamic range nor a cast."""
         return not self.dynamic and not self.is_cast
 
     @property
     def ratio(self) -> float:
-        """The share of a range that `Adjusted` keeps."""
+        """The fraction of the range that `Adjusted` keeps; 1 for other observers."""
         return self.observer.ratio if isinstance(self.observer, Adjusted) else 1.0
 
     @property
     def measures_a_share(self) -> bool:
-        """Whether a part of the range is used that is measured at run time."""
+        """True if only a fraction of the range that is measured at run time is used."""
         return self.dynamic and self.ratio != 1
 
     def measurement(self, dim: int) -> Measurement:
-        """Return the arguments of `quark_fx.numbers.ops.dynamic_qparams` behind the tensor, for a dynamic spec.
+        """Return the arguments of `quark_fx.numbers.ops.dynamic_qparams` that follow the tensor, for a dynamic spec.
 
         Args:
-            dim: of the activation, that is summed over: a token's channels and groups lie along it.
+            dim: Reduction dimension of the activation. Groups, and the channels of a token, are along it.
         """
         axis, block = None, 0
         if self.granularity is Granularity.TOKEN:
@@ -234,10 +234,10 @@ class TensorSpec:
         return str(self.format), str(self.symmetry), axis, block, str(self.scale), group, self.ratio
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with `changes`, checked again; what followed from the format follows from a new one.
+        """Return a validated copy with `changes`; defaults that depend on the format follow a new format.
 
         Raises:
-            ConfigError: for an unknown field, or if the result contradicts itself.
+            ConfigError: For an unknown field, or if the result contradicts itself.
         """
         known_fields(type(self), changes)
         if "format" in changes:
@@ -273,8 +273,8 @@ class TensorSpec:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`; raises `ConfigError` for an unknown key or value and lists the valid ones.
 
-        Earlier versions wrote `scale_type`, the name of a format of scales, and `sub_group_size`, the values of a scale
-        of which several share a scale.
+        Earlier versions wrote `scale_type`, the name of the scale format, and `sub_group_size`, the number of values
+        per scale if groups of scales share a scale.
         """
         values = known_fields(cls, _with_scale(data))
         if "format" not in values:
@@ -283,7 +283,7 @@ class TensorSpec:
 
 
 def _with_scale(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return fields of which `scale` and `group_size` replace those of earlier versions."""
+    """Return the fields, with `scale` and `group_size` in place of fields of earlier versions."""
     if not isinstance(data, Mapping) or not {"scale_type", "sub_group_size"} & set(data) or "scale" in data:
         return data
     values = dict(data)

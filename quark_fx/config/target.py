@@ -1,7 +1,7 @@
-"""What a quantized graph has to run on: one frozen value a backend, found by name. `quark_fx.targets` has our own.
+"""`Target`: one frozen value per backend, in a registry. `quark_fx.targets` holds the targets of the package.
 
-To add one: build a `Target` and hand it to `register_target`. Configurations, YAML and stored models then find it by
-name. Nothing asks which target it is: configurations, placement, training and export ask the value.
+To add a backend, pass a `Target` to `register_target`. Configurations, YAML, and stored models then refer to it by its
+name. No code tests for a specific target: configurations, placement, training, and export read the value's fields.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quark_fx.system.untrusted import brief
 
 
 class Operand(StrEnum):
-    """The tensors of an operator that have a spec, called as the fields of a configuration."""
+    """The tensors of an operator that have a spec, named after the fields of a configuration."""
 
     WEIGHT = "weight"
     INPUT = "input"
@@ -36,14 +36,14 @@ class Operand(StrEnum):
 @checked
 @dataclass(frozen=True)
 class Refusal:
-    """Specs that a backend does not take.
+    """Specs that a backend does not support.
 
     Attributes:
-        when: whether the backend refuses a spec for an operand.
-        why: the message of the error, which names the fix. `{spec.format}` and the like are filled in.
+        when: Function that tells whether the backend refuses a spec for an operand.
+        why: Message of the error, which names the fix. Fields such as `{spec.format}` are filled in.
 
     Raises:
-        ConfigError: if `why` has a field that no spec can fill in.
+        ConfigError: If `why` has a field that no spec can fill in.
     """
 
     when: Callable[[TensorSpec, Operand], bool]
@@ -76,25 +76,26 @@ def _taken(*_: object) -> str:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where quantizers belong, besides the inputs of operators with weights.
+    """Positions of quantizers, in addition to the inputs of operators with weights.
 
     Attributes:
-        arithmetic: operators without weights that run in integers, such as `"aten.add.Tensor"`.
-        anywhere: they do so wherever their inputs are in integers; otherwise only between quantized operators.
-        rounds_output: whether what an operator with a weight makes is rounded, whatever reads it; otherwise it is where
-            everything that reads it does so in integers.
-        in_float: kinds (such as `"lstm"`) and roles (such as `"router"`) of operators whose weights stay in float.
-        rounds_input: whether an operator of a kind whose weight gets codes reads its activation as a spec says;
-            otherwise it reads it in float.
-        continues: whether a node works on the value it reads before that is rounded, as the activation function does
-            that a kernel applies to its sums.
-        refuses: says why the backend cannot run an operator, and what to do instead; empty if it can. Its arguments are
-            the kind, the spec of the weight, that of the input (`None`: float), and the geometry (`None` for recurrent
-            layers and embeddings).
-        fuses: whether the backend runs siblings (`quark_fx.plan.siblings`) as one kernel, so that all have the same
+        arithmetic: Operators without weights that run in integers, such as `"aten.add.Tensor"`.
+        anywhere: Whether these run in integers wherever their inputs are in integers; otherwise, they do so only
+            between quantized operators.
+        rounds_output: Function that tells whether the output of an operator with a weight is always rounded; otherwise,
+            it is rounded only if all its consumers read it in integers.
+        in_float: Kinds (such as `"lstm"`) and roles (such as `"router"`) of operators whose weights stay in float.
+        rounds_input: Function that tells whether an operator of a kind with a quantized weight reads its activation
+            with a given spec; otherwise, it reads it in float.
+        continues: Function that tells whether a node works on the value it reads before rounding, such as an activation
+            function that a kernel applies to its sums.
+        refuses: Function that returns why the backend cannot run an operator, with the fix; empty if it can. Its
+            arguments are the kind, the spec of the weight, the spec of the input (`None`: float), and the geometry
+            (`None` for recurrent layers and embeddings).
+        fuses: Whether the backend runs siblings (`quark_fx.plan.siblings`) as one kernel, so that all have the same
             specs, or all stay in float.
-        branches: whether it computes in float what a pass puts beside an operator. `LowRank` changes nothing where it
-            does not.
+        branches: Whether the backend computes float branches that a pass adds next to an operator. `LowRank` changes
+            nothing if it does not.
     """
 
     arithmetic: frozenset[str] = frozenset()
@@ -111,20 +112,20 @@ class Placement:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class OnnxFiles:
-    """How a graph is written as an ONNX file.
+    """Options of the backend's ONNX files.
 
     Attributes:
-        formats: those of `quark_fx.export.onnx` that the backend reads, its default first.
-        opset: the default.
-        opsets: the oldest and the newest that the backend reads.
-        runtime: whose mistakes the file is written around: `quark_fx.export.to_onnx.rules` has rules for
-            `"onnxruntime"` that other backends do without.
-        rules: rewrites for this backend alone, which run last: see `quark_fx.export.onnx`.
-        check: raises `ExportError` for an `onnx_ir.Model` that the backend does not load. Every file passes
-            `onnx.checker`, and ONNX Runtime loads it, before that.
+        formats: Formats of `quark_fx.export.onnx` that the backend reads, its default first.
+        opset: Default opset.
+        opsets: Oldest and newest opset that the backend reads.
+        runtime: Runtime whose defects the file works around: `quark_fx.export.to_onnx.rules` has rules for
+            `"onnxruntime"` that other backends do not need.
+        rules: Rewrites for this backend alone, which run last: see `quark_fx.export.onnx`.
+        check: Function that raises `ExportError` for an `onnx_ir.Model` that the backend does not load. Before
+            it, every file passes `onnx.checker`, and ONNX Runtime loads it.
 
     Raises:
-        ConfigError: if there is no format, or the default opset is not one that the backend reads.
+        ConfigError: If `formats` is empty, or the backend does not read the default opset.
     """
 
     formats: tuple[str, ...] = ("qdq", "qoperator", "matmul_nbits", "vitis")
@@ -146,26 +147,26 @@ class OnnxFiles:
 
 
 Unrotated = Callable[[Sequence[str], bool, int], str]
-"""Says why a backend does not rotate what an operator reads: see `CheckpointFiles`."""
+"""Function that returns why a backend does not rotate the input of an operator: see `CheckpointFiles`."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFiles:
-    """How a graph is written as a checkpoint.
+    """Options of the backend's checkpoints.
 
     Attributes:
-        refuses: says why the backend does not read a format of `quark_fx.export.huggingface`, and what to do instead;
-            empty if it does. Its arguments are the format, its `quantization_config`, and the names of experts'
+        refuses: Function that returns why the backend does not read a format of `quark_fx.export.huggingface`, with the
+            fix; empty if it does. Its arguments are the format, its `quantization_config`, and the names of experts'
             modules that stay in float.
-        stacks: whether compressed-tensors stores experts that stay in float as stacks, where transformers looks for
-            them beside quantized layers; otherwise each expert has its own matrices, as in a float checkpoint.
-        fused: the backend's names of fused layers, each with the names of the layers that it fuses. Where all of these
-            stay in float, the checkpoint lists the fused name as well.
-        unrotated: says why the backend does not rotate what an operator reads at run time, as compressed-tensors'
-            `transform_config` has it, and what to do instead; empty if it does. Its arguments are the kinds of the
-            operator that patterns know, whether it has a bias, and the size of the matrix. `Rotate` skips what it
-            refuses. `None`: nothing is known, so checkpoints with rotations are refused.
+        stacks: Whether compressed-tensors stores experts that stay in float as stacks, where transformers looks for
+            them if other layers are quantized; otherwise, each expert has its own matrices, as in a float checkpoint.
+        fused: Names of the backend's fused layers, each with the names of the layers that it fuses. If all of these
+            stay in float, the checkpoint also lists the fused name.
+        unrotated: Function that returns why the backend does not rotate the input of an operator at run time (the
+            `transform_config` of compressed-tensors), with the fix; empty if it does. Its arguments are the kinds of
+            the operator in patterns, whether it has a bias, and the size of the matrix. `Rotate` skips operators that
+            it refuses. `None` means that the backend's support is unknown: checkpoints with rotations are refused.
     """
 
     refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken
@@ -177,18 +178,18 @@ class CheckpointFiles:
 @checked
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Target:
-    """A backend: what it accepts, where it rounds, how it counts and how its files are spelled.
+    """A backend: the specs it supports, its placement of quantizers, its integer limits, and its files.
 
     Attributes:
-        name: in configurations. Two targets of one name are equal.
-        refuses: what `QuantConfig` refuses for it; the first that applies is the error.
-        placement: where quantizers belong.
-        limits_pairs: weight codes are limited so that two products of 8 bits, added in 16 bits, never saturate
+        name: Name in configurations. Targets with the same name are equal.
+        refuses: Specs that `QuantConfig` refuses for it; the first one that applies gives the error.
+        placement: Positions of quantizers.
+        limits_pairs: Whether weight codes are limited so that two products of 8 bits, added in 16 bits, never saturate
             (`quark_fx.plan.pair_sums`).
-        onnx: how its ONNX files are written.
-        checkpoints: how those of `quark_fx.export.huggingface` are written.
-        latency_runtime: what `quark_fx.search` measures latency in: `"onnxruntime"`, `"compile"`
-            (`QuantizedModel.compile`), or empty where the backend is on another machine.
+        onnx: Options of its ONNX files.
+        checkpoints: Options of its checkpoints (`quark_fx.export.huggingface`).
+        latency_runtime: Runtime that `quark_fx.search` measures latency in: `"onnxruntime"`, `"compile"`
+            (`QuantizedModel.compile`), or empty if the backend is on another machine.
     """
 
     name: str
@@ -204,9 +205,9 @@ class Target:
     ONNX_VNNI: ClassVar[Target]
     """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
     OPENVINO: ClassVar[Target]
-    """OpenVINO on any x64 or ARM processor, which reads ONNX files and sums in integers what is calibrated."""
+    """OpenVINO on any x64 or ARM processor, which reads ONNX files and sums calibrated operators in integers."""
     TENSORRT: ClassVar[Target]
-    """TensorRT: ONNX files in int8 or with int4 weights; its `onnx.check` holds any file to the documentation."""
+    """TensorRT: ONNX files in int8 or with int4 weights; its `onnx.check` compares any file with the documentation."""
     EXECUTORCH: ClassVar[Target]
     """ExecuTorch's XNNPACK kernels, which return quantized outputs; see `quark_fx.export.pt2e`."""
     VLLM: ClassVar[Target]
@@ -214,12 +215,12 @@ class Target:
     SGLANG: ClassVar[Target]
     """SGLang, which reads the checkpoints of `quark_fx.export.huggingface` and fuses layers that read one value."""
     TORCH: ClassVar[Target]
-    """Anything the graph can express, to be run by PyTorch."""
+    """PyTorch, which runs every graph."""
     DPU: ClassVar[Target]
-    """AMD's DPU, by way of ONNX: it multiplies by shifts, and rounds what every operator makes."""
+    """AMD's DPU, by way of ONNX: it scales by shifts, and rounds the output of every operator."""
 
     def refusal(self, spec: TensorSpec | None, operand: Operand) -> str | None:
-        """Return why the backend does not take a spec; `None` if it does, or if there is no spec."""
+        """Return why the backend does not support a spec; `None` if it does, or if `spec` is `None`."""
         reasons = (r.why.format(spec=spec) for r in self.refuses if spec is not None and r.when(spec, operand))
         return next(reasons, None)
 
@@ -233,11 +234,11 @@ class Target:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return stored_target, (self.name,)  # another process has functions of its own
+        return stored_target, (self.name,)  # functions of a target are not pickled
 
 
 DEFAULT: Final = "onnx"
-"""The target of configurations that name none."""
+"""Name of the default target."""
 
 TARGETS: Final[Registry[Target, Target]] = Registry(
     "target",
@@ -250,10 +251,10 @@ _add = TARGETS.add
 
 
 def register_target(target: Target) -> Target:
-    """Let configurations find a target by its name. A module can register one again, as a notebook cell does.
+    """Register a target by its name. A module can register a name again, for example from a notebook cell.
 
     Raises:
-        ConfigError: For anything but a `Target`, or the name of a target that another module registered.
+        ConfigError: For a value that is not a `Target`, or the name of a target that another module registered.
     """
     if not isinstance(target, Target):
         raise ConfigError(f"{brief(target)} is not a Target; write register_target(Target(name=...))")
@@ -261,7 +262,7 @@ def register_target(target: Target) -> Target:
 
 
 find_target = TARGETS.find
-"""Returns the target of a name; the error lists the closest one and all names."""
+"""Returns the target with a name; the error lists the closest name and all names."""
 
 
 def stored_target(name: str) -> Target:
@@ -273,14 +274,14 @@ def stored_target(name: str) -> Target:
 def undivided_groups(
     weight: TensorSpec, linear: Linear | None, sizes: Iterable[int], otherwise: str, *, shorter: bool = True
 ) -> str:
-    """Return why a backend cannot run groups that do not divide the inputs of an operator; empty if they do.
+    """Return why a backend cannot run groups that do not divide an operator's inputs; empty if it can.
 
     Args:
-        weight: in groups or not.
-        linear: the operator's geometry.
-        sizes: the group sizes the backend has, of which the first that divides the inputs is proposed.
-        otherwise: what to do if none does.
-        shorter: whether it takes rows shorter than a group.
+        weight: Spec of the weight, with or without groups.
+        linear: Geometry of the operator.
+        sizes: Group sizes that the backend supports; the first one that divides the inputs is proposed.
+        otherwise: Fix to propose if none does.
+        shorter: Whether the backend supports rows shorter than a group.
     """
     size, inputs = weight.group_size, 0 if linear is None else linear.shape[linear.input_axis]
     if size is None or inputs % size == 0 or (shorter and inputs < size):
