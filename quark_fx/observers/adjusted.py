@@ -18,15 +18,15 @@ from quark_fx.system.options import Interval, NonNegativeFloat
 @observer
 @dataclass(frozen=True, kw_only=True)
 class Adjusted(Observer):
-    """The range of another observer, both ends times `ratio`, and as wide as the scale `eps` makes it at least.
+    """Range of another observer, with both ends multiplied by `ratio` and widened to a scale of at least `eps`.
 
     Args:
-        observer: what finds the range, also by name or as a dict.
-        ratio: share of the range that is kept; what lies beyond saturates.
-        eps: smallest scale; 0 for any. Torch's observers have `torch.finfo(torch.float32).eps`.
+        observer: Observer that finds the range, its name, or its dict.
+        ratio: Fraction of the range that is kept; values outside it saturate.
+        eps: Smallest scale, 0 for no limit. Torch's observers have `torch.finfo(torch.float32).eps`.
 
     Raises:
-        ConfigError: for a value out of range, or an observer that has no range or chooses its own scales.
+        ConfigError: For a value out of range, or an observer without a range or with its own choice of scales.
 
     Source:
         `ratio` of Neural Compressor's `quant_tensor`, for symmetric formats; `eps` of `torch.ao.quantization` and of
@@ -55,7 +55,7 @@ class Adjusted(Observer):
         return replace(self, seen=self.seen.merge(other.seen))
 
     def reading(self, seen: Observer) -> Self | None:
-        """Change the range that the observer finds in what another one saw."""
+        """Return this observer with the values that `seen` saw, if the wrapped observer can use them."""
         inner = self.observer.reading(seen.seen or seen.observer if isinstance(seen, Adjusted) else seen)
         return None if inner is None else replace(self, seen=inner)
 

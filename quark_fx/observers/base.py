@@ -1,11 +1,11 @@
-"""What an observer is: a fold whose starting value is its own configuration.
+"""Base class of observers. An observer is a fold whose starting value is its configuration.
 
-An observer with no data yet is what a `TensorSpec` holds (`Percentile(percentile=99.9)`); `observe`
-returns a new one that has seen more. `merge` joins two that saw different data, in order, so a data
-set split over machines or interrupted by a crash gives the same result as one pass.
+A `TensorSpec` holds an observer without data (`Percentile(percentile=99.9)`). `observe` returns a new
+observer that includes more data. `merge` joins two observers of different data, in order, so a data set
+that is split over machines or interrupted by a crash gives the same result as one pass.
 
-To add one: a frozen dataclass decorated with `@observer`, option fields first, state fields declared
-with `state()`. It is then reachable by name from configurations and YAML.
+To add an observer, decorate a frozen dataclass with `@observer`: option fields first, then state fields
+declared with `state()`. Configurations and YAML can then name it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _register = OBSERVERS.add
 def observer(cls: ObserverType) -> ObserverType:
     """Register an observer class under its name in snake case (`MovingAverage` is `moving_average`).
 
-    Its options are checked by their annotations (`quark_fx.system.options`). A class can be defined again, as a
-    notebook cell does that runs twice.
+    Its options are checked by their annotations (`quark_fx.system.options`). A class can be defined again, for
+    example by a notebook cell that runs twice.
 
     Raises:
         ConfigError: If another class has the name.
@@ -52,16 +52,16 @@ def observer(cls: ObserverType) -> ObserverType:
 
 
 def state() -> Any:
-    """Declare a dataclass field that holds what was observed, `None` before the first tensor."""
+    """Declare a dataclass field for the state of an observer, `None` before the first tensor."""
     return field(default=None, repr=False, compare=False, metadata={"state": True})
 
 
 @dataclass(frozen=True)
 class Observer(ABC):
-    """The fold every observer implements. It knows no axis, no module and, until `range`, no format."""
+    """Fold that every observer implements. It does not depend on axes, modules, or, before `range`, on a format."""
 
     weights_only: ClassVar[bool] = False
-    """Whether it needs to see a tensor as a whole."""
+    """True if it needs the whole tensor at once."""
 
     @abstractmethod
     def observe(self, x: Tensor) -> Self:
@@ -79,11 +79,11 @@ class Observer(ABC):
         """Return the real range to represent, two tensors of shape `(channels,)`.
 
         Raises:
-            ValueError: if nothing was observed, or a value was not finite.
+            ValueError: If nothing was observed, or a value was not finite.
         """
 
     def qparams(self, scheme: Scheme) -> QParams:
-        """Return scale and zero point, shape `(channels,)`; errors as `range`."""
+        """Return scale and zero point, shape `(channels,)`; raises the errors of `range`."""
         low, high = self.range(scheme)
         try:
             return affine_qparams(low, high, scheme)
@@ -93,12 +93,12 @@ class Observer(ABC):
     def reading(self, seen: Observer) -> Self | None:
         """Return this observer as if it had seen what `seen` saw; `None` if `seen` does not hold all that it needs.
 
-        Observers that fold values alike share one fold: by default those of the same class and options.
+        Observers with the same fold can share it: by default, observers of the same class and options.
         """
         return seen if type(seen) is type(self) and seen == self else None
 
     def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
-        """Return the parameters of a tensor that is known as a whole, shapes as `observe` and `qparams` have them."""
+        """Return the parameters of a whole tensor; shapes as in `observe` and `qparams`."""
         return self.observe(x).qparams(scheme)
 
     @property
@@ -111,7 +111,7 @@ def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tenso
     """Return `(low, high)`.
 
     Raises:
-        ValueError: if they are `None` (nothing was observed), NaN or infinite.
+        ValueError: If they are `None` (nothing was observed), NaN, or infinite.
     """
     if low is None or high is None:
         raise ValueError("nothing was observed")

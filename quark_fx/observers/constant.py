@@ -1,4 +1,4 @@
-"""Ranges of tensors that are known as a whole: the squared error is measured, not estimated on a histogram."""
+"""Ranges of whole tensors: the squared error is measured, not estimated from a histogram."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quark_fx.numbers.ops import rounded
 from quark_fx.numbers.qparams import QParams, Scheme, require_range, unchecked_affine_qparams
 
 _Thresholds = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""From a share of the range, shape (channels,), to the lower and the upper threshold."""
+"""Function from a fraction of the range, shape (channels,), to the lower and the upper threshold."""
 
 _SIXTEENTHS = ((1.0, 16), (1 / 16, 8))
-"""Shares of the range that are tried, as widths around the best so far and steps in them: sixteenths, then eighths of a
-sixteenth."""
+"""Search of the fraction of the range: width around the best so far, and number of steps on each side. First
+sixteenths, then eighths of a sixteenth."""
 
 _EXPONENTS = (2.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 """Shares that are tried where scales are powers of two in 8 bits: one exponent more than the range needs, up to four
@@ -33,18 +33,19 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
     moves the upper, and then the lower.
 
     Args:
-        x: shape (channels, values), finite.
-        scheme: what it will be quantized to.
+        x: Tensor of shape (channels, values), finite.
+        scheme: Scheme of the quantized tensor.
 
     Returns:
         Parameters of shape (channels,).
 
     Raises:
-        ValueError: if a value is NaN or infinite.
+        ValueError: If a value is NaN or infinite.
     """
     x = x.detach().float()
     low, high = x.amin(1).clamp(max=0), x.amax(1).clamp(min=0)
-    require_range(low, high)  # once; a share above 1 may overflow, and is not chosen, as its error is no smaller
+    # Once: a share above 1 may overflow, but its error is then not smaller, so it is not chosen.
+    require_range(low, high)
     share = _best_share(x, scheme, lambda share: (low * share, high * share), torch.ones_like(low))
     low, high = low * share, high * share
     if not scheme.symmetric:

@@ -1,4 +1,4 @@
-"""Scales at which the values of a tensor spread as the values of an 8-bit float do."""
+"""Scales that match the standard deviation of a tensor to the standard deviation of a float format."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from quark_fx.system.names import unknown
 @observer
 @dataclass(frozen=True, kw_only=True)
 class Distribution(HistogramObserver):
-    """The scale at which data and float format have the same standard deviation; for floats of 4 to 8 bits.
+    """Scale at which data and float format have the same standard deviation; for floats of 4 to 8 bits.
 
-    E4M3 then reaches 4.5 standard deviations and what lies beyond saturates, so it is for values around zero. A tensor
-    of one value, which has no deviation, is scaled as by `MinMax`.
+    E4M3 then covers 4.5 standard deviations and larger values saturate, so it suits values around zero. A tensor with a
+    single distinct value has zero deviation and gets the scale of `MinMax`.
 
     Args:
-        scenario: `"same"` takes the deviation of the values, `"p3"` that of their cube roots, which suits a format
-            whose values are spread as cubes of normal ones.
+        scenario: Source of the deviation: `"same"` uses the values, `"p3"` their cube roots, which suits a format whose
+            values are distributed like cubes of normal values.
 
     Raises:
-        ConfigError: for an unknown scenario, or a grid that holds magnitudes only.
+        ConfigError: For an unknown scenario, or a grid that holds magnitudes only.
 
     Source:
         ONNX Runtime `HistogramCollector.compute_distribution` (`grid="onnxruntime"`) and `compute_scale_zp_float8`.

@@ -25,15 +25,15 @@ class Entropy(HistogramObserver):
     Args:
         method: `"modelopt"` compares magnitudes; `"onnxruntime"` compares signed values and needs the signed grid
             `"dyadic"` or `"onnxruntime"`.
-        quantized_bins: how many bins the quantized distribution has; by default the format's number of codes on one
+        quantized_bins: Number of bins of the quantized distribution; by default the format's number of codes on one
             side of zero (both sides for `"onnxruntime"`).
-        stride: every how many bins a candidate lies.
-        start_bin: number of bins inside the first candidate, by default `quantized_bins`.
+        stride: Number of bins between candidates.
+        start_bin: Number of bins inside the first candidate, by default `quantized_bins`.
 
     ONNX Runtime's own defaults, `bins=128, quantized_bins=128`, have a single candidate, which is `MinMax`.
 
     Raises:
-        ConfigError: for an unknown method or a number out of range.
+        ConfigError: For an unknown method or a number out of range.
 
     Source:
         S. Migacz, 8-bit inference with TensorRT, GTC 2017; ModelOpt `compute_amax("entropy")`; ONNX Runtime
@@ -78,9 +78,9 @@ def modelopt_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor,
     """Return `(-threshold, threshold)`, scalars, for one row of magnitudes.
 
     Args:
-        bins: one row.
-        levels: number of quantized bins.
-        inside: candidates: how many bins lie inside the threshold, increasing.
+        bins: Bins of one row.
+        levels: Number of quantized bins.
+        inside: Candidates: numbers of bins inside the threshold, increasing.
 
     Cells of candidate `i` start at bin `ceil(cell * i / levels)`. With `A` the count and `N` the number of non-empty
     bins of a cell, `sum p log q` over its bins is `A log(A / N)`: prefix sums replace the loop over bins.

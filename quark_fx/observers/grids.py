@@ -1,4 +1,4 @@
-"""Where the bins of a histogram lie: our own grid, and those of other tools."""
+"""Grids of histogram bins: the dyadic grid, and the grids of other tools."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quark_fx.observers.peers.linear_histogram import SPANS, PeerGrid
 
 
 class Grid(Protocol):
-    """How values are counted, and what bins they are in."""
+    """Interface of a grid: counts values, and returns their bins."""
 
     @property
     def absolute(self) -> bool:
-        """Whether it holds magnitudes only."""
+        """True if it holds only magnitudes."""
         ...
 
     def count(self, before: Any, x: Tensor, bins: int, *, skip_zeros: bool) -> Any:

@@ -23,14 +23,14 @@ class Histogram(NamedTuple):
     """Counts on a grid of `2 * bins` bins around zero, one row per channel.
 
     Bin `i` holds `(i - bins) * width <= x < (i - bins + 1) * width`, `width = 2**exponent`; a negative value so small
-    that `x / width` is no float32 counts as zero.
+    that `x / width` underflows in float32 counts as zero.
 
     Attributes:
-        counts: int64, `(channels, 2 * bins)`.
-        exponent: int32, `(channels,)`.
-        low: exact minimum, float32, `(channels,)`; NaN or infinite as soon as one value was.
-        high: exact maximum, likewise.
-        sums: sum of the values in each bin, float64, shape of `counts`; `None` unless asked for.
+        counts: Counts per bin, int64, `(channels, 2 * bins)`.
+        exponent: Base-2 logarithm of the width, int32, `(channels,)`.
+        low: Exact minimum, float32, `(channels,)`; NaN or infinite as soon as one value was.
+        high: Exact maximum, with the same type and shape.
+        sums: Sum of the values in each bin, float64, shape of `counts`; `None` unless asked for.
     """
 
     counts: Tensor
@@ -46,12 +46,12 @@ class Histogram(NamedTuple):
         """Count `x`, shape `(channels, values)`, without synchronizing its device.
 
         Args:
-            x: floating point.
-            bins: bins on a side, a power of two.
-            skip_zeros: leave exact zeros out.
-            sums: also sum the values in each bin.
-            coarse: the smallest exponents to use; those of a histogram that this one will be merged with spare
-                one of the two being coarsened, and change nothing else.
+            x: Floating-point tensor.
+            bins: Number of bins on each side of zero, a power of two.
+            skip_zeros: Whether to leave exact zeros out.
+            sums: Whether to also sum the values in each bin.
+            coarse: Smallest exponents to use. The exponents of a histogram that the result will be merged with avoid
+                coarsening one of the two, and change nothing else.
         """
         low, high = x.amin(1).float(), x.amax(1).float()
         largest = torch.maximum(-low, high).nan_to_num(posinf=torch.finfo(torch.float32).max)
@@ -84,11 +84,11 @@ class Histogram(NamedTuple):
 
 
 class Bins(NamedTuple):
-    """What a reading reads: equally wide bins, row by row.
+    """Bins of equal width per row, from which observers compute ranges.
 
     Attributes:
-        edges: float64, `(channels, n + 1)`, increasing.
-        counts: float64, `(channels, n)`.
+        edges: Edges of the bins, float64, `(channels, n + 1)`, increasing.
+        counts: Counts per bin, float64, `(channels, n)`.
     """
 
     edges: Tensor
@@ -105,7 +105,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether reading a value of `x` stops no other device."""
+    """Tell whether reading a value of `x` needs no synchronization with a device."""
     return x.is_cpu
 
 

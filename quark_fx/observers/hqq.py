@@ -23,19 +23,20 @@ _GROWTH = 1.01
 @observer
 @dataclass(frozen=True, kw_only=True)
 class Hqq(MinMax):
-    """For asymmetric weights: scale and zero point of half-quadratic quantization.
+    """Scale and zero point of half-quadratic quantization, for asymmetric weights.
 
-    It minimizes the sum of `|w - q(w)| ** norm`, which forgives outliers, by turns: errors are shrunk, then scale and
-    zero point are those that fit the rest in the least squares. The paper fits the zero point alone and keeps it as a
-    real number; here it is rounded, as files hold it, which the scale makes up for. What is best on the way is kept.
+    It minimizes the sum of `|w - q(w)| ** norm`, which is robust to outliers, by alternating two steps: shrink the
+    errors, then fit scale and zero point to the rest by least squares. The paper fits only the zero point and keeps it
+    as a real number; here it is rounded to the integer that files store, and the scale compensates. The best iterate is
+    returned.
 
     Args:
-        norm: the exponent, above 0 and below 1 for robustness.
-        penalty: its weight at first.
-        iterations: at most; it ends when the error no longer falls.
+        norm: Exponent, above 0, and below 1 for robustness.
+        penalty: Initial weight of the penalty.
+        iterations: Maximum number of iterations; the search ends when the error no longer falls.
 
     Raises:
-        ConfigError: for a value out of range.
+        ConfigError: For a value out of range.
 
     Source:
         Badri and Shaji 2023 (HQQ), equations 3 to 7.

@@ -55,7 +55,7 @@ class MinMax(Observer):
         return replace(self, low=torch.minimum(self.low, other.low), high=torch.maximum(self.high, other.high))
 
     def reading(self, seen: Observer) -> Self | None:
-        """Read the extremes that a histogram on the dyadic grid has beside its counts, or those of another `MinMax`."""
+        """Return this observer with the extremes of a histogram on the dyadic grid, or of another `MinMax`."""
         if type(self).observe is not MinMax.observe:
             return super().reading(seen)
         if isinstance(seen, MinMax) and type(seen).observe is MinMax.observe:
@@ -78,7 +78,7 @@ class MovingAverage(Observer):
     order of the batches, and `merge` keeps it.
 
     Raises:
-        ConfigError: if `constant` is not in (0, 1].
+        ConfigError: If `constant` is not in (0, 1].
     """
 
     constant: Annotated[float, Interval("(0, 1]")] = 0.01

@@ -27,7 +27,7 @@ class Mse(HistogramObserver):
     the whole range, then tries every candidate for the upper end, then every one for the lower.
 
     Raises:
-        ConfigError: if `stride` is not positive or `start_bin` not below `bins`.
+        ConfigError: If `stride` is not positive or `start_bin` not below `bins`.
 
     Source:
         ModelOpt `compute_amax("mse")` as intended; Quark `PerTensorMSEObserver` as intended.
@@ -77,7 +77,7 @@ class HistogramL2(HistogramObserver):
     same one), so that outliers on both sides are found together.
 
     Raises:
-        ConfigError: if `candidates` is not positive.
+        ConfigError: If `candidates` is not positive.
 
     Source:
         `torch.ao.quantization.HistogramObserver`, whose greedy walk this replaces by the minimum.

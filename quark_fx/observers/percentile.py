@@ -26,7 +26,7 @@ class Percentile(HistogramObserver):
     between magnitudes and values.
 
     Raises:
-        ConfigError: if `percentile` is not in (1, 100]: a fraction would clip nearly all values.
+        ConfigError: If `percentile` is not in (1, 100]: a fraction would clip nearly all values.
 
     Source:
         ONNX Runtime `HistogramCollector.compute_percentile`; ModelOpt `compute_amax("percentile")`.

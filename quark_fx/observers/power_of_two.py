@@ -32,7 +32,7 @@ class NonOverflow(MinMax):
             overflows by up to sqrt(2).
 
     Raises:
-        ConfigError: for another rounding.
+        ConfigError: For another rounding.
     """
 
     rounding: str = "ceil"
@@ -69,7 +69,7 @@ class PowerOfTwoMinMse(Observer):
     """The power-of-two scale with the smallest squared error.
 
     Candidates are `2**(e - offset)` with `2**e` the power nearest to the scale of the extremes; of equals the larger
-    scale wins. The zero point is that of the extremes. The sums behind the error are kept per bin of a dyadic
+    scale wins. The zero point follows from the extremes. The sums for the error are kept per bin of a dyadic
     histogram: rounding cells of a power-of-two scale end where bins end, so the error is exact, not an estimate, for
     integers of up to 8 bits, in memory that does not grow. Wider ones round within a bin, and are charged
     `scale**2 / 12` a value for it.
@@ -78,15 +78,15 @@ class PowerOfTwoMinMse(Observer):
         mode: `"all"` values of all batches together; `"most_common"` of the batches' best scales (of equals the
             smaller scale), symmetric formats only; `"percentile"`: all values up to the percentile of the magnitudes,
             of an asymmetric format those between the percentiles that leave out half of the rest on each side.
-        percentile: for that mode; resolved to a bin.
-        offsets: distances to try, in order; `(-2, -1, 0, 1, 2)` is Quark's for PyTorch.
+        percentile: Percentile of mode `"percentile"`, resolved to a bin.
+        offsets: Distances to try, in order; `(-2, -1, 0, 1, 2)` is Quark's for PyTorch.
         bins: 0 for the exact error; otherwise the error of the centers of so many bins, as Quark 0.13 has it with
             2048, symmetric formats only. Its grid is fixed by the first batch.
-        vote: the format the batches of `"most_common"` vote for.
-        vote_symmetry: its symmetry, `"symmetric"` or `"symmetric_full"`.
+        vote: Format for which the batches of `"most_common"` choose scales.
+        vote_symmetry: Symmetry of that format, `"symmetric"` or `"symmetric_full"`.
 
     Raises:
-        ConfigError: for an unknown mode, no offsets, or `bins` with a mode that has none.
+        ConfigError: For an unknown mode, no offsets, or `bins` with a mode that has none.
     """
 
     mode: str = "all"
@@ -97,7 +97,7 @@ class PowerOfTwoMinMse(Observer):
     vote_symmetry: str = "symmetric"
     histogram: Histogram | LinearHistogram | None = state()
     votes: Tensor | None = state()
-    """How many batches chose `2**(column - 127)`, int64, `(channels, 256)`; column 0: batches that were not finite."""
+    """Counts of batches that chose `2**(column - 127)`, int64, `(channels, 256)`; column 0: non-finite batches."""
 
     def __post_init__(self) -> None:
         if self.mode not in (modes := ("all", "most_common", "percentile")):
@@ -159,7 +159,7 @@ class PowerOfTwoMinMse(Observer):
         return QParams(power_of_two(exponent), zero_point)
 
     def _kept(self, histogram: Histogram, scheme: Scheme) -> Tensor:
-        """Return the bins that percentiles, as `numpy.percentile` has them, leave: of magnitudes, or on each side."""
+        """Return the bins that percentiles (as in `numpy.percentile`) keep: of magnitudes, or on each side."""
         bins = histogram.bins(absolute=False)
         if scheme.symmetric:
             magnitudes = histogram.bins(absolute=True)
@@ -195,7 +195,7 @@ class PowerOfTwoMinMse(Observer):
 
 
 def _bin_of(counts: Tensor, share: float, whole: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the bin, `(channels, 1)`, of the value below which that share of the others lies; `whole` rounds ranks."""
+    """Return the bin, `(channels, 1)`, of the quantile `share`; `whole` rounds ranks."""
     below = counts.cumsum(1)
     rank = whole((below[:, -1:] - 1) * share)
     return torch.searchsorted(below, rank, right=True)

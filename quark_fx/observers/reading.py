@@ -1,4 +1,4 @@
-"""What all readings of a histogram share: options, collection and the clip to the exact extremes."""
+"""Base class of observers that read a histogram: options, collection, and the clip to the exact extremes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from quark_fx.system.options import Interval
 
 @dataclass(frozen=True, kw_only=True)
 class HistogramObserver(Observer):
-    """A reading of a histogram, which is collected once whatever the reading.
+    """Observer that computes its range from a histogram; observers with the same histogram options can share it.
 
     Args:
-        bins: bins on either side of zero for the dyadic grid (a power of two), in all of the first batch's span for
-            the peers' grids.
-        grid: `"dyadic"` (bins of a power-of-two width: exact merge, any order of batches), or a peer's grid:
-            `"onnxruntime"`, `"onnxruntime_absolute"`, `"modelopt"`, `"quark"`; see `peers.linear_histogram.SPANS`.
-        skip_zeros: leave exact zeros out of the histogram.
+        bins: Number of bins on each side of zero for the dyadic grid (a power of two), or over the first batch's span
+            for the grids of other tools.
+        grid: Name of the grid: `"dyadic"` (bins of a power-of-two width: exact merge, any order of batches), or the
+            grid of another tool: `"onnxruntime"`, `"onnxruntime_absolute"`, `"modelopt"`, `"quark"`; see
+            `peers.linear_histogram.SPANS`.
+        skip_zeros: Whether to leave exact zeros out of the histogram.
 
     Raises:
-        ConfigError: for a grid that does not exist or a number of bins it cannot have.
+        ConfigError: For an unknown grid, or a number of bins that the grid does not support.
     """
 
     bins: Annotated[int, Interval("[2, inf)")] = 2048
@@ -80,19 +81,19 @@ class HistogramObserver(Observer):
 
     @property
     def counts_as_all(self) -> bool:
-        """Whether no subclass changed how values are counted."""
+        """True if no subclass changes the counting of values."""
         return type(self).observe is HistogramObserver.observe
 
     @property
     def absolute(self) -> bool:
-        """Whether the grid holds magnitudes only."""
+        """True if the grid holds only magnitudes."""
         return GRIDS[self.grid].absolute
 
     def collected(self, *, absolute: bool = False) -> Bins:
         """Return the bins of the values, or of their magnitudes.
 
         Raises:
-            ValueError: if magnitudes are asked of a peer's grid of signed values.
+            ValueError: If magnitudes are requested from a peer's grid of signed values.
         """
         assert self.histogram is not None
         return GRIDS[self.grid].bins(self.histogram, absolute=absolute)

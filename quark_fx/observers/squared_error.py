@@ -19,9 +19,9 @@ def best_range(bins: Bins, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[T
 
     Args:
         bins: `(channels, n)` bins; each stands for its center.
-        low: candidates `(channels, k)` or `(channels, 1)`.
-        high: candidates likewise.
-        scheme: what they will be quantized to.
+        low: Candidates for the lower end, `(channels, k)` or `(channels, 1)`.
+        high: Candidates for the upper end, of the same shapes.
+        scheme: Scheme of the quantized values.
 
     Returns:
         Two tensors `(channels,)`.
@@ -74,7 +74,7 @@ def squared_error(moments: Moments, qparams: QParams, scheme: Scheme) -> Tensor:
     room = count.shape[1] - 1
 
     def below(edge: Tensor) -> Tensor:
-        """The number of bins whose center lies below `edge`, `(channels, any)`."""
+        """Return the number of bins with a center below `edge`, `(channels, any)`."""
         return ((edge - start) / width).sub_(0.5).ceil_().clamp_(0, room).long()
 
     if _level_count(scheme) > room:
