@@ -214,8 +214,8 @@ def predict(
         model: Same as in `quantize`.
         config: Same as in `quantize`.
         calibration_data: All batches that `quantize` will get.
-        resources: Same as in `quantize`. Only the device and the presence of `output_dir` change the prediction;
-            nothing is written to that directory.
+        resources: Same as in `quantize`, without `cache` and `distributed`. Only the device and the presence of
+            `output_dir` change the prediction; nothing is written to that directory.
         dynamic_shapes: Same as in `quantize`.
 
     Returns:
@@ -227,7 +227,7 @@ def predict(
         QuarkError: For errors of `quantize` that can be detected without a run.
     """
     config = resolve(config)
-    require_usable(resources)
+    require_usable(resources, "predict", ("device", "memory", "disk", "checkpoint", "output_dir"))
     streamed = resources.output_dir is not None
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf(folder) if streamed else None

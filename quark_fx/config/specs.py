@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import Format, as_format
 from quark_fx.numbers.ops import Measurement
 from quark_fx.numbers.qparams import Scheme, Symmetry
-from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO, ScaleFormat, scale_format
+from quark_fx.numbers.scales import FLOAT20, FLOAT32, POWER_OF_TWO, ScaleFormat, scale_format
 from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
 from quark_fx.observers.base import OBSERVERS
 from quark_fx.system.options import PositiveInt, checked, known_fields, parsed, plain_fields
@@ -65,6 +65,12 @@ class TensorSpec:
     dynamic: bool = False
     reduce_range: bool = False
 
+    earlier_fields: ClassVar[Mapping[str, str]] = {
+        "sub_group_size": "sub_group_size=n with group_size=m is now group_size=n and "
+        "scale=QuantizedScale(format, group_size=m // n, scale=...)",
+    }
+    """What replaces a field of earlier versions, by its name."""
+
     def __post_init__(self) -> None:
         cast = self.is_cast
         if as_format(str(self.format)) != self.format:
@@ -85,6 +91,10 @@ class TensorSpec:
             (
                 self.group_rows > 1 and (self.scale.group_size is not None or self.symmetry is Symmetry.OFFSET),
                 "blocks of several rows have neither scales in groups nor offsets; drop `group_rows`",
+            ),
+            (
+                self.scale == FLOAT20,
+                "scale='float20' is for the scales of a QuantizedScale; use 'float32', or 'fp8_e4m3' for E4M3 scales",
             ),
             (
                 self.scale.format is not None and self.granularity is not Granularity.GROUP,
@@ -284,10 +294,15 @@ class TensorSpec:
 
 def _with_scale(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields, with `scale` and `group_size` in place of fields of earlier versions."""
-    if not isinstance(data, Mapping) or not {"scale_type", "sub_group_size"} & set(data) or "scale" in data:
+    earlier = [key for key in ("scale_type", "sub_group_size") if isinstance(data, Mapping) and key in data]
+    if not earlier:
         return data
+    if "scale" in data:
+        raise ConfigError(f"give scale or {earlier[0]}, not both; scale replaces scale_type and sub_group_size")
     values = dict(data)
     name, group, sub = values.pop("scale_type", "float32"), values.get("group_size"), values.pop("sub_group_size", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"scale_type is the name of a format of scales, such as 'float16', not {brief(name)}")
     if sub is not None:
         if not (isinstance(sub, int) and isinstance(group, int) and sub > 0 and group % sub == 0):
             raise ConfigError(f"sub_group_size={brief(sub)} must divide group_size={brief(group)}")

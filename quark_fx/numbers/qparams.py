@@ -12,6 +12,7 @@ from torch import Tensor
 from quark_fx.numbers.formats import Format
 from quark_fx.numbers.scales import FLOAT32, ScaleFormat
 from quark_fx.system import accelerator
+from quark_fx.system.options import checked
 
 
 class Symmetry(StrEnum):
@@ -31,6 +32,7 @@ class Symmetry(StrEnum):
     """For weights in unsigned integers: every code is used; an offset, stored like a scale, is the value of code 0."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
     """Everything that decides how a range maps to codes.
@@ -42,6 +44,9 @@ class Scheme:
         symmetry: Position of the codes around zero.
         scale: Format of scales.
         reduce_range: Use half of an integer format's codes: -64 to 64 of int8, 0 to 127 of uint8.
+
+    Raises:
+        ConfigError: For an unknown field, or a value that a field does not allow.
     """
 
     format: Format

@@ -24,6 +24,7 @@ from quark_fx.system import accelerator
 from quark_fx.system.names import absent
 from quark_fx.system.options import PositiveInt, checked, parsed
 from quark_fx.system.registry import Registry
+from quark_fx.system.untrusted import brief
 
 if TYPE_CHECKING:
     from quark_fx.numbers.qparams import Scheme
@@ -164,8 +165,8 @@ E8M0_CEIL = NumberScale("e8m0_ceil", _e8m0, 8, "ceil")
 """The smallest power of two in 8 bits at which nothing saturates."""
 
 SCALES: Registry[ScaleFormat, ScaleFormat] = Registry("scale format")
-"""Formats of scales by name."""
-for _scale in (FLOAT32, FLOAT16, POWER_OF_TWO, E8M0_FLOOR, E8M0_EVEN, E8M0_CEIL, FLOAT20):
+"""Formats of scales by name, which tensors can have."""
+for _scale in (FLOAT32, FLOAT16, POWER_OF_TWO, E8M0_FLOOR, E8M0_EVEN, E8M0_CEIL):
     SCALES.add(_scale, str(_scale))
 
 
@@ -236,9 +237,10 @@ class QuantizedScale(ScaleFormat):
         ):
             size = f" in groups of {self.group_size}" if of_groups else ""
             raise ConfigError(
-                f"scales are not quantized to {fmt}{size} with scales in {self.scale}; use fp8_e4m3 with "
-                "scale='float20', or set group_size and use integers of at most 8 bits with scale='float16' or "
-                "half_or_one with scale='e8m0_floor'"
+                f"scales are not quantized to {fmt}{size} with scales in {self.scale}; write "
+                "QuantizedScale('fp8_e4m3', scale='float20'), QuantizedScale(format, group_size=..., scale='float16') "
+                "with integers of at most 8 bits, or QuantizedScale(HALVES, group_size=..., scale='e8m0_floor') with "
+                "HALVES of quark_fx.numbers.scales; its group_size counts scales, not values"
             )
 
     def nearest(self, ideal: Tensor) -> Tensor:
@@ -340,6 +342,8 @@ def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> Sca
     Raises:
         ConfigError: If there is none.
     """
+    if not isinstance(data, str | Mapping):
+        raise ConfigError(f"a format of scales is its name, or the fields of a QuantizedScale, not {brief(data)}")
     if not isinstance(data, str):
         names = ["format", "group_size", "scale"]
         if missing := set(map(str, data)) - set(names):
@@ -351,7 +355,15 @@ def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> Sca
         return QuantizedScale(parse_format(fmt), count, FLOAT16)
     if data == str(FP8_E4M3):
         return QuantizedScale(FP8_E4M3, count, FLOAT20)
-    return SCALES.find(data) if count is None else QuantizedScale(HALVES, count, SCALES.find(data))
+    found = FLOAT20 if data == str(FLOAT20) else SCALES.find(data)
+    if count is None:
+        return found
+    if found.rule is None:
+        raise ConfigError(
+            f"scales in {data} do not share a scale: drop sub_group_size={count} of an earlier configuration, or use "
+            "integers such as int8_float16, or e8m0_floor"
+        )
+    return QuantizedScale(HALVES, count, found)
 
 
 parsed(

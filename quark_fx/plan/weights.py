@@ -219,7 +219,7 @@ def storable(qparams: QParams, spec: TensorSpec, axis: int) -> QParams:
         axis: dimension that groups lie along.
     """
     scale, zero_point = qparams.scale, qparams.zero_point
-    if isinstance(spec.scale, QuantizedScale):
+    if isinstance(spec.scale, QuantizedScale) and spec.scale.multiples is not None:
         if zero_point.is_floating_point():
             zero_point = spec.scale.in_groups(zero_point, axis, nonzero=False)
         return QParams(spec.scale.in_groups(scale, axis), zero_point)

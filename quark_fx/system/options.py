@@ -407,6 +407,8 @@ def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
     options = [f.name for f in fields(cls) if not f.metadata.get("state")]
     if missing := set(data) - set(names):
+        if hint := next(filter(None, map(getattr(cls, "earlier_fields", {}).get, sorted(missing))), ""):
+            raise ConfigError(f"{cls.__name__} has no field {', '.join(sorted(missing))}; {hint}")
         raise absent(cls.__name__, "field", missing, options)
     return dict(data)
 

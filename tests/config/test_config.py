@@ -42,6 +42,7 @@ from quark_fx.numbers.scales import (
     HALVES,
     POWER_OF_TWO,
     QuantizedScale,
+    scale_format,
 )
 from quark_fx.observers import (
     Entropy,
@@ -261,9 +262,45 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: QuantizedScale(HALVES, 0, E8M0_FLOOR),
         "group_size .* of at least 1 or None, not 0",
     ),
-    "halves of float scales": (lambda: QuantizedScale(HALVES, 8, FLOAT32), "half_or_one with scale='e8m0_floor'"),
-    "e4m3 scales in groups": (lambda: QuantizedScale(FP8_E4M3, 2, FLOAT20), "use fp8_e4m3 with scale='float20'"),
-    "integer scales of a tensor": (lambda: QuantizedScale(INT8, scale=FLOAT16), "set group_size and use integers"),
+    "halves of float scales": (
+        lambda: QuantizedScale(HALVES, 8, FLOAT32),
+        r"\(HALVES, group_size=\.\.\., scale='e8m0_floor'\)",
+    ),
+    "e4m3 scales in groups": (
+        lambda: QuantizedScale(FP8_E4M3, 2, FLOAT20),
+        r"write QuantizedScale\('fp8_e4m3', scale='float20'\)",
+    ),
+    "integer scales of a tensor": (
+        lambda: TensorSpec.from_dict({**OLD_GROUPS, "scale": "int8_float16"}),
+        r"QuantizedScale\(format, group_size=\.\.\., scale='float16'\) .* its group_size counts scales",
+    ),
+    "earlier groups of float scales": (
+        lambda: TensorSpec.from_dict({**OLD_MX9, "scale_type": "float16"}),
+        "scales in float16 do not share a scale: drop sub_group_size=8",
+    ),
+    "earlier scales without a name": (
+        lambda: TensorSpec.from_dict({"format": "int4", "scale_type": None}),
+        "scale_type is the name of .* not None",
+    ),
+    "earlier scales in a list": (
+        lambda: TensorSpec.from_dict({"format": "int4", "scale_type": ["x"]}),
+        r"scale_type is the name of .* not \['x'\]",
+    ),
+    "a list as scales": (lambda: scale_format(["x"]), r"its name, or the fields .* not \['x'\]"),  # type: ignore[arg-type]
+    "earlier and new scales": (
+        lambda: TensorSpec.from_dict({"format": "int8", "scale_type": "float16", "scale": "float32"}),
+        "give scale or scale_type, not both",
+    ),
+    "earlier groups of scales": (
+        spec(format=INT4, granularity="group", group_size=64, sub_group_size=8),
+        r"no field sub_group_size; .* group_size=n and scale=QuantizedScale\(format, group_size=m // n",
+    ),
+    "scales of scales": (spec(format=INT8, scale="float20"), "for the scales of a QuantizedScale; use 'float32'"),
+    "scales without a format": (spec(format=INT8, scale="float21"), "choose one of float32, (?!.*float20,)"),
+    "earlier field of a scheme": (
+        lambda: qfx.Scheme(format=INT4, scale_type="float16"),  # type: ignore[call-arg]
+        "Scheme has no field scale_type; .* did you mean 'scale'",
+    ),
     "integer scales of many bits": (lambda: QuantizedScale(INT16, 8, FLOAT16), "integers of at most 8 bits"),
     "scales with other fields": (
         lambda: TensorSpec.from_dict({"format": "uint4", "scale": {"format": "uint6", "bits": 6}}),
@@ -571,3 +608,4 @@ def test_scales_are_written_as_names_or_fields() -> None:
     assert MX9.to_dict()["scale"] == {"format": "half_or_one", "group_size": 8, "scale": "e8m0_floor"}
     with pytest.raises(ConfigError, match=r"no field scale_type.*scale"):
         MX9.replace(scale_type="float32")
+    assert qfx.Scheme(format=INT4, scale="float16") == TensorSpec(format=INT4, scale="float16").scheme  # type: ignore[arg-type]

@@ -291,6 +291,13 @@ def test_calls_that_write_nothing_refuse_the_limits_and_directories_of_a_run(cal
         call(mlp(), [], resources="cpu", **given)
 
 
+def test_a_prediction_refuses_what_does_not_change_it() -> None:
+    with pytest.raises(ConfigError, match=r"predict takes device, memory, .* not cache, distributed; pass these to"):
+        qfx.predict(mlp(), resources=qfx.Resources(cache=qfx.CacheBudget(host_bytes=1), distributed=True))
+    limits = qfx.Resources(device="cpu", memory="1TiB", disk="1TiB")
+    assert qfx.predict(Chain().eval(), "int8_static", [rand(1, 8)], resources=limits).host > 0
+
+
 @pytest.mark.parametrize("call", [qfx.quantize, qfx.predict, qfx.analyze, qfx.check, qfx.Session])
 def test_the_device_of_resources_reaches_every_call(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*arguments: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx import QuantConfig, TensorSpec, ops
 from quark_fx.config.quant_config import Granularity
-from quark_fx.errors import ConfigError, ExportError
+from quark_fx.errors import CalibrationError, ConfigError, ExportError
 from quark_fx.numbers.formats import FORMATS, INT4, Codebook, Format, parse_format, register_format
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.qparams import QParams, Scheme
@@ -51,6 +51,17 @@ def mlp() -> nn.Module:
 def batches() -> list[Tensor]:
     mix = rand(64, 64) * torch.logspace(-1, 1, 64)
     return [rand(32, 64) @ mix for _ in range(3)]
+
+
+@pytest.mark.parametrize("fmt", ["nf4", VECTORS, SIGNED], ids=str)
+def test_nan_is_refused_before_a_table_hides_it(fmt: Format) -> None:
+    model = mlp()
+    with torch.no_grad():
+        model.get_parameter("0.weight")[3, 5] = torch.nan
+    with pytest.raises(CalibrationError, match=r"not finite|NaN or infinity"):
+        quantize(model, QuantConfig(weight=groups(fmt), target=TORCH), batches())
+    with pytest.raises(ValueError, match=r"not finite|NaN or infinity"):
+        quantize_tensor(model.get_parameter("0.weight"), groups(fmt))
 
 
 def test_a_number_becomes_the_nearest_in_the_table(nf4: Codebook) -> None:

@@ -6,19 +6,28 @@ import pytest
 import torch
 from tiny import rand
 
-from quark_fx import TensorSpec, gguf_types
+from quark_fx import TensorSpec, block_formats, gguf_types
 from quark_fx.errors import ConfigError
 from quark_fx.numbers import ops
 from quark_fx.numbers.formats import INT6, INT8, UINT4, UINT6
+from quark_fx.numbers.qparams import QParams
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.scales import FLOAT16, QuantizedScale
-from quark_fx.plan.weights import quantize_tensor, stored_bytes
+from quark_fx.plan.weights import quantize_tensor, storable, stored_bytes
 
 BITS = {
     "Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625,
     "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5,
 }  # fmt: skip
 KINDS = [QuantizedScale(fmt, 8, FLOAT16) for fmt in (UINT4, UINT6, INT6, INT8)]
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "MX9"])
+def test_scales_that_are_no_multiples_stay_what_they_are(name: str) -> None:
+    spec: TensorSpec = getattr(block_formats, name)
+    kept = spec.scale.nearest(rand(6, 16).abs().double() + 0.01)
+    found = storable(QParams(kept, torch.zeros(6, 16, dtype=torch.int32)), spec, 1)
+    assert torch.equal(found.scale, kept)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
