@@ -133,8 +133,11 @@ CASES = [
     (
         "keep_product_from_activation",
         f"{MATRIX} | {STATIC}, {WEIGHT}, float s = {{0.1}} |"
-        f"{CODES}  b = DequantizeLinear(w, s)  p = Gemm(a, b)  y = Sigmoid(p)",
-        ["QuantizeLinear:3", "DequantizeLinear:3", "DequantizeLinear:2", "Gemm:2", "Max:1", "Sigmoid:1"],
+        f"{CODES}  b = DequantizeLinear(w, s)  p = Gemm(a, b)  r = Sigmoid(p)  c = Gemm(a, b, r)  y = Relu(c)",
+        [
+            *("QuantizeLinear:3", "DequantizeLinear:3", "DequantizeLinear:2", "Gemm:2", "Max:1", "Sigmoid:1"),
+            *("Gemm:2", "Add:2", "Relu:1"),
+        ],
     ),
     (
         "keep_padding_from_pool",
@@ -169,8 +172,8 @@ CASES = [
         ["Einsum:1 equation", "Resize:3 mode"],
     ),
     (
-        "keep_signed_product_from_sum",
-        f"float[1,2,4] x | float xs = {{0.02}}, int8 xz = {{3}}, {WEIGHT}, float s = {{0.1}}, float[3] c = {{1, 2, 3}}"
+        "keep_product_from_sum",
+        f"float[2,4] x | float xs = {{0.02}}, int8 xz = {{3}}, {WEIGHT}, float s = {{0.1}}, float[3] c = {{1, 2, 3}}"
         f"| {CODES}  b = DequantizeLinear(w, s)  p = MatMul(a, b)  y = Add(p, c)",
         ["QuantizeLinear:3", "DequantizeLinear:3", "DequantizeLinear:2", "MatMul:2", "Max:1", "Add:2"],
     ),
@@ -304,5 +307,5 @@ def test_what_all_targets_need_works_around_nothing() -> None:
         *("spell_out_row_scales", "settle_average_pool", "repeat_moved_pair", "keep_sum_from_norm"),
         *("keep_product_from_activation", "keep_padding_from_pool", "dequantize_once", "keep_floats"),
         *("give_every_convolution_a_bias", "store_convolution_inputs_unsigned", "keep_transpose_from_resize"),
-        *("keep_signed_product_from_sum", "spell_out_circular_pad", "keep_resize_from_concat"),
+        *("keep_product_from_sum", "spell_out_circular_pad", "keep_resize_from_concat"),
     }

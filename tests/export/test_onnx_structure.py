@@ -230,3 +230,42 @@ def test_operators_without_a_lowering_of_torch_are_spelled_in_others(tmp_path: P
     )
     file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     assert qfx.verify(qmodel, file, [rand(2, 3, 5, 9)]).max_steps < 0.01
+
+
+class Decoder(nn.Module):
+    """A layer as in the decoders of RT-DETR: attention, a projection of corners, norms, and heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.wide, self.narrow, self.boxes, self.scores = (
+            nn.Linear(*sizes) for sizes in ((16, 32), (32, 16), (16, 4), (16, 3))
+        )
+        self.norm = nn.LayerNorm(16)
+        self.places, self.shift = nn.Parameter(rand(4, 16, seed=1)), nn.Parameter(rand(16, seed=2))
+
+    def forward(self, x: Tensor, corners: Tensor) -> tuple[Tensor, Tensor]:
+        where = (corners @ self.places + self.shift).sigmoid()
+        query = x + where
+        y = self.norm(x + self.attend(query, query, x, need_weights=False)[0])
+        y = self.norm(y + self.narrow(self.wide(y).relu()))
+        return self.boxes(y).sigmoid(), self.scores(y)
+
+
+@pytest.mark.parametrize("bias", [qfx.presets.INT8_STATIC.bias, None], ids=["bias", "float bias"])
+@pytest.mark.parametrize("lead", [(2, 3), (5,)], ids=len)
+def test_every_product_of_a_weight_in_codes_runs_in_integers(
+    lead: tuple[int, ...], bias: qfx.TensorSpec | None, tmp_path: Path
+) -> None:
+    batches = [(rand(*lead, 16, seed=i), rand(*lead, 4, seed=9 + i)) for i in range(2)]
+    config = qfx.presets.INT8_STATIC.replace(bias=bias)
+    qmodel = quantize(Decoder().eval(), config, batches, dynamic_shapes={"x": None, "corners": None})
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    stored = {tensor.name for tensor in onnx.load(file).graph.initializer}
+    products = [node for node in onnx.load(file).graph.node if node.op_type in ("MatMul", "Gemm")]
+    assert products
+    assert not [node.input[1] for node in products if node.input[1] in stored]
+    floats = [node.kernel for node in file.report().floating]
+    assert {"Gemm", "FusedGemm"}.isdisjoint(floats)
+    assert floats.count("MatMul") + floats.count("FusedMatMul") == 2  # of queries and keys, and with values
+    assert qfx.verify(qmodel, file, batches).verdict == "correct"

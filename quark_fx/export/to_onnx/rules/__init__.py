@@ -12,10 +12,13 @@ from quark_fx.export.to_onnx.rules.dynamic_gemms import split_dynamic_gemm
 from quark_fx.export.to_onnx.rules.float_weights import keep_floats
 from quark_fx.export.to_onnx.rules.initializer_casts import fold_initializer_cast
 from quark_fx.export.to_onnx.rules.integer_products import multiply_integers
-from quark_fx.export.to_onnx.rules.moved_pairs import keep_signed_product_from_sum, repeat_moved_pair
+from quark_fx.export.to_onnx.rules.moved_pairs import repeat_moved_pair
 from quark_fx.export.to_onnx.rules.padding_before_pools import keep_padding_from_pool
 from quark_fx.export.to_onnx.rules.patterns import apply_rule
-from quark_fx.export.to_onnx.rules.products_before_activations import keep_product_from_activation
+from quark_fx.export.to_onnx.rules.products_before_activations import (
+    keep_product_from_activation,
+    keep_product_from_sum,
+)
 from quark_fx.export.to_onnx.rules.recurrent_weights import dequantize_once
 from quark_fx.export.to_onnx.rules.resized_concats import keep_resize_from_concat
 from quark_fx.export.to_onnx.rules.row_scales import spell_out_row_scales
@@ -49,7 +52,7 @@ FORMATTED: tuple[OnnxRule, ...] = (
     keep_product_from_activation,
     keep_padding_from_pool,
     keep_transpose_from_resize,
-    keep_signed_product_from_sum,
+    keep_product_from_sum,
     dequantize_once,
     give_every_convolution_a_bias,
     store_convolution_inputs_unsigned,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import made_by, only_reader, put_same_behind
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
 from quark_fx.targets.onnxruntime import MOVES
 
-_SIGNED = frozenset({ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT16})
+SIGNED = frozenset({ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT16})
 
 
 @onnx_rule("DequantizeLinear", runtime="onnxruntime")
@@ -19,32 +18,12 @@ def repeat_moved_pair(model: ir.Model, node: ir.Node) -> bool:
     refuses the graph.
     """
     codes, scale = node.inputs[:2]
-    if codes is None or codes.const_value is not None or codes.dtype not in _SIGNED:
+    if codes is None or codes.const_value is not None or codes.dtype not in SIGNED:
         return False
     if scale is None or scale.shape is None or scale.shape.rank():
         return False
     movers = [use.node for use in node.outputs[0].uses() if use.node.op_type in MOVES]
     return sum(_repeat(model, node, mover) for mover in movers) > 0
-
-
-@onnx_rule("MatMul", runtime="onnxruntime")
-def keep_signed_product_from_sum(model: ir.Model, node: ir.Node) -> bool:
-    """Keep ONNX Runtime from writing a product of a signed vector or stack, and its bias, as a `Gemm`.
-
-    It reshapes the codes to a matrix first and quantizes them again, with the mistake that `repeat_moved_pair`
-    describes. It does so where all sizes are fixed; a maximum of one value, which changes nothing, prevents it.
-    """
-    value, reader = node.inputs[0], only_reader(node.outputs[0])
-    dequantize = made_by(value, "DequantizeLinear")
-    if dequantize is None or value is None or value.shape is None or reader is None or reader.op_type != "Add":
-        return False
-    codes = dequantize.inputs[0]
-    if codes is None or codes.dtype not in _SIGNED:
-        return False
-    if value.shape.rank() == 2 or not all(isinstance(size, int) for size in value.shape):
-        return False
-    reader.replace_input_with(list(reader.inputs).index(node.outputs[0]), put_same_behind(node.outputs[0]))
-    return True
 
 
 def _repeat(model: ir.Model, dequantize: ir.Node, mover: ir.Node) -> bool:

@@ -1,10 +1,12 @@
-"""Integer products stay apart from activation functions in float."""
+"""Integer products stay apart from biases and activation functions in float."""
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import made_by, only_reader, put_same_behind
+from quark_fx.export.to_onnx.edit import add_array, array_of, made_by, only_reader, put_same_behind, replace_node
+from quark_fx.export.to_onnx.rules.moved_pairs import SIGNED
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 _FUSED = frozenset(
@@ -14,21 +16,79 @@ _FUSED = frozenset(
 
 @onnx_rule("Gemm", runtime="onnxruntime")
 def keep_product_from_activation(model: ir.Model, node: ir.Node) -> bool:
-    """Keep ONNX Runtime from fusing an integer `Gemm` with an activation that it computes in float.
+    """Keep ONNX Runtime from computing an integer `Gemm` in float, with its bias or the activation after it.
 
-    It does so before it looks for integers, and the product then runs in float as well. A maximum of one value, which
-    changes nothing, keeps the two apart. A relu that a quantizer follows is left: both go into the kernel.
+    Its integer `Gemm` takes no float bias, so an addition follows instead. It fuses a `Gemm` with an activation
+    before it looks for integers. A maximum of one value, which changes nothing, keeps the two apart. Both are left
+    where a quantizer follows: the bias, rounded to int32, and a relu go into the kernel.
     """
-    reader = only_reader(node.outputs[0])
+    result = node.outputs[0]
+    if not all(_has_codes_of_a_byte(value) for value in node.inputs[:2]) or _is_quantized(result):
+        return False
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if bias is not None and made_by(bias, "DequantizeLinear") is None and node.attributes.get_float("beta", 1.0) == 1:
+        product = ir.node("Gemm", node.inputs[:2], dict(node.attributes))
+        add = ir.node("Add", [product.outputs[0], bias])
+        assert node.graph is not None
+        for new in (product, add):
+            new.outputs[0].shape, new.outputs[0].type = result.shape, result.type
+        node.graph.insert_before(node, [product, add])
+        replace_node(node, add.outputs[0])
+        return True
+    reader = only_reader(result)
     if reader is None or reader.op_type not in _FUSED:
         return False
-    if not all(_has_codes_of_a_byte(value) for value in node.inputs[:2]):
-        return False
-    after = [use.node.op_type for use in reader.outputs[0].uses()]
-    if reader.op_type == "Relu" and after == ["QuantizeLinear"]:
-        return False
-    reader.replace_input_with(0, put_same_behind(node.outputs[0]))
+    reader.replace_input_with(0, put_same_behind(result))
     return True
+
+
+@onnx_rule("MatMul", runtime="onnxruntime")
+def keep_product_from_sum(model: ir.Model, node: ir.Node) -> bool:
+    """Keep ONNX Runtime from writing an integer product and a vector added to it as a `Gemm`.
+
+    It does so for a matrix, and for any other rank where all sizes are fixed, before it looks for integers; the `Gemm`
+    then runs in float. Of another rank it also reshapes the codes to a matrix and quantizes them again, signed ones
+    with the mistake that `repeat_moved_pair` describes. A constant added to a stack of matrices is not fused as a
+    matrix of one row; elsewhere a maximum of one value, which changes nothing, keeps the two apart.
+    """
+    value, add = node.inputs[0], only_reader(node.outputs[0])
+    dequantize = made_by(value, "DequantizeLinear")
+    if dequantize is None or value is None or value.shape is None or add is None or add.op_type != "Add":
+        return False
+    codes, rank = dequantize.inputs[0], value.shape.rank()
+    index = list(add.inputs).index(node.outputs[0])
+    other = add.inputs[1 - index]
+    if other is not None and other.shape is not None and other.shape.rank() not in ((1, 2) if rank == 2 else (1,)):
+        return False
+    in_bytes = all(_has_codes_of_a_byte(each) for each in node.inputs)
+    if rank == 2 and (not in_bytes or _is_quantized(add.outputs[0])):
+        return False
+    if rank != 2 and not all(isinstance(size, int) for size in value.shape):
+        return False
+    if not in_bytes and (codes is None or codes.dtype not in SIGNED):
+        return False
+    vector = array_of(other)
+    if rank > 2 and vector is not None:
+        add.replace_input_with(1 - index, add_array(model, f"{node.name}_bias_row", vector.reshape(1, -1)))
+    else:
+        add.replace_input_with(index, put_same_behind(node.outputs[0]))
+    return True
+
+
+def _is_quantized(value: ir.Value) -> bool:
+    """Tell whether a kernel takes in the quantizer of a value: past a relu where the least code stands for zero."""
+    readers = [use.node for use in value.uses()]
+    if len(readers) == 1 and readers[0].op_type == "Relu":
+        after = [use.node for use in readers[0].outputs[0].uses()]
+        return [one.op_type for one in after] == ["QuantizeLinear"] and _begins_at_zero(after[0])
+    return bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
+
+
+def _begins_at_zero(quantize: ir.Node) -> bool:
+    zero = array_of(quantize.inputs[2]) if len(quantize.inputs) > 2 else None
+    if zero is None:
+        return quantize.outputs[0].dtype is ir.DataType.UINT8
+    return bool(zero.dtype.kind in "iu" and (zero == np.iinfo(zero.dtype).min).all())
 
 
 def _has_codes_of_a_byte(value: ir.Value | None) -> bool:
