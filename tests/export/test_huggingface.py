@@ -321,6 +321,28 @@ def test_a_recurrent_layer_is_refused_with_the_pattern_that_leaves_it_in_float(t
     assert [row.weight for row in qmodel.report()] == ["", "", "int8 channel"]
 
 
+def test_attention_of_torch_is_refused_with_the_patterns_that_leave_it_in_float(tmp_path: Path) -> None:
+    """Codes of layers in a module that has a parameter of three dimensions, the probe, are read as codes."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=8)
+    model, batches = seeded(transformers.SiglipVisionModel(config)), [{"pixel_values": rand(2, 3, 16, 16)}]
+    static = INT8_STATIC.replace(exclude=("*patch_embedding*",))
+    with pytest.raises(qfx.ExportError, match=r"Override\(pattern='head.attention\*', input=None, output=None\)"):
+        qfx.check(model, static, batches)
+    static = static.replace(overrides=(Override(pattern="head.attention*", input=None, output=None),))
+    with pytest.raises(
+        qfx.ExportError, match=r"MultiheadAttention(.|\n)*, 'head.attention.out_proj', 'head.attention'\)"
+    ):
+        qfx.check(model, static, batches)
+    static = static.replace(exclude=(*static.exclude, "head.attention.out_proj", "head.attention"))
+    qmodel = quantize(model, static, batches)
+    rows = {row.name: row for row in qmodel.report()}
+    assert rows["head.attention.out_proj"].reason == "excluded by 'head.attention.out_proj'"
+    assert rows["head.mlp.fc1"].weight == "int8 channel"
+    qfx.export.huggingface(qmodel, tmp_path)
+    assert qfx.verify(qmodel, tmp_path, batches).verdict.startswith("correct")
+
+
 def test_transposed_weights_and_experts_are_named(tmp_path: Path) -> None:
     gpt2 = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(

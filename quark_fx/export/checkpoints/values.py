@@ -122,9 +122,10 @@ class Checkpoint:
 
     @property
     def left_stacks(self) -> list[str]:
-        """The modules with a stack that stays in float and is no kernel, and that a checkpoint does not take apart."""
+        """The modules without quantized layers with a stack in float, no kernel, that a checkpoint keeps whole."""
         stacks = (name.rpartition(".") for name, t in self.tensors.items() if t.dim() == 3 and name not in self.stacks)
-        return list(dict.fromkeys(path for path, _, leaf in stacks if leaf != "weight"))
+        paths = dict.fromkeys(path for path, _, leaf in stacks if leaf != "weight")
+        return [path for path in paths if not any(layer.name.startswith(f"{path}.") for layer in self.layers)]
 
     @property
     def experts(self) -> list[str]:
@@ -312,6 +313,12 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
                     raise ExportError("the activations of experts are quantized or rotated; keep them in float")
                 layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
                 continue
+            if any(
+                isinstance(m, nn.MultiheadAttention) for m in (module, model.get_submodule(path.rpartition(".")[0]))
+            ):
+                raise ExportError(
+                    "nn.MultiheadAttention multiplies by this parameter itself, which has to stay in float"
+                )
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
             shape = tuple(constant.tensor.shape)
             if len(shape) > 2:
@@ -328,7 +335,9 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
             layers.append(Layer(path, module, partial(matrix_of, constant), rounded))
         except ExportError as error:
             errors.append(f"{name}: {error}")
-            names.append(path if isinstance(module, nn.RNNBase) else name.removesuffix(".weight"))
+            names.append(
+                path if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else name.removesuffix(".weight")
+            )
     errors += [
         f"{p}: its activation is quantized and its weight is not"
         for p, activation in found.rounding.inputs.items()
