@@ -61,9 +61,13 @@ def _expm1(x: Any, *, like: Any) -> Any:
 def elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
     """`scale * (max(x, 0) + alpha * expm1(input_scale * min(x, 0)))`; ONNX Runtime's `Elu` subtracts 1 from `exp`."""
     zero = _constant(x, 0.0)
-    below = _expm1(op.Mul(op.Min(x, zero), _constant(x, input_scale)), like=x)
-    below = op.Mul(below, _constant(x, alpha * scale))
-    return op.Add(op.Mul(op.Max(x, zero), _constant(x, scale)), below)
+    below = _times(_expm1(_times(op.Min(x, zero), input_scale, like=x), like=x), alpha * scale, like=x)
+    return op.Add(_times(op.Max(x, zero), scale, like=x), below)
+
+
+def _times(x: Any, factor: float, *, like: Any) -> Any:
+    """Return `x * factor` in the type of `like`, without a node for a factor of 1."""
+    return x if factor == 1 else op.Mul(x, _constant(like, factor))
 
 
 @lowers("aten.celu.default")
