@@ -101,9 +101,9 @@ class ActivationCache:
             self._values[key] = self._write(value)
             self._laid_out[key] = value.shape, value.stride()
             return
-        self._used[place] += value.nbytes
-        self.peak_host_bytes = max(self.peak_host_bytes, self._used["host"])
         self._values[key] = value.to(self.device) if place == "device" else self._on_host(value)
+        self._used[place] += value.nbytes  # after the copy, which may find no memory and run again
+        self.peak_host_bytes = max(self.peak_host_bytes, self._used["host"])
 
     def get(self, key: Hashable) -> Any:
         """Return the value `key` stands for; a tensor on the device."""

@@ -174,7 +174,11 @@ class Ranks:
         All processes count collectives and failures alike, so that what one tells at a count is meant for those that
         wait at the same count, and for no later run.
         """
-        assert not _APART.get(), "a rank that has no memory left would begin this collective again, others would not"
+        if _APART.get():
+            raise QuarkError(
+                "a sum over ranks began in work that runs again when device memory runs out, on this rank only; "
+                "compute the sum before or after `with_room`"
+            )
         try:
             work, pause, asked = begin(async_op=True), _SHORTEST, time.monotonic()
             while not work.is_completed():

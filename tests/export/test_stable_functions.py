@@ -70,6 +70,20 @@ DIVISIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_quotients_that_round_up_to_an_integer_have_the_floor_below(dtype: torch.dtype, tmp_path: Path) -> None:
+    a = torch.tensor([[1, 3, 0.7, -1, 6, -7.5, 1e4, 0, 2.0, -3]], dtype=dtype)
+    b = torch.tensor([[0.1, 0.3, 0.1, 0.1, -0.2, 2.5, 0.1, 3, torch.inf, torch.inf]], dtype=dtype)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "floor": lambda x: torch.div(x, b, rounding_mode="floor"),
+        "//": lambda x: x // b,
+    }
+    file = qfx.export.onnx(quantize(Functions(functions).eval(), FLOAT, [a]), tmp_path / "model.onnx")
+    results = onnxruntime.InferenceSession(file).run(None, {"x": a.numpy()})
+    for function, result in zip(functions.values(), results, strict=True):
+        assert torch.equal(torch.from_numpy(result), function(a))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8], ids=str)
 def test_large_integers_are_divided_as_integers(dtype: torch.dtype, tmp_path: Path) -> None:
     x = kinds_of(dtype)["limits"]

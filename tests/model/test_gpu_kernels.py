@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from devices import on_gpus
+from extensions.normal_float import NF4
 from tiny import rand, seeded
 from torch import Tensor, nn
 
@@ -161,6 +162,7 @@ REASONS: dict[str, tuple[tuple[int, int], torch.dtype, tuple[int, int], QuantCon
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
         QuantConfig(weight=CHANNEL),
     ),
+    "its weight is nf4": ((9, 0), HALF, (INPUTS, OUTPUTS), QuantConfig(weight=GROUPS.replace(format=NF4))),
     "its groups of 16 inputs": ((9, 0), HALF, (INPUTS, OUTPUTS), QuantConfig(weight=GROUPS.replace(group_size=16))),
     "16 inputs of its weight and 16 of its activation": (
         *((9, 0), HALF, (INPUTS, OUTPUTS)),

@@ -502,8 +502,11 @@ def _require_output_names(
         raise ExportError(
             f"{path} has {len(names)} outputs, the model {len(own)}: it is not this model's export; {_AGAIN}"
         )
-    chosen = json.loads(metadata[CHOSEN_NAMES]) if CHOSEN_NAMES in metadata else own
-    if list(names) != chosen or (set(names) == set(own) and list(names) != own):
+    try:
+        chosen = json.loads(metadata[CHOSEN_NAMES]) if CHOSEN_NAMES in metadata else own
+    except ValueError as error:
+        raise ExportError(f"{path} has damaged metadata {CHOSEN_NAMES!r}; {_AGAIN}") from error
+    if list(names) != chosen:
         raise ExportError(f"{path} has the outputs {', '.join(names)}, the model {', '.join(own)}; {_AGAIN}")
 
 

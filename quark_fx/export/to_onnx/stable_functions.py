@@ -184,21 +184,38 @@ def remainder(x: Any, other: Any) -> Any:
     divisor = other if isinstance(other, ir.Value) else _constant(x, other)
     if not x.dtype.is_floating_point():
         return op.Mod(x, divisor)
-    rest, zero = op.Mod(x, divisor, fmod=1), _constant(x, 0.0)
-    across = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
+    rest, across = _truncated_rest(x, divisor)
     return op.Where(across, op.Add(rest, divisor), rest)
+
+
+def _truncated_rest(x: Any, divisor: Any) -> tuple[Any, Any]:
+    """Return `fmod` of floats, and whether it is not zero and has the other sign than the divisor."""
+    rest, zero = op.Mod(x, divisor, fmod=1), _constant(x, 0.0)
+    return rest, op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
 
 
 @lowers("aten.div.Scalar_mode")
 @lowers("aten.div.Tensor_mode")
 def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    """`Div` of integers as integers, which truncates: a float does not hold a large one."""
+    """Divide integers as integers, because floats do not hold large ones, and floor floats as torch does.
+
+    torch's floor of a quotient of floats comes from `fmod`: the quotient of 1 and 0.1 rounds to 10, and the largest
+    integer below the exact quotient is 9.
+    """
     divisor = other if isinstance(other, ir.Value) else _constant(x, other)
     if x.dtype.is_floating_point() or rounding_mode is None:
         quotient = op.Div(x, divisor)
         if rounding_mode == "trunc":
             return op.Mul(op.Sign(quotient), op.Floor(op.Abs(quotient)))
-        return quotient if rounding_mode is None else op.Floor(quotient)
+        if rounding_mode is None:
+            return quotient
+        rest, across = _truncated_rest(x, divisor)
+        whole = op.Div(op.Sub(x, rest), divisor)
+        whole = op.Where(across, op.Sub(whole, _constant(x, 1.0)), whole)
+        floor = op.Floor(whole)
+        above = op.Greater(op.Sub(whole, floor), _constant(x, 0.5))  # the division has rounded below an integer
+        floor = op.Where(above, op.Add(floor, _constant(x, 1.0)), floor)
+        return op.Where(op.Equal(divisor, _constant(x, 0.0)), quotient, floor)
     wide = ir.DataType.INT64 if x.dtype == ir.DataType.INT64 else ir.DataType.INT32  # no kernel divides narrower ones
     x, divisor, narrow = op.Cast(x, to=wide), op.Cast(divisor, to=wide), x.dtype
     quotient = op.Div(x, divisor)
@@ -208,6 +225,12 @@ def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
         below = op.And(inexact, op.Xor(op.Less(x, zero), op.Less(divisor, zero)))
         quotient = op.Sub(quotient, op.Cast(below, to=wide))
     return op.Cast(quotient, to=narrow)
+
+
+@lowers("aten.floor_divide.default")
+def floor_divide(x: Any, other: Any) -> Any:
+    """See `div`."""
+    return div(x, other, rounding_mode="floor")
 
 
 @lowers("aten.group_norm.default")

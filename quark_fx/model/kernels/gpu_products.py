@@ -46,10 +46,11 @@ def scaled_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor
         bias: Bias, bfloat16, `(outputs,)`.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
+    given, rows = rows.shape[0], at_least(rows, 1)
     if weight_scale.dim():
-        scale = scale.reshape(-1, 1).expand(rows.shape[0], 1).contiguous()
+        scale = at_least(scale.reshape(-1, 1).expand(given, 1), 1).contiguous()
     y: Tensor = aten._scaled_mm.default(rows, codes.t(), scale, weight_scale, bias, None, torch.bfloat16)
-    return y.reshape(*x.shape[:-1], codes.shape[0])
+    return y[:given].reshape(*x.shape[:-1], codes.shape[0])
 
 
 def block_linear(product: Product) -> None:
@@ -94,7 +95,7 @@ def block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor)
 
 def int4_linear(product: Product) -> None:
     """Multiply bfloat16 by codes of at most 4 bits with scales for up to 256 inputs (tinygemm)."""
-    if product.weight.format.bits > 4:
+    if not product.weight.format.is_integer or product.weight.format.bits > 4:
         raise NoKernelError(f"its weight is {product.weight.format}; torch multiplies floats by at most 4 bits on GPUs")
     bias, (codes, scale, zero_point) = product.bias(), groups_of(product.matrix())
     outputs, _, inputs = codes.shape
