@@ -303,11 +303,11 @@ def _with_scale(data: Mapping[str, Any]) -> Mapping[str, Any]:
     name, group, sub = values.pop("scale_type", "float32"), values.get("group_size"), values.pop("sub_group_size", None)
     if not isinstance(name, str):
         raise ConfigError(f"scale_type is the name of a format of scales, such as 'float16', not {brief(name)}")
-    if sub is not None:
-        if not (isinstance(sub, int) and isinstance(group, int) and sub > 0 and group % sub == 0):
-            raise ConfigError(f"sub_group_size={brief(sub)} must divide group_size={brief(group)}")
-        values["group_size"] = sub
-    return values | {"scale": scale_format(name, None if sub is None else group // sub)}
+    if sub is None:
+        return values | {"scale": scale_format(name, None)}
+    if not (isinstance(sub, int) and isinstance(group, int) and sub > 0 and group % sub == 0):
+        raise ConfigError(f"sub_group_size={brief(sub)} must divide group_size={brief(group)}")
+    return values | {"group_size": sub, "scale": scale_format(name, group // sub)}
 
 
 parsed(TensorSpec, ("a TensorSpec(format=...)", "its dict"), Mapping, TensorSpec.from_dict, TensorSpec.to_dict)
