@@ -22,6 +22,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
 )
@@ -128,6 +129,18 @@ def test_codes_of_weights_and_of_the_cache_decode_across_the_window(coded: Simpl
     assert qfx.verify(coded.qmodel, coded.folder, PROMPTS).max_steps < 0.01
     coded.qmodel.save(tmp_path / "saved")  # a loaded model is not told its class
     assert qfx.verify(qfx.load(tmp_path / "saved"), coded.folder, PROMPTS[:1], decode_steps=12).max_steps < 0.01
+
+
+def test_a_cache_that_the_model_drops_while_decoding_is_replaced_by_one_that_rounds(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = SIZES | {"num_hidden_layers": 1, "sliding_window": None}
+    phi3 = model_of(Phi3Config(**sizes, original_max_position_embeddings=10, rope_parameters=rope))
+    model: Any = qfx.quantize(phi3, "int4_weight_only", [draw(2, 24)], progress=False).eager()
+    scales = CacheScales.measure(model, [draw(2, 24)])
+    folder = written(model, tmp_path, GenerationQuantizer("matmul_nbits", cache=scales))
+    found = qfx.verify(model, folder, [draw(2, 8, padded=2)], decode_steps=6)  # the long factors begin at step 3
+    assert found.max_steps < 0.01
+    assert not model._forward_pre_hooks
 
 
 def test_a_cache_is_measured_on_tokens_that_left_the_window(coded: SimpleNamespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.generation.cache_scales import CacheScales
 from quark_fx.export.generation.generator import generator
@@ -79,10 +81,9 @@ def decoded_steps(model: nn.Module, path: Path, batches: Iterable[Any], steps: i
     for number, batch in enumerate(batches):
         prompt = _prompt(batch, number)
         length = prompt["input_ids"].shape[1]
-        cache = {"past_key_values": folder.cache()} if folder.cache is not None else {}
         placed = {name: value.to(reference.device) for name, value in prompt.items()}
-        with _named(number, "torch", steps, length):
-            expected = _generate(reference, placed, steps, **cache)
+        with _named(number, "torch", steps, length), _caching(reference, folder.cache):
+            expected = _generate(reference, placed, steps)
         tokens = expected.sequences[:, length:].cpu()
         with _named(number, str(path), steps, length):
             theirs = folder.decode({name: value.cpu() for name, value in prompt.items()}, tokens)
@@ -221,6 +222,30 @@ def _generate(model: Any, prompt: dict[str, Tensor], steps: int, **options: Any)
     length = {"max_new_tokens": steps + 1, "min_new_tokens": steps + 1}
     with quiet(), without_warnings(), torch.no_grad():
         return model.generate(**prompt, **_GREEDY, **length, **options)
+
+
+@contextmanager
+def _caching(model: nn.Module, make: Callable[[], Any] | None) -> Iterator[None]:
+    """Give every call without earlier tokens a new cache of the folder's kind.
+
+    Phi3 with longrope drops its cache in the middle of `generate`, where the sequence outgrows the short factors, so
+    that a cache given to `generate` would not last.
+    """
+    if make is None:
+        yield
+        return
+    taken = inspect.signature(model.forward).parameters
+    name = next((name for name in CACHE_NAMES if name in taken), CACHE_NAMES[0])
+
+    def replace(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        cache = kwargs.get(name)
+        return args, kwargs if cache is not None and cache.get_seq_length() else kwargs | {name: make()}
+
+    handle = model.register_forward_pre_hook(replace, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
