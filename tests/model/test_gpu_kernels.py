@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from devices import on_gpus
-from extensions.normal_float import NF4
 from tiny import rand, seeded
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.model.kernels.gpu_products import KERNELS
 from quark_fx.model.kernels.product import Product
-from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8
+from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8, Codebook, register_format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.presets import MXFP4, NVFP4
 from quark_fx.system import accelerator
@@ -162,7 +161,6 @@ REASONS: dict[str, tuple[tuple[int, int], torch.dtype, tuple[int, int], QuantCon
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
         QuantConfig(weight=CHANNEL),
     ),
-    "its weight is nf4": ((9, 0), HALF, (INPUTS, OUTPUTS), QuantConfig(weight=GROUPS.replace(format=NF4))),
     "its groups of 16 inputs": ((9, 0), HALF, (INPUTS, OUTPUTS), QuantConfig(weight=GROUPS.replace(group_size=16))),
     "16 inputs of its weight and 16 of its activation": (
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
@@ -186,6 +184,15 @@ def test_what_has_no_product_is_simulated_and_says_why(
     (row,) = kernels.kernel_report
     assert reason in row.reason
     x = rand(2, 3, sizes[0]).to(dtype).to(device)
+    assert torch.equal(kernels(x), simulated(x))
+
+
+@on_gpus
+def test_tables_of_4_bits_are_simulated(device: torch.device) -> None:
+    table = register_format(Codebook("table16", tuple(i / 8 for i in range(-8, 8))))
+    _, simulated, kernels = of_layer(session(device, HALF), QuantConfig(weight=GROUPS.replace(format=table)))
+    assert "its weight is table16; torch multiplies floats by at most 4 bits" in str(kernels.kernel_report)
+    x = rand(2, 3, INPUTS).to(HALF).to(device)
     assert torch.equal(kernels(x), simulated(x))
 
 
