@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 from torchvision.models import detection, segmentation
 
 import quark_fx as qfx
-from benchmarks.common import sqnr, table
+from benchmarks.common import judged, sqnr, table
 
 CHANNELS = 8
 
@@ -336,8 +337,8 @@ def pairs(words: list[str]) -> Iterator[tuple[str, int, nn.Module, nn.Module]]:
             yield name, 2, thawed(make()), make()
 
 
-def main() -> None:
-    """Measure and print."""
+def main() -> int:
+    """Measure and print; return 1 if a cell is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="words of cells or models, separated by commas")
     parser.add_argument("--models", action="store_true", help="detectors and segmentation models")
@@ -355,14 +356,14 @@ def main() -> None:
             rows.append((name, counts[0], counts[1], *(f"{found[0]:.1f}" for found in both), right))
             print(*rows[-1], flush=True)
         print(table(("model", "batch norm: in integers", "frozen", "dB", "frozen dB", "kernels"), rows))
-        return
+        return judged(Counter(row[-1].lower() for row in rows))
     chosen = [cell for cell in cells() if not words or all(word in vars(cell).values() for word in words)]
     for cell in chosen:
         if found := fault(cell):
             rows.append((cell.spelling, cell.producer, cell.consumer, found))
             print(*rows[-1], flush=True)
-    print(f"{len(chosen) - len(rows)} of {len(chosen)} cells are right")
+    return judged({"right": len(chosen) - len(rows), "wrong": len(rows)})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

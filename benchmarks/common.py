@@ -146,6 +146,19 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
+def judged(counts: Mapping[str, int]) -> int:
+    """Print how many cells of a matrix are right, refused, and wrong, in one line; return the exit code.
+
+    Args:
+        counts: Number of cells by outcome.
+    """
+    known = ("right", "refused", "wrong")
+    others = [kind for kind in counts if kind not in known]
+    parts = [f"{counts.get(kind, 0)} {kind}" for kind in (*known, *others)]
+    print(f"{sum(counts.values())} cells: {', '.join(parts)}", flush=True)
+    return min(counts.get("wrong", 0), 1)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return an aligned Markdown table; a column whose cells all start with a digit or sign is set to the right."""
     body = [[str(cell) for cell in row] for row in rows]

@@ -12,6 +12,7 @@ error that names the module. *float*: a row of the report says why the weight st
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import environment, judged, publish, table
 
 old: Any = nn.utils
 new: Any = nn.utils.parametrizations
@@ -298,18 +299,18 @@ _LEGEND = (
 )
 
 
-def main() -> None:
-    """Print the table, and write the page if asked to."""
+def main() -> int:
+    """Print the table, and write the page if asked to; return 1 if a cell is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    counts, lines, wrong = Counter[tuple[str, str]](), dict[str, dict[str, str]](), list[str]()
+    counts, lines = Counter[tuple[str, str]](), dict[str, dict[str, str]]()
     for way, name in cases():
         try:
             found = verdicts(way, name)
         except AssertionError as error:
-            wrong.append(f"{way}, {name}: {error}")
+            print(f"{way}, {name}: WRONG: {error}", flush=True)
             found = dict.fromkeys(FORMS, f"wrong: {error}")
         counts.update((form, verdict.partition(":")[0]) for form, verdict in found.items())
         lines.setdefault(way, {})[name] = _cell(found)
@@ -326,9 +327,11 @@ def main() -> None:
         f"# Weights computed from parameters\n\nWritten by `python -m benchmarks.computed_weights --write`. {_LEGEND}"
     )
     publish("\n\n".join([heading, environment(), *text]), "computed_weights.md" if arguments.write else None)
-    if wrong:
-        raise SystemExit("\n".join(wrong))
+    outcomes = Counter[str]()
+    for (_, kind), count in counts.items():
+        outcomes["right" if kind == "codes" else kind] += count
+    return judged(outcomes)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,6 +19,7 @@ import logging
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ import transformers
 from transformers.cache_utils import DynamicCache
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import environment, judged, publish, table
 from quark_fx.export import CacheScales, GenerationQuantizer
 
 STEPS, WINDOW = 32, 8
@@ -182,8 +183,8 @@ def _rows(families: list[str], forms: list[str]) -> Iterator[list[str]]:
             yield row
 
 
-def main() -> None:
-    """Compare, print, and write if asked to."""
+def main() -> int:
+    """Compare, print, and write if asked to; return 1 if a family is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="default: all")
     parser.add_argument("--weights", nargs="+", choices=["float", "int4"], default=["float", "int4"])
@@ -204,7 +205,9 @@ measured.
 {environment()}
 """
     publish(page, "decoded.md" if arguments.write else None)
+    outcomes = {"refused": "refused", f"{STEPS} of {STEPS}": "right"}
+    return judged(Counter(outcomes.get(row[3], "wrong") for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

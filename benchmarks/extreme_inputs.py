@@ -19,6 +19,7 @@ import logging
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from benchmarks.common import judged
 from quark_fx.presets import INT8_STATIC
 
 Function = Callable[[Tensor], Any]
@@ -428,8 +430,8 @@ def _runs(function: Function, x: Tensor) -> bool:
     )
 
 
-def main() -> None:
-    """Compare, and print the wrong cells."""
+def main() -> int:
+    """Compare, and print the wrong cells; return 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of names of operators and functions; default: all")
     parser.add_argument("--types", nargs="+", default=["float32", "float16", "int64", "int32", "int8", "uint8"])
@@ -442,7 +444,8 @@ def main() -> None:
         return not arguments.names or any(part in name for part in arguments.names)
 
     operators, unknown = of_operators(chosen)
-    cells = bad = 0
+    print(f"no arguments for: {', '.join(unknown) or 'none'}", flush=True)
+    counts: Counter[str] = Counter()
     for dtype in arguments.types:
         kinds = kinds_of(getattr(torch, dtype))
         first = next(iter(kinds.values()))
@@ -456,15 +459,15 @@ def main() -> None:
                 refused |= also
         for name, reason in refused.items():
             print(f"{dtype} | {name} | refused: {reason}", flush=True)
+        counts["refused"] += len(refused) * len(kinds)
         for kind, x in kinds.items():
             for held, session in files:
                 wrong = differences(held, session, x)
-                cells, bad = cells + len(held), bad + len(wrong)
+                counts.update(right=len(held) - len(wrong), wrong=len(wrong))
                 for name, found in wrong.items():
                     print(f"{dtype} | {name} | {kind} | {found}", flush=True)
-    print(f"{cells} cells, {bad} wrong; no arguments for: {', '.join(unknown) or 'none'}")
-    sys.exit(bool(bad))
+    return judged(counts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,7 +17,7 @@ import argparse
 import sys
 import tempfile
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import quark_fx as qfx
+from benchmarks.common import judged
 
 _DTYPES = {"float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _OF_LANGUAGE_MODELS = ("checkpoint", "gguf")
@@ -367,13 +368,14 @@ def main() -> int:
     """Print one line for each state and action; return 1 if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("states", nargs="*", metavar="STATE", help=", ".join(STATES))
-    wrong = 0
+    counts: Counter[str] = Counter()
     for state in parser.parse_args().states or STATES:
         for action in ACTIONS:
             said = outcome(state, action)
-            wrong += said.startswith("WRONG")
+            kind = said.partition(":")[0].lower()
+            counts[kind if kind in ("right", "wrong", "not made") else "refused"] += 1
             print(f"{state:24}{action:18}{said[:200]}", flush=True)
-    return min(wrong, 1)
+    return judged(counts)
 
 
 if __name__ == "__main__":
