@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from quark_fx.capture.capture import unwrapped
+from quark_fx.checkpoints.files import some_of
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.graph.absorbed import AbsorbedMap
 from quark_fx.graph.nodes import describe, erase_dead, module_classes, stored_tensors
@@ -26,6 +27,7 @@ from quark_fx.model.correspondence import Correspondence, correspond, shell_of
 from quark_fx.model.eager_attention import AttentionRounding, RoundedArgument, wrap_forward
 from quark_fx.model.eager_kernels import kernel_modules
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
+from quark_fx.model.hooks import bound_elsewhere
 from quark_fx.model.kernels.modules import KernelLinear, KernelModule, keep_as_it_is
 from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
@@ -300,6 +302,11 @@ def eager(
             "parameter of the model can hold while it is trained; convert() first, or train what prepare_qat returned"
         )
     result = copy.deepcopy(source)
+    if functions := bound_elsewhere(result):
+        raise QuarkError(
+            f"{some_of(functions)} would go on calling the float model, whose modules or parameters it holds in "
+            "variables; bind it to its own module with types.MethodType, or call the quantized model itself"
+        )
     shared: dict[tuple[str, ...], nn.Parameter] = {}
     for path in found.identities:
         owner, _, leaf = path.rpartition(".")

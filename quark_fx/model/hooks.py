@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -36,6 +39,71 @@ def foreign_hooks(model: nn.Module) -> list[str]:
     ]
 
 
+def bound_elsewhere(model: nn.Module) -> list[str]:
+    """Describe the functions of a model that hold modules or parameters of another one.
+
+    `copy.deepcopy` copies modules and bound methods, but not functions: the variables of an outer function or of a file
+    that a function reads still hold the modules of the original model.
+    """
+    members = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    names = list[str]()
+    for path, module in model.named_modules():
+        hooks = {"forward hook": module._forward_hooks, "forward pre-hook": module._forward_pre_hooks}
+        attributes = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        for name, value in {**hooks, **attributes}.items():
+            if any(id(part) not in members for part in _held(value, set())):
+                names.append(f"{name} of {path or 'the model'}")
+    return names
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _held(value: Any, seen: set[int], file: str | None = None) -> Iterator[nn.Module | nn.Parameter]:
+    """Yield the modules and parameters that a value holds.
+
+    Args:
+        value: Attribute of a module, or a part of one.
+        seen: Identities of values that are not looked at again.
+        file: Python module of the function that holds the value; functions and objects of others are left alone.
+    """
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inner: Iterable[Any] = ()
+    if isinstance(value, nn.Module | nn.Parameter):
+        yield value
+    elif isinstance(value, FunctionType) and file in (None, value.__module__):
+        variables = [value.__globals__.get(name) for name in _globals_read(value.__code__)]
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        inner, file = (*_cells(value), *variables, *defaults), value.__module__
+    elif isinstance(value, MethodType):
+        inner = value.__self__, value.__func__
+    elif isinstance(value, partial):
+        inner = value.func, *value.args, *value.keywords.values()
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set):
+        inner = value
+    elif type(value).__module__ == file:
+        inner = getattr(value, "__dict__", {}).values()
+    for part in list(inner):
+        yield from _held(part, seen, file)
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # the outer function has not set this variable yet
+            yield cell.cell_contents
+
+
+def _globals_read(code: CodeType) -> Iterator[str]:
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_read(constant)
+
+
 def _function(hook: Any) -> Any:
     while isinstance(hook, partial):
         hook = hook.func
@@ -50,4 +118,4 @@ def _owner(hook: Any) -> str:
     return str(_function(hook).__module__).partition(".")[0]
 
 
-__all__ = ["foreign_hooks", "hooks_of"]
+__all__ = ["bound_elsewhere", "foreign_hooks", "hooks_of"]

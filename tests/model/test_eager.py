@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -842,3 +844,55 @@ def test_rows_of_a_table_in_half_precision_are_rounded_by_what_reads_them(preset
     for model in (nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 8)), Chain()):
         qmodel = quantize(seeded(model), preset, tokens())
         require_same(qmodel, qmodel.eager(), *tokens(4, 1, 6))
+
+
+class _Beside:
+    """Holds a model, and calls a part of it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, module: nn.Module, args: Any, y: Tensor) -> Any:
+        return y + self.model[0](args[0])
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight, module.bias).tanh()
+
+
+_model_of_the_file: Any = None
+
+
+def _patched(how: str) -> nn.Module:
+    model: Any = seeded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))).eval()
+    first, last, beside = model[0], model[1], _Beside(model)
+    if how == "variable":
+        forward = first.forward
+        first.forward = lambda x: forward(x).tanh()
+    elif how == "argument":
+        first.forward = lambda x, forward=first.forward: forward(x).tanh()
+    elif how == "the whole model":
+        call = model.forward
+        model.forward = lambda x: call(x).tanh()
+    elif how == "object":
+        last.register_forward_hook(lambda module, args, y: beside(module, args, y))
+    elif how == "file":
+        globals()["_model_of_the_file"] = model
+        last.register_forward_hook(lambda module, args, y: y + _model_of_the_file[0](args[0]))
+    elif how == "partial":
+        first.forward = partial(_forward, first)
+    else:
+        first.forward = MethodType(_forward, first)
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["variable", "argument", "the whole model", "object", "file"])
+def test_functions_that_hold_the_float_model_are_refused(how: str) -> None:
+    with pytest.raises(qfx.QuarkError, match=r"forward.* of (0|1|the model) would go on calling.*types\.MethodType"):
+        quantize(_patched(how), INT8_WEIGHT_ONLY, [rand(2, 8)]).eager()
+
+
+@pytest.mark.parametrize("how", ["partial", "method"])
+def test_forwards_bound_to_their_module_compute_with_its_codes(how: str) -> None:
+    qmodel = quantize(_patched(how), INT8_WEIGHT_ONLY, [rand(2, 8)])
+    torch.testing.assert_close(qmodel.eager()(rand(2, 8)), qmodel(rand(2, 8)))
