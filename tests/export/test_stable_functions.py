@@ -77,6 +77,14 @@ def test_quotients_that_round_up_to_an_integer_have_the_floor_below(dtype: torch
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "floor": lambda x: torch.div(x, b, rounding_mode="floor"),
         "//": lambda x: x // b,
+        "// number": lambda x: x // 0.1,
+        "number //": lambda x: 7.0 // x,
+        "number %": lambda x: 7.0 % (x - 20),
+        "% number": lambda x: x % 0.3,
+        "integers // number": lambda x: x.long() // 0.1,
+        "integers % number": lambda x: x.long() % 0.3,
+        "number // integers": lambda x: 7.0 // (x.long() - 2),
+        "fmod": lambda x: torch.fmod(x, 0.3),
     }
     file = qfx.export.onnx(quantize(Functions(functions).eval(), FLOAT, [a]), tmp_path / "model.onnx")
     results = onnxruntime.InferenceSession(file).run(None, {"x": a.numpy()})

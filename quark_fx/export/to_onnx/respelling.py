@@ -69,8 +69,10 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _refuse("an LSTM with proj_size has no form in ONNX; project its output with a linear")
     if name == "aten.cross_entropy_loss.default" and argument(node, 5):
         return _refuse("label_smoothing has no form in ONNX; write the loss with log_softmax, or leave it out")
-    if name in _DEVIATIONS and value_of(gm, argument(node, 0)).dtype in (torch.float16, torch.bfloat16):
+    if name in _DEVIATIONS and value_of(gm, argument(node, 0)).dtype in _HALVES:
         return _in_float32
+    if name in _DIVISIONS and (_has_number_first(node) or value_of(gm, node).dtype in _HALVES):
+        return _division
     if name == "aten.mean.dim" and argument(node, 1) is None:
         return _mean_of_all
     if name == "aten.diff.default" and argument(node, 1) not in (None, 1):
@@ -97,6 +99,17 @@ _DEVIATIONS = frozenset(
     for overload in ("default", "dim", "correction")
 )
 """Operators whose 16-bit operands torch's exporter would cast, which it cannot do for several results or no axes."""
+
+_DIVISIONS = frozenset(
+    (
+        *("aten.floor_divide.default", "aten.floor_divide.Scalar", "aten.div.Tensor_mode", "aten.div.Scalar_mode"),
+        *("aten.remainder.Tensor", "aten.remainder.Scalar", "aten.remainder.Scalar_Tensor"),
+        *("aten.fmod.Tensor", "aten.fmod.Scalar"),
+    )
+)
+"""Operators that may have a number first, and that torch computes in float32 for operands of 16 bits."""
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 _ADAPTIVE_MAXIMA = frozenset(f"aten.adaptive_max_pool{rank}d.default" for rank in (1, 2, 3))
 
@@ -240,6 +253,33 @@ def _in_float32(gm: GraphModule, node: Node) -> Node | tuple[Node, ...]:
     return tuple(call(gm, aten.to.dtype, part, dtype, like=node) for part in parts)
 
 
+def _has_number_first(node: Node) -> bool:
+    return not isinstance(argument(node, 0), Node)
+
+
+def _division(gm: GraphModule, node: Node) -> Node:
+    """Make a number that comes first a tensor, and compute in float32 for operands of 16 bits, as torch does."""
+    dtype, operands, name = value_of(gm, node).dtype, [argument(node, 0), argument(node, 1)], target_name(node)
+    for place, operand in enumerate(operands):
+        if isinstance(operand, Node):
+            rounded = operand
+        elif place == 1 and "div" in name:
+            continue  # a divisor is not rounded to 16 bits, that of a remainder is
+        else:
+            rounded = call(gm, aten.scalar_tensor.default, operand, like=node, dtype=dtype)
+        if dtype in _HALVES:
+            rounded = call(gm, aten.to.dtype, rounded, dtype, like=node)
+            rounded = call(gm, aten.to.dtype, rounded, torch.float32, like=node)
+        operands[place] = rounded
+    if "floor_divide" in name:
+        made = call(gm, aten.div.Tensor_mode, *operands, like=node, rounding_mode="floor")
+    elif "div" in name:
+        made = call(gm, node.target, *operands, like=node, **node.kwargs)
+    else:
+        made = call(gm, aten.fmod.Tensor if "fmod" in name else aten.remainder.Tensor, *operands, like=node)
+    return call(gm, aten.to.dtype, made, dtype, like=node)
+
+
 def _mean_of_all(gm: GraphModule, node: Node) -> Node:
     dims = list(range(value_of(gm, argument(node, 0)).dim()))
     return call(gm, node.target, argument(node, 0), dims, *node.args[2:], like=node, **node.kwargs)
@@ -311,6 +351,7 @@ def _reversed(gm: GraphModule, node: Node) -> Node:
 
 _WITHOUT_LOWERING: dict[str, Rule] = {
     "aten.diff.default": _difference,
+    **{f"aten.floor_divide.{kind}": _division for kind in ("default", "Scalar")},
     "aten.batch_norm.default": _normalized,
     **{f"aten.conv_transpose{kind}": _transposed_convolution for kind in ("1d.default", "2d.input", "3d.input")},
     "aten.numpy_T.default": _reversed,

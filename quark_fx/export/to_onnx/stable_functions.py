@@ -227,12 +227,6 @@ def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
     return op.Cast(quotient, to=narrow)
 
 
-@lowers("aten.floor_divide.default")
-def floor_divide(x: Any, other: Any) -> Any:
-    """See `div`."""
-    return div(x, other, rounding_mode="floor")
-
-
 @lowers("aten.group_norm.default")
 def group_norm(
     x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
