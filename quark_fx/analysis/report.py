@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
@@ -136,8 +136,8 @@ class Analysis:
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantization noise of the outputs, dB."""
-        return _decibel(self.error)
+        """Signal to quantization noise of the outputs, dB; NaN unless `metric` is `"error"`."""
+        return _decibel(self.error) if self.metric == "error" else math.nan
 
     def to_yaml(self) -> str:
         """Return `config` as text for `QuantConfig.from_yaml`: what differs from the preset it started from."""
@@ -279,15 +279,18 @@ def yaml_of(config: QuantConfig, preset: str) -> str:
     return yaml.safe_dump(data, sort_keys=False)
 
 
+UNITS: Final = {"error": "of the outputs' square", "kl": "nats"}
+"""Units of errors by metric; a user's metric has none."""
+
+
 def format_error(error: float, metric: str) -> str:
-    """Return an error as text, with its unit."""
-    if metric != "error":
-        return f"{error:.3g} {'nats' if metric == 'kl' else f'of {metric}'}"
-    return f"{error:.3g} of the outputs' square, {_decibel(error):.1f} dB"
+    """Return an error as text, with its unit or the name of a user's metric."""
+    decibel = f", {_decibel(error):.1f} dB" * (metric == "error")
+    return f"{error:.3g} {UNITS.get(metric, f'({metric})')}{decibel}"
 
 
 def _decibel(error: float) -> float:
     return -10 * math.log10(error) if error > 0 else math.inf
 
 
-__all__ = ["Analysis", "Contribution", "Remedy", "format_error", "yaml_of"]
+__all__ = ["UNITS", "Analysis", "Contribution", "Remedy", "format_error", "yaml_of"]

@@ -68,7 +68,8 @@ def metric_of(given: Any) -> tuple[str, Metric]:
         ConfigError: For a name that is not in `METRICS`.
     """
     if callable(given):
-        return getattr(given, "__name__", type(given).__name__), _checked(given)
+        name = str(getattr(given, "__name__", type(given).__name__))
+        return f"{name}()" if name in METRICS else name, _checked(given)
     if not isinstance(given, str) or given not in METRICS:
         raise unknown("metric", given, METRICS)
     return given, METRICS[given]

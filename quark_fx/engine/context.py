@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,6 +48,19 @@ class Calibrated:
     def by_node(self) -> Mapping[str, PlannedOperator]:
         """The planned operators by the names of their nodes."""
         return {op.node.name: op for op in self.plan.operators}
+
+
+class _MovedError(PassError, AttributeError):
+    """A name of earlier versions, for which `hasattr` answers False."""
+
+
+_EARLIER = {
+    "tuning": "calibration",
+    "held_out": "validation",
+    "holds_out": "has_validation",
+    "whole_batches": "flat_batches",
+}
+"""Names of calibration data in earlier versions, and what they are now."""
 
 
 @dataclass
@@ -124,6 +137,14 @@ class Context:
     def float_graph(self) -> GraphModule:
         """The graph before conversion."""
         return self.planned.float_graph
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error for a name that the context does not have, with the new spelling of earlier ones."""
+        now = _EARLIER.get(name, name)
+        of_data = {field.name for field in fields(CalibrationData)} | vars(CalibrationData).keys()
+        if now in of_data and not now.startswith("_"):
+            raise _MovedError(f"Context has no {name}; the calibration data does: write context.data.{now}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def note(self, change: Change) -> None:
         """Add a row to the report of the pass that is running."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from quark_fx.analysis.report import format_error, yaml_of
+from quark_fx.analysis.report import UNITS, format_error, yaml_of
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.mixed_precision.budget import Budget
 from quark_fx.plan.report import aligned
@@ -189,10 +189,9 @@ class Search:
         title, across = "The least error by bits", "bits per weight"
         if self.float_latency is not None:
             title, across = "The least error by latency", "milliseconds of a call"
-        unit = {"kl": "nats", "error": "of the outputs' square"}.get(self.metric, self.metric)
         names, bits = [choice.name for choice in self.choices], [choice.bits for choice in self.choices]
         return {
-            "curve": frontier(title, curve, marks, across, f"error, {unit}"),
+            "curve": frontier(title, curve, marks, across, f"error, {UNITS.get(self.metric, self.metric)}"),
             "bits": bars("Bits by operator", names, bits, "bits per weight"),
         }
 

@@ -15,7 +15,7 @@ import numbers
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -198,7 +198,7 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that checks the names of the arguments of a function, as `checked_call` does.
+    """Return a decorator that checks names and number of the arguments of a function, as `checked_call` does.
 
     Args:
         elsewhere: by name of an argument that belongs elsewhere, what to write instead.
@@ -210,15 +210,31 @@ def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return function  # which hands them to another function, whose names are checked there
         owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+        placed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(placed)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             require_names(owner, kwargs, names, elsewhere)
+            if len(args) > most:
+                raise _too_many(owner, [n for n in placed if n != "self"], by_name, len(args) - most, elsewhere)
             return function(*args, **kwargs)
 
         return call
 
     return checking
+
+
+def _too_many(
+    owner: str, placed: Sequence[str], by_name: Sequence[str], extra: int, elsewhere: Mapping[str, str]
+) -> ConfigError:
+    """Return the error for values without a name that a call does not take."""
+    return ConfigError(
+        f"{owner} takes {len(placed)} argument(s) without a name, {', '.join(placed)}, and {len(placed) + extra} were given"
+        + (f"; write the names of the others: {', '.join(by_name)}" if by_name else "")
+        + elsewhere.get("device", "")
+    )
 
 
 def require_names(owner: str, given: Iterable[str], names: Collection[str], elsewhere: Mapping[str, str]) -> None:

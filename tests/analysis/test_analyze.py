@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx import Granularity, QuantConfig, TensorSpec
 from quark_fx.analysis.analyze import analyze
-from quark_fx.analysis.report import Analysis, Remedy
+from quark_fx.analysis.report import Analysis, Remedy, format_error
 from quark_fx.analysis.switches import SwitchedGraph
-from quark_fx.analysis.trials import METRICS, Trials
+from quark_fx.analysis.trials import METRICS, Trials, metric_of
 from quark_fx.engine.block_walk import relative_error
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.numbers.formats import INT4
@@ -399,7 +400,8 @@ def test_a_function_weights_the_parts_of_one_output() -> None:
     plain = analyze(model, "int8_static", batches, progress=False)
     weighted = analyze(model, "int8_static", batches, metric=by_part, progress=False)
     assert weighted.metric == "by_part"
-    assert "of by_part" in str(weighted)
+    assert "(by_part)" in str(weighted)
+    assert math.isnan(weighted.sqnr)
 
     def scores(config: Any) -> float:
         qmodel = quantize(model, config, batches)
@@ -467,3 +469,14 @@ def test_advice_says_when_to_ask_again_and_what_16_bits_bring(capsys: pytest.Cap
     assert line in " ".join(str(found).split("\n"))
     assert found.to_dict()["advice"] == [*found.advice]
     assert not any("16-bit" in line for line in analyze(model, "int8_weight_only", batches, progress=False).advice)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_function_called_like_a_metric_has_another_unit(name: str) -> None:
+    def own(outputs: Any, targets: Any) -> Tensor:
+        return (outputs[0] - targets[0]).abs().mean()
+
+    own.__name__ = name
+    assert (called := metric_of(own)[0]) == f"{name}()"
+    assert format_error(0.25, called) == f"0.25 ({name}())"
+    assert format_error(0.25, name) == {"error": "0.25 of the outputs' square, 6.0 dB", "kl": "0.25 nats"}[name]

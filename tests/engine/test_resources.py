@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import os
@@ -22,10 +23,11 @@ from torch.fx import GraphModule
 from torch.utils.flop_counter import FlopCounterMode
 
 import quark_fx as qfx
-from quark_fx import graph_pass
+from quark_fx import QuantConfig, graph_pass
 from quark_fx.capture.capture import capture_graph
 from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.blocks import Unit
+from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.resources import parse_bytes
 from quark_fx.engine.sizes import Matrices, Moment, Sizes, peak
@@ -279,6 +281,35 @@ def test_an_argument_of_earlier_versions_is_refused_with_its_new_spelling(call: 
         with pytest.raises(ConfigError, match=rf"has no argument {name}; .* write resources=Resources\({new}=\.\.\.\)"):
             call(mlp(), **{name: 1})
     assert len(inspect.signature(qfx.quantize).parameters) == 7
+
+
+@pytest.mark.parametrize("call", [qfx.quantize, qfx.predict, qfx.analyze, qfx.search, qfx.check, qfx.Session])
+def test_a_device_without_a_name_is_refused_with_its_place(call: Any) -> None:
+    given: list[Any] = [mlp(), []] if call in (qfx.Session, qfx.search) else [mlp(), "int8_static", []]
+    words = rf"{call.__name__} takes {len(given)} .* and {len(given) + 1} were .* resources=Resources\(device=\.\.\.\)"
+    with pytest.raises(ConfigError, match=words):
+        call(*given, "cpu")
+
+
+def test_other_values_without_a_name_are_refused_with_the_names() -> None:
+    with pytest.raises(
+        ConfigError, match=r"load takes 1 .* name, directory, and 2 were .* names of the others: device, namespaces$"
+    ):
+        qfx.load("model", "cpu")  # type: ignore[misc]
+
+
+def test_earlier_names_of_a_context_say_the_new_ones() -> None:
+    context = Context(QuantConfig(), CalibrationData(ActivationCache()), torch.device("cpu"))
+    names = [name for name in dir(context.data) if not name.startswith("_") and not hasattr(type(context), name)]
+    assert {"batches", "inputs", "calibration", "validation", "has_validation", "names", "require_batches"} <= {*names}
+    moved = {name: name for name in names} | {"tuning": "calibration", "held_out": "validation"}
+    for name, now in moved.items():
+        with pytest.raises(qfx.QuarkError, match=rf"Context has no {name}; .* write context\.data\.{now}$"):
+            getattr(context, name)
+        assert not hasattr(context, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        context.nothing  # noqa: B018
+    assert copy.copy(context).data is context.data
 
 
 @pytest.mark.parametrize("call", [qfx.analyze, qfx.search, qfx.check, qfx.Session])

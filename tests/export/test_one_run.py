@@ -220,3 +220,45 @@ def test_available_memory_is_no_more_than_a_limit_of_the_process() -> None:
         assert 0 < (available() or 0) <= room + (1 << 24)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class Several(nn.Linear):
+    """A sine behind other operators, and two outputs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        value = (super().forward(x) + 1.5).sin()
+        return value.index_select(0, torch.tensor([0, 1])), value * 2
+
+
+FIRST_LINE = Several.forward.__code__.co_firstlineno
+
+
+@pytest.mark.parametrize("runtime", ["ONNX Runtime", "OpenVINO"])
+@pytest.mark.parametrize("fault", ["unknown", "attribute", "shape"])
+@pytest.mark.parametrize(("kind", "operator"), [("Sin", "sin"), ("Gather", "index_select"), ("Mul", "mul")])
+def test_the_line_of_a_failing_node_is_named_and_no_other(
+    kind: str, operator: str, fault: str, runtime: str, tmp_path: Path
+) -> None:
+    if runtime == "OpenVINO":
+        pytest.importorskip("openvino")
+    qmodel = quantize(seeded(Several(8, 8)), INT8_STATIC, [rand(4, 8)])
+    model = ir.load(qfx.export.onnx(qmodel, tmp_path / "model.onnx"))
+    node = next(node for node in model.graph if node.op_type == kind)
+    if fault == "attribute":
+        node.attributes["axis"] = ir.AttrInt64("axis", 77)
+    node.op_type = {"unknown": "Unknown", "shape": "Reshape"}.get(fault, kind)
+    if fault == "shape":
+        node.attributes.clear()
+        model.graph.initializers["shape"] = shape = ir.Value(name="shape", const_value=ir.tensor([3, 7, 5]))
+        node.resize_inputs(2)
+        node.replace_input_with(1, shape)
+    ir.save(model, path := tmp_path / "broken.onnx")
+    run = trial._in_openvino if runtime == "OpenVINO" else trial._in_onnx_runtime
+    if runtime == "OpenVINO" and fault == "attribute" and kind != "Gather":
+        assert run(path, model, qmodel) is None  # it reads no attributes that an operator does not have
+        return
+    with pytest.raises(ExportError) as raised:
+        run(path, model, qmodel)
+    lines = [line for line in str(raised.value).splitlines() if line.startswith("  aten.")]
+    number = FIRST_LINE + (1 if operator == "sin" else 2)
+    assert [(line.split()[0].split(".")[1], line.rpartition(":")[2]) for line in lines] == [(operator, f"{number})")]

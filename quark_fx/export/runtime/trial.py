@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
 from quark_fx.export.runtime.session import open_session, runtime_options
-from quark_fx.graph.nodes import describe, device_of
+from quark_fx.graph.nodes import describe, device_of, results_of
 from quark_fx.graph.sample import made_up_sample
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.memory import available
@@ -163,27 +163,42 @@ def _runs_in_torch(gm: GraphModule, sample: tuple[Any, ...]) -> bool:
     return True
 
 
+_FAILING = (
+    r"""(?:Name:'|with name '|(?<!<)[Nn]ode ?\(|In Node, \("|<Node\(\w+\): )([^'")>]+)""",  # a node or what it makes
+    r"rule found for operations: (\w+)-",  # a kind of nodes, whose lack makes others fail
+    r"in the (\w+) operator",
+)
+"""Where messages of the runtimes name what failed; they name what that reads as well, which other lines made."""
+
+
 def _where(error: Exception, model: ir.Model, gm: GraphModule) -> str:
-    """Return the user's lines of the nodes in the message of a runtime, empty if it names none."""
-    by_name = {node.name: node for node in gm.graph.nodes if node.op == "call_function"}
-    words, kinds = set(re.findall(r"\w+", str(error))), set(re.findall(r"in the (\w+) operator", str(error)))
+    """Return the user's lines of the nodes that a runtime says failed, empty if it names none."""
+    sources = _sources(model, gm)
+    names, unknown, kinds = (set(re.findall(pattern, str(error))) for pattern in _FAILING)
     nodes = list(model.graph.all_nodes())
-    named = [node for node in nodes if words & {node.name, *(value.name for value in node.outputs)}]
-    named = named or [node for node in nodes if node.op_type in kinds]
-    sources = dict.fromkeys(node for one in named if (node := _made_for(one, by_name)) is not None)
-    return "".join(f"\n  {describe(node)}" for node in sources)
+    failing = [node for node in nodes if node.op_type in unknown]
+    failing = failing or [node for node in nodes if names & {node.name, *(value.name for value in node.outputs)}]
+    failing = failing or [node for node in nodes if node.op_type in kinds]
+    found = dict.fromkeys(source for node in failing if (source := _made_for(node, sources)) is not None)
+    return "".join(f"\n  {describe(node)}" for node in found)
 
 
-def _made_for(node: ir.Node, by_name: Mapping[str, Node]) -> Node | None:
+def _sources(model: ir.Model, gm: GraphModule) -> dict[str | None, Node]:
+    """Return the nodes of a graph by the names of the values that they are in a file."""
+    results = (node for node in results_of(gm) if isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor))
+    outputs = zip((value.name for value in model.graph.outputs), results, strict=False)
+    return {node.name: node for node in gm.graph.nodes if node.op == "call_function"} | dict(outputs)
+
+
+def _made_for(node: ir.Node, sources: Mapping[str | None, Node]) -> Node | None:
     """Return the source of a node in the file: the first node of the graph named like its output or one after it."""
     pending, visited = [node], set[int]()
     for one in pending:
-        for value in one.outputs:
-            if value.name is not None and value.name in by_name:
-                return by_name[value.name]
-            readers = [reader for reader, _ in value.uses() if id(reader) not in visited]
-            visited.update(map(id, readers))
-            pending += readers
+        if (source := next((sources[value.name] for value in one.outputs if value.name in sources), None)) is not None:
+            return source
+        readers = [reader for value in one.outputs for reader, _ in value.uses() if id(reader) not in visited]
+        visited.update(map(id, readers))
+        pending += readers
     return None
 
 
