@@ -212,7 +212,7 @@ def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
         owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         placed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(placed)
+        most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(placed)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -231,7 +231,8 @@ def _too_many(
 ) -> ConfigError:
     """Return the error for values without a name that a call does not take."""
     return ConfigError(
-        f"{owner} takes {len(placed)} argument(s) without a name, {', '.join(placed)}, and {len(placed) + extra} were given"
+        f"{owner} takes {len(placed)} argument(s) without a name, {', '.join(placed)}, and {len(placed) + extra} were "
+        "given"
         + (f"; write the names of the others: {', '.join(by_name)}" if by_name else "")
         + elsewhere.get("device", "")
     )

@@ -474,7 +474,7 @@ def test_advice_says_when_to_ask_again_and_what_16_bits_bring(capsys: pytest.Cap
 @pytest.mark.parametrize("name", METRICS)
 def test_a_function_called_like_a_metric_has_another_unit(name: str) -> None:
     def own(outputs: Any, targets: Any) -> Tensor:
-        return (outputs[0] - targets[0]).abs().mean()
+        return torch.zeros(())
 
     own.__name__ = name
     assert (called := metric_of(own)[0]) == f"{name}()"

@@ -295,7 +295,7 @@ def test_other_values_without_a_name_are_refused_with_the_names() -> None:
     with pytest.raises(
         ConfigError, match=r"load takes 1 .* name, directory, and 2 were .* names of the others: device, namespaces$"
     ):
-        qfx.load("model", "cpu")  # type: ignore[misc]
+        qfx.load("model", "cpu")  # type: ignore[call-arg]
 
 
 def test_earlier_names_of_a_context_say_the_new_ones() -> None:

@@ -222,11 +222,11 @@ def test_available_memory_is_no_more_than_a_limit_of_the_process() -> None:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-class Several(nn.Linear):
+class Several(nn.Sequential):
     """A sine behind other operators, and two outputs."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        value = (super().forward(x) + 1.5).sin()
+        value = (self[0](x) + 1.5).sin()
         return value.index_select(0, torch.tensor([0, 1])), value * 2
 
 
@@ -241,7 +241,7 @@ def test_the_line_of_a_failing_node_is_named_and_no_other(
 ) -> None:
     if runtime == "OpenVINO":
         pytest.importorskip("openvino")
-    qmodel = quantize(seeded(Several(8, 8)), INT8_STATIC, [rand(4, 8)])
+    qmodel = quantize(seeded(Several(nn.Linear(8, 8))), INT8_STATIC, [rand(4, 8)])
     model = ir.load(qfx.export.onnx(qmodel, tmp_path / "model.onnx"))
     node = next(node for node in model.graph if node.op_type == kind)
     if fault == "attribute":
