@@ -3,7 +3,8 @@
     PYTHONPATH=. python -m benchmarks.on_gpu [--results on_gpu.jsonl] [--seconds 290] [--only STEP ...] [--write]
 
 It needs the repository, torch, transformers, safetensors, numpy, tqdm and pyyaml, no network and no files of models:
-all weights are random. pytest and hypothesis run more device tests where they are installed.
+all weights are random. Device tests need pytest and hypothesis, installed or as wheels in the folder `wheels`, 3 MB in
+all: `pip download -d wheels pytest hypothesis`, with the version of Python of the machine.
 
 Each step runs in a worker process under a time limit and appends one line of JSON to the results file at once. A step
 that fails says why, and the next one runs; a worker that hangs or crashes is replaced. Another call with the same file
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -41,6 +43,10 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "on_gpu_results.md"
+
+WHEELS = ROOT / "wheels"
+INSTALLED = WHEELS / "installed"
+"""Wheels for a machine without network, and what is installed from them."""
 
 Result = dict[str, Any]
 
@@ -282,7 +288,8 @@ def step_codes(place: Place, names: Sequence[str] = ("w4a16_gptq",)) -> Result:
 
 
 def step_tests(place: Place) -> Result:
-    """Run the device tests of the repository, where pytest and hypothesis are installed."""
+    """Run the device tests of the repository."""
+    install_from_wheels("pytest", "hypothesis")
     files = [
         *("solvers/test_error_feedback.py", "solvers/test_rounding.py", "solvers/test_group_feedback.py"),
         *("passes/test_gptq.py", "engine/test_activation_cache.py", "engine/test_block_walk.py"),
@@ -296,7 +303,7 @@ def step_tests(place: Place) -> Result:
     if place.device == "pretend":
         command += ["-p", "pretend_gpu"]
     paths = [str(ROOT / "tests" / file) for file in files]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(INSTALLED)))}
     try:
         done = subprocess.run(
             [*command, *paths], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=75, check=False
@@ -308,6 +315,22 @@ def step_tests(place: Place) -> Result:
     failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED", "ERROR"))]
     last = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), "")
     return {"code": done.returncode, "summary": last or done.stderr[-300:], "failed": failed[:40]}
+
+
+def install_from_wheels(*names: str) -> None:
+    """Install packages into a folder of their own, unless Python has them.
+
+    Raises:
+        ModuleNotFoundError: If there are no wheels of them.
+    """
+    if all(importlib.util.find_spec(name) for name in names):
+        return
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(WHEELS)]
+    done = subprocess.run(
+        [*command, "--upgrade", "--target", str(INSTALLED), *names], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ModuleNotFoundError(f"{' and '.join(names)} are not installed, nor in {WHEELS}: {done.stderr[-300:]}")
 
 
 def step_syncs(place: Place) -> Result:
@@ -570,7 +593,7 @@ def step_kernels(place: Place) -> Result:
 
 
 def product_configs() -> dict[str, Any]:
-    """Return configurations that take each product of torch on GPUs, and two that Hopper does not have."""
+    """Return configurations that take each product of torch on GPUs, and three that Hopper lacks."""
     from quark_fx import QuantConfig, TensorSpec
     from quark_fx.config.quant_config import Granularity
     from quark_fx.numbers.formats import FP8_E4M3
@@ -579,7 +602,7 @@ def product_configs() -> dict[str, Any]:
     fp8 = TensorSpec(format=FP8_E4M3)
     group = fp8.replace(granularity=Granularity.GROUP, group_size=128)
     tokens = group.replace(dynamic=True)
-    presets = ("w4a16_rtn", "w8a8_dynamic", "int8_static", "fp8_static", "fp8_dynamic", "nvfp4", "mxfp4")
+    presets = ("w4a16_rtn", "w8a8_dynamic", "int8_static", "fp8_static", "fp8_dynamic", "nvfp4", "mxfp4", "mxfp8_e4m3")
     return {
         **{name: QuantConfig(weight=PRESETS[name].weight, input=PRESETS[name].input) for name in presets},
         "fp8, one scale": QuantConfig(weight=fp8, input=fp8),

@@ -1,7 +1,7 @@
 """torch's products of codes on NVIDIA GPUs, on tensors of the CPU: what CUDA requires of arguments, and its arithmetic.
 
 Source:
-    `_int_mm_out_cuda`, `_scaled_mm_out_cuda`, and `int4mm.cu` in ATen's `native/cuda`.
+    `_int_mm_out_cuda`, `_scaled_mm_out_cuda`, `_scaled_mm_cuda_v2_out`, and `int4mm.cu` in ATen's `native/cuda`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
 
 
 def require(condition: bool, message: str) -> None:
@@ -63,6 +64,61 @@ def scaled_mm(
     return (y if bias is None else y + bias.float()).bfloat16()
 
 
+def scaled_mm_v2(
+    a: Tensor,
+    b: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiply blocks of 16 in E2M1 with scales in E4M3, and of 32 in E2M1 or E4M3 with exponents."""
+    fp4, size = a.dtype is torch.float4_e2m1fn_x2, 16 if recipe_a[0] == ScalingType.BlockWise1x16.value else 32
+    require(a.dtype == b.dtype and (fp4 or a.dtype is torch.float8_e4m3fn), "dtypes")
+    require(a.is_contiguous() and b.t().is_contiguous(), "cuBLASLt multiplies rows by columns")
+    require(a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0, "sizes must be divisible by 16")
+    require(out_dtype is torch.bfloat16 and bias is None, "MXFP4 adds no bias")
+    plain, tiled = SwizzleType.NO_SWIZZLE.value, SwizzleType.SWIZZLE_32_4_4.value
+    of_16, of_32, tensor = (
+        kind.value for kind in (ScalingType.BlockWise1x16, ScalingType.BlockWise1x32, ScalingType.TensorWise)
+    )
+    known = ([of_16, tensor], [tiled, plain]) if size == 16 else ([of_32], [tiled])
+    require((recipe_a, swizzle_a) == (recipe_b, swizzle_b) == known, "Invalid scaling configuration")
+    product = []
+    for codes, scales in ((a, scale_a), (b.t(), scale_b)):
+        values = e2m1_values(codes.view(torch.uint8)) if fp4 else codes.float()
+        require(scales[0].dtype is (torch.float8_e4m3fn if size == 16 else torch.float8_e8m0fnu), "scales")
+        require(size == 32 or (fp4 and scales[1].dtype is torch.float32 and scales[1].numel() == 1), "global scale")
+        steps = untiled(scales[0], len(values), values.shape[1] // size).float()
+        product.append(values * steps.repeat_interleave(size, 1) * (scales[1] if size == 16 else 1))
+    y: Tensor = (product[0] @ product[1].t()).bfloat16()
+    return y
+
+
+def e2m1_values(stored: Tensor) -> Tensor:
+    """Return the floats of 4 bits, the first of a byte in its low ones."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    return values[torch.stack((stored & 15, stored >> 4), -1).long()].flatten(-2)
+
+
+def untiled(scale: Tensor, rows: int, groups: int) -> Tensor:
+    """Return scales by row and group from tiles of 128 rows and 4 groups, which fill whole ones.
+
+    Source:
+        https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
+    """
+    across = -(-groups // 4)
+    require(scale.is_contiguous() and scale.numel() == -(-rows // 128) * across * 512, "elements of blockwise scales")
+    row, group = torch.arange(rows)[:, None], torch.arange(groups)
+    tile = row // 128 * across + group // 4
+    places = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4
+    return scale.view(torch.uint8).flatten()[places].view(scale.dtype)
+
+
 def convert_weight_to_int4pack(codes: Tensor, tiles: int) -> Tensor:
     """Keep the order of the bytes, in the shape of packed ones; the first code is in the high bits of a byte."""
     outputs, inputs = codes.shape[0], 2 * codes.shape[1]
@@ -89,6 +145,7 @@ def weight_int4pack_mm(x: Tensor, packed: Tensor, group: int, table: Tensor) -> 
 PRODUCTS: dict[str, Callable[..., Any]] = {
     "_int_mm": int_mm,
     "_scaled_mm": scaled_mm,
+    "_scaled_mm_v2": scaled_mm_v2,
     "_convert_weight_to_int4pack": convert_weight_to_int4pack,
     "_weight_int4pack_mm": weight_int4pack_mm,
 }

@@ -54,7 +54,7 @@ def test_the_script_runs(device: str, tmp_path: Path) -> None:
         products = {name: row for name, row in rows["kernels"].items() if isinstance(row, dict)}
         assert all(row["relative error to the simulated"] < 0.02 for row in products.values()), products
         kernels = {kernel for row in products.values() for kernel in row["kernels"]}
-        assert kernels == {kernel.name for kernel in KERNELS}
+        assert kernels == {kernel.name for kernel in KERNELS if kernel.since <= (9, 0)}
     assert "w4a16_best 1B" in on_gpu.page(rows)
 
 

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 from devices import on_gpus
+from gpu_products import e2m1_values
 from tiny import rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
+from quark_fx.model.kernels import gpu_products
 from quark_fx.model.kernels.gpu_products import KERNELS
 from quark_fx.model.kernels.product import Product
-from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8, Codebook, register_format
+from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8, Codebook, register_format
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.presets import MXFP4, NVFP4
+from quark_fx.presets import MXFP4, NVFP4, PRESETS
 from quark_fx.system import accelerator
 
 INPUTS, OUTPUTS = 512, 256
@@ -30,12 +32,19 @@ INT, SCALED, BLOCKS, INT4PACK = (
     "aten._scaled_mm of blocks",
     "aten._weight_int4pack_mm",
 )
+NV4, MX4, MX8 = (f"aten._scaled_mm_v2 of {name}" for name in ("NVFP4", "MXFP4", "MXFP8"))
 
 BYTE, FP8 = TensorSpec(format=INT8), TensorSpec(format=FP8_E4M3)
 CHANNEL, FP8_CHANNEL = (spec.replace(granularity=Granularity.CHANNEL) for spec in (BYTE, FP8))
 TOKEN, FP8_TOKEN = (spec.replace(granularity=Granularity.TOKEN, dynamic=True) for spec in (BYTE, FP8))
 GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32)
 BLOCK = FP8.replace(granularity=Granularity.GROUP, group_size=128)
+
+
+def both(config: QuantConfig) -> QuantConfig:
+    """Return what rounds the weight and the input of a layer."""
+    return QuantConfig(weight=config.weight, input=config.input)
+
 
 CASES: dict[str, tuple[str, QuantConfig]] = {
     "int8": (INT, QuantConfig(weight=CHANNEL, input=BYTE)),
@@ -51,6 +60,11 @@ CASES: dict[str, tuple[str, QuantConfig]] = {
     "fp8 by token, one scale": (SCALED, QuantConfig(weight=FP8, input=FP8_TOKEN)),
     "fp8 in groups": (BLOCKS, QuantConfig(weight=BLOCK, input=BLOCK.replace(dynamic=True))),
     "fp8 in blocks": (BLOCKS, QuantConfig(weight=BLOCK.replace(group_rows=128), input=BLOCK.replace(dynamic=True))),
+    "nvfp4": (NV4, both(NVFP4)),
+    "mxfp4": (MX4, both(MXFP4)),
+    "mxfp8": (MX8, both(PRESETS["mxfp8_e4m3"])),
+    "mxfp6": (MX8, both(PRESETS["mxfp6_e3m2"])),
+    "mxfp4 and mxfp8": (MX8, QuantConfig(weight=MXFP4.weight, input=PRESETS["mxfp8_e4m3"].input)),
     "int4 in groups": (INT4PACK, QuantConfig(weight=GROUPS)),
     "int4 in groups, zero points": (INT4PACK, QuantConfig(weight=GROUPS.replace(symmetry=Symmetry.ASYMMETRIC))),
     "int4 in large groups": (INT4PACK, QuantConfig(weight=GROUPS.replace(group_size=256))),
@@ -80,10 +94,22 @@ def magnitudes(qmodel: qfx.QuantizedModel, x: Tensor) -> Tensor:
     return (x.float().square() @ weight.square().mT).sqrt()
 
 
+def make_capable(kernel: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pretend GPU be new enough for a kernel; skip the test on a GPU that is not."""
+    needed, before = next((row.since, row.before) for row in KERNELS if row.name == kernel)
+    if device.type == "cuda" and not needed <= torch.cuda.get_device_capability(device) < before:
+        pytest.skip(f"{kernel} is not for this GPU")
+    if device.type != "cuda":
+        monkeypatch.setattr(accelerator, "capability", lambda _: max(needed, (9, 0)))
+
+
 @on_gpus
 @pytest.mark.parametrize("name", CASES)
-def test_a_product_is_that_of_the_simulated_layer(name: str, device: torch.device) -> None:
+def test_a_product_is_that_of_the_simulated_layer(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel, config = CASES[name]
+    make_capable(kernel, device, monkeypatch)
     dtype = torch.float32 if kernel == INT else torch.bfloat16
     qmodel, simulated, kernels = of_layer(session(device, dtype), config)
     assert [row.kernel for row in kernels.kernel_report] == [kernel], str(kernels.kernel_report)
@@ -111,6 +137,42 @@ def test_a_product_of_no_rows_is_empty(device: torch.device) -> None:
     for name in ("int8", "fp8 by channel", "int4 in groups"):
         _, _, kernels = of_layer(session(device, torch.bfloat16), CASES[name][1])
         assert kernels(torch.zeros(2, 0, INPUTS, dtype=torch.bfloat16, device=device)).shape == (2, 0, OUTPUTS)
+
+
+@on_gpus
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_blocks_of_zeros_of_tiny_values_and_with_a_nan_are_those_of_the_simulated_layer(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_capable(CASES[name][0], device, monkeypatch)
+    layer = seeded(nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False))).to(HALF).to(device)
+    x = rand(3, 1, INPUTS).to(HALF).to(device)
+    _, simulated, kernels = of_layer(qfx.Session(layer, [x]), CASES[name][1])
+    some = torch.where(x > 0, 0.0, x)
+    for given, factor in (
+        (0 * x, 1),
+        (some, 1),
+        (2.0**-98 * x, 2.0**98),
+        (torch.where(x == x.amax(), torch.nan, x), 1),
+    ):
+        expected, got = (factor * model(given) for model in (simulated, kernels))
+        torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6, equal_nan=True)
+
+
+@on_gpus
+def test_a_product_that_a_build_of_torch_lacks_is_simulated(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_capable(MX4, device, monkeypatch)
+
+    def refuse(*_: object) -> Tensor:
+        raise NotImplementedError("MXFP4 scaling supported on ROCM and CUDA+FBGEMM_GENAI only")
+
+    monkeypatch.setattr(gpu_products, "small_block_product", refuse)
+    _, simulated, kernels = of_layer(session(device, HALF), CASES["mxfp4"][1])
+    assert "torch refuses it: MXFP4 scaling supported on" in str(kernels.kernel_report)
+    x = rand(2, 3, INPUTS).to(HALF).to(device)
+    assert torch.equal(kernels(x), simulated(x))
 
 
 @on_gpus
@@ -162,13 +224,35 @@ REASONS: dict[str, tuple[tuple[int, int], torch.dtype, tuple[int, int], QuantCon
         QuantConfig(weight=CHANNEL),
     ),
     "its groups of 16 inputs": ((9, 0), HALF, (INPUTS, OUTPUTS), QuantConfig(weight=GROUPS.replace(group_size=16))),
-    "16 inputs of its weight and 16 of its activation": (
+    "of NVFP4 needs compute capability 10.0 or above, and this GPU has 9.0": (
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
-        QuantConfig(weight=NVFP4.weight, input=NVFP4.input),
+        both(NVFP4),
     ),
-    "32 inputs of its weight and 32 of its activation": (
+    "of MXFP4 needs compute capability 10.0 or above and below 11.0, and this GPU has 12.0": (
+        *((12, 0), HALF, (INPUTS, OUTPUTS)),
+        both(MXFP4),
+    ),
+    "of MXFP8 needs compute capability 10.0": ((9, 0), HALF, (INPUTS, OUTPUTS), both(PRESETS["mxfp8_e4m3"])),
+    "it has 48 inputs and 16 outputs; aten._scaled_mm_v2 of NVFP4 takes": ((10, 0), HALF, (48, 16), both(NVFP4)),
+    "scales of its weight are not powers of two": (
+        *((10, 0), HALF, (INPUTS, OUTPUTS)),
+        QuantConfig(weight=BLOCK.replace(group_size=32), input=PRESETS["mxfp8_e4m3"].input),
+    ),
+    "scales of its activation are not powers of two": (
+        *((10, 0), HALF, (INPUTS, OUTPUTS)),
+        QuantConfig(weight=MXFP4.weight, input=BLOCK.replace(group_size=32, dynamic=True)),
+    ),
+    "these scales are not E4M3 floats": (
+        *((10, 0), HALF, (INPUTS, OUTPUTS)),
+        QuantConfig(weight=NVFP4.weight.replace(scale="float32"), input=NVFP4.input),
+    ),
+    "scales of its activation are not E4M3 floats": (
+        *((10, 0), HALF, (INPUTS, OUTPUTS)),
+        QuantConfig(weight=NVFP4.weight, input=NVFP4.input.replace(scale="float32")),
+    ),
+    "64 inputs of its weight and 64 of its activation": (
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
-        QuantConfig(weight=MXFP4.weight, input=MXFP4.input),
+        QuantConfig(weight=BLOCK.replace(group_size=64), input=BLOCK.replace(group_size=64, dynamic=True)),
     ),
 }
 
@@ -210,3 +294,8 @@ def test_a_model_with_kernels_stays_on_its_gpu(device: torch.device) -> None:
     for model in (kernels, qmodel.compile()):
         with pytest.raises(RuntimeError, match="stays where it is"):
             model.cpu()
+
+
+def test_the_first_of_two_floats_of_4_bits_is_in_the_low_ones() -> None:
+    codes = FP4_E2M1.levels()[1:].view(1, -1).to(FP4_E2M1.dtype)
+    assert torch.equal(e2m1_values(gpu_products._pairs(codes)), codes.float())

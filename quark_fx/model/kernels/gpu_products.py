@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType, SwizzleType
 
 from quark_fx.model.kernels.integer_products import plain_linear
 from quark_fx.model.kernels.integers import at_least
 from quark_fx.model.kernels.product import Activation, NoKernelError, Product
 from quark_fx.model.kernels.weight_only import groups_of, int4_product, int4_table
+from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, Format
+from quark_fx.numbers.scales import FLOAT20, like, recover_global_scale, scale_format
 from quark_fx.system import accelerator
 
 aten = torch.ops.aten
+
+_TENSOR, _BLOCKS_OF_16, _BLOCKS_OF_32 = (
+    kind.value for kind in (ScalingType.TensorWise, ScalingType.BlockWise1x16, ScalingType.BlockWise1x32)
+)
+_PLAIN, _TILED = SwizzleType.NO_SWIZZLE.value, SwizzleType.SWIZZLE_32_4_4.value
 
 
 def scaled_linear(product: Product) -> None:
@@ -61,7 +71,7 @@ def block_linear(product: Product) -> None:
     if (weight.axis, weight.block_size, rounded.block_size) != (1, 128, 128):
         raise NoKernelError(
             f"its scales are of {weight.block_size} inputs of its weight and {rounded.block_size} of its activation; "
-            "the product of blocks takes 128 (for NVFP4 and MX formats torch needs compute capability 10.0)"
+            "the product of blocks takes 128"
         )
     bias, scale = product.bias(), weight.scale.float()
     # The strides of scales of 128x128 are multiples of 16 bytes.
@@ -91,6 +101,90 @@ def block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor)
     rows = at_least(rows, count)
     y: Tensor = aten._scaled_mm.default(rows, codes.t(), step, weight_scale, None, None, torch.bfloat16)
     return y[:given].reshape(*x.shape[:-1], codes.shape[0])
+
+
+def small_block_linear(product: Product, *, packs: bool = False) -> None:
+    """Multiply codes in E4M3, or E2M1 packed in 4 bits, with an 8-bit scale for 16 or 32 inputs."""
+    weight, rounded, bias = product.matrix(), product.rounded, product.bias()
+    assert rounded is not None
+    if weight.axis != 1:
+        raise NoKernelError("its weight has no groups of inputs")
+    kind, of_16 = scale_format(rounded.scale_type), weight.block_size == 16
+    codes, scale, whole = weight.codes.contiguous(), weight.scale, None
+    if of_16:
+        try:
+            whole = recover_global_scale(scale)
+        except ValueError as error:
+            raise NoKernelError(f"of its weight, {error}") from error
+        scale = (scale / whole).to(torch.float8_e4m3fn).view(torch.uint8)
+    elif bool((torch.frexp(scale)[0] == 0.5).all()):
+        scale = _exponents(scale)
+    else:
+        raise NoKernelError("scales of its weight are not powers of two")
+    if not (kind.has_unit if of_16 else kind.rule):
+        needs = "E4M3 floats times one number" if of_16 else "powers of two"
+        raise NoKernelError(f"scales of its activation are not {needs}, measured at run time")
+    constants = (_pairs(codes) if packs else codes, _tiled(scale), whole)
+    try:  # a build of torch may lack a kernel of its version
+        small_block_product(codes[:1], weight.scale[:1], *constants)
+    except RuntimeError as error:
+        raise NoKernelError(f"torch refuses it: {str(error).splitlines()[0]}") from error
+    _replace(product, product.insert(small_block_product, rounded.codes, rounded.scale, *constants), bias)
+
+
+def small_block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor, whole: Tensor | None) -> Tensor:
+    """Return the product of codes with their scales, bfloat16, of sums in float32.
+
+    Args:
+        x: Codes, float8_e4m3fn, `(..., inputs)`.
+        scale: Scales, float32, `(..., groups)`; powers of two, or E4M3 floats, the largest of them 448, times a number.
+        codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`, or uint8, `(outputs, inputs / 2)`, two E2M1
+            floats in each.
+        weight_scale: Scales, uint8, as `_tiled` returns them: exponents, or bits of E4M3 floats.
+        whole: Number that E4M3 floats are multiplied by, float32, `()`; `None` for exponents.
+    """
+    rows, step = (part.reshape(-1, part.shape[-1]).contiguous() for part in (x, scale))
+    given = rows.shape[0]
+    rows, step = at_least(rows, 1), at_least(step, 1)
+    scales, weight_scales, recipe, kind = [_exponents(step)], [weight_scale], [_BLOCKS_OF_32], torch.float8_e8m0fnu
+    if whole is not None:
+        unit = FLOAT20.nearest(step.amax() / like(step, FP8_E4M3.max))  # a factor of the largest: nothing is rounded
+        scales = [(step / unit).to(torch.float8_e4m3fn).view(torch.uint8), unit]
+        weight_scales, recipe, kind = [weight_scale, whole], [_BLOCKS_OF_16, _TENSOR], torch.float8_e4m3fn
+    scales[0], weight_scales[0] = _tiled(scales[0]).view(kind), weight_scale.view(kind)
+    if codes.dtype is torch.uint8:
+        rows, codes = _pairs(rows).view(torch.float4_e2m1fn_x2), codes.view(torch.float4_e2m1fn_x2)
+    order = [_TILED, _PLAIN][: len(scales)]
+    y: Tensor = aten._scaled_mm_v2.default(
+        *(rows, codes.t(), scales, recipe, order, weight_scales, recipe, order, None, torch.bfloat16)
+    )
+    return y[:given].reshape(*x.shape[:-1], codes.shape[0])
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Return E2M1 floats stored as E4M3, `(rows, inputs)`, in 4 bits each, the first of two in the low ones."""
+    # The exponent bias of E4M3 is larger by 6: without it the bits are those of E2M1, in other places.
+    bits = (codes.float() * 2.0**-6).to(torch.float8_e4m3fn).view(torch.uint8)
+    bits = ((bits >> 2) & 7) | ((bits >> 4) & 8)
+    return bits[:, ::2] | (bits[:, 1::2] << 4)
+
+
+def _exponents(scale: Tensor) -> Tensor:
+    """Return powers of two, float32, or NaN, as E8M0, uint8."""
+    return (scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def _tiled(scale: Tensor) -> Tensor:
+    """Return scales, uint8, `(rows, groups)`, in tiles of 128 rows and 4 groups; zeros fill the last ones.
+
+    A tile has 32 rows of 16 bytes: 4 groups of a row, then those of the rows 32, 64, and 96 below it.
+
+    Source:
+        https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
+    """
+    rows, groups = scale.shape
+    whole = F.pad(scale, (0, -groups % 4, 0, -rows % 128))
+    return whole.view(-1, 4, 32, whole.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
 
 
 def int4_linear(product: Product) -> None:
@@ -129,6 +223,8 @@ class GPUKernel:
         multiples: Divisors of the numbers of inputs and outputs.
         dtypes: Dtypes of the result.
         cuda: First version of CUDA.
+        group: Inputs of the weight, and of the activation, that share a scale; 0 for any that `build` takes.
+        format: Format of both, `None` for any that is stored in `codes`.
     """
 
     name: str
@@ -140,12 +236,19 @@ class GPUKernel:
     before: tuple[int, int] = (100, 0)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     cuda: tuple[int, int] = (0, 0)
+    group: int = 0
+    format: Format | None = None
 
     def takes(self, product: Product) -> bool:
         """Return whether the codes and the rounding of a product match."""
-        rounded = product.rounded
-        codes = [product.weight.codes] if rounded is None else [product.weight.codes, rounded.codes.meta["val"]]
-        return product.rounding in self.roundings and all(c.dtype in self.codes for c in codes)
+        rounded, weight = product.rounded, product.weight
+        codes = [weight.codes] if rounded is None else [weight.codes, rounded.codes.meta["val"]]
+        given = [(one.format, one.block_size) for one in (weight, rounded) if one is not None]
+        return (
+            product.rounding in self.roundings
+            and all(c.dtype in self.codes for c in codes)
+            and all(self.group in (0, size) and self.format in (None, fmt) for fmt, size in given)
+        )
 
     def require(self, product: Product) -> None:
         """Refuse a product that does not fit, or a GPU that does not have this kernel.
@@ -180,14 +283,34 @@ KERNELS = (
     GPUKernel("aten._int_mm", _BYTES, _ONE_OR_TOKENS, plain_linear, (7, 5), (8, 8), dtypes=_FLOATS),
     GPUKernel("aten._scaled_mm", _E4M3, _ONE_OR_TOKENS, scaled_linear, (8, 9), (16, 16)),
     GPUKernel(
+        *("aten._scaled_mm_v2 of NVFP4", _E4M3, (Activation.OTHER,), partial(small_block_linear, packs=True)),
+        *((10, 0), (32, 16)),
+        cuda=(12, 8),
+        group=16,
+        format=FP4_E2M1,
+    ),
+    GPUKernel(
+        *("aten._scaled_mm_v2 of MXFP4", _E4M3, (Activation.OTHER,), partial(small_block_linear, packs=True)),
+        *((10, 0), (32, 16)),
+        before=(11, 0),
+        cuda=(12, 8),
+        group=32,
+        format=FP4_E2M1,
+    ),
+    GPUKernel(
+        *("aten._scaled_mm_v2 of MXFP8", _E4M3, (Activation.OTHER,), small_block_linear, (10, 0), (32, 16)),
+        cuda=(12, 8),
+        group=32,
+    ),
+    GPUKernel(
         *("aten._scaled_mm of blocks", _E4M3, (Activation.OTHER,), block_linear, (9, 0), (128, 16)),
         before=(10, 0),
         cuda=(12, 9),
     ),
     GPUKernel("aten._weight_int4pack_mm", _BYTES, (Activation.FLOAT,), int4_linear, (8, 0), (32, 8)),
 )
-"""The first that matches is used. Source: the checks of `_int_mm_out_cuda`, `_scaled_mm_out_cuda`, and `int4mm.cu` in
-ATen's `native/cuda`."""
+"""The first that matches is used. Source: the checks of `_int_mm_out_cuda`, `_scaled_mm_out_cuda`,
+`_scaled_mm_cuda_v2_out`, and `int4mm.cu` in ATen's `native/cuda`, and torch's `test_scaled_matmul_cuda.py`."""
 
 
 def gpu_linear(product: Product) -> str:

@@ -77,10 +77,19 @@ class Rounded:
     @property
     def is_symmetric(self) -> bool:
         """Whether ranges that are measured at run time are symmetric."""
-        pair = self.zero_point.args[0] if self.zero_point.args else None
-        if not isinstance(pair, Node) or pair.target is not torch.ops.quark_fx.dynamic_qparams.default:
-            return False
-        return Symmetry(argument(pair, 2)) is not Symmetry.ASYMMETRIC
+        pair = self._measured
+        return pair is not None and Symmetry(argument(pair, 2)) is not Symmetry.ASYMMETRIC
+
+    @property
+    def scale_type(self) -> str:
+        """Name of the format of scales that are measured at run time, `"float32"` for calibrated ones."""
+        return "float32" if self._measured is None else argument(self._measured, 5) or "float32"
+
+    @property
+    def _measured(self) -> Node | None:
+        """What measures scale and zero point at run time, `None` where they are constants."""
+        pair = self.scale.args[0] if self.scale.args else None
+        return pair if isinstance(pair, Node) and target_name(pair) == "quark_fx.dynamic_qparams.default" else None
 
 
 @dataclass(frozen=True)
