@@ -107,11 +107,15 @@ class BlockRun:
         """
         # Squared error, squared target, and how many batches have a float there.
         sums = torch.zeros(len(self.block.made), 3, dtype=torch.float64, device=self._context.device)
+
+        def squares(batch: int) -> list[tuple[int, Tensor]]:
+            found = _squares((outputs or self.outputs)(batch), self.targets(batch))
+            return [(i, torch.stack((noise, signal, torch.ones_like(noise)))) for i, noise, signal in found]
+
         with torch.no_grad():
             for batch in self._context.data.validation:
-                made = with_room(self._context, partial(outputs or self.outputs, batch))
-                for i, noise, signal in _squares(made, self.targets(batch)):
-                    sums[i] += torch.stack((noise, signal, torch.ones_like(noise)))
+                for i, found in with_room(self._context, partial(squares, batch)):
+                    sums[i] += found
         self._context.ranks.add(sums)
         read = torch.cat((sums.flatten(), sums.new_zeros(1) if training is None else training.view(1))).cpu()
         if not math.isfinite(trained := float(read[-1])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit, carriers, find_blocks
 from quark_fx.engine.context import Context
 from quark_fx.engine.end_loss import EndLoss
+from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import named_nodes, placeholders
 
@@ -51,9 +53,10 @@ class SideBySide:
         for run in walk_float_blocks(reference, context, label="predictions"):
             if run.block.inputs == blocks[-1].inputs:
                 for batch in range(len(context.data.batches)):
-                    for name, value in zip(run.block.inputs, run.inputs(batch), strict=True):
+                    values = with_room(context, partial(run.inputs, batch))
+                    for name, value in zip(run.block.inputs, values, strict=True):
                         if name not in given:
-                            context.cache.put((_LAST, name, batch), value)
+                            with_room(context, partial(context.cache.put, (_LAST, name, batch), value))
 
     def __enter__(self) -> Self:
         return self

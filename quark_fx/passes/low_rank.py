@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -15,6 +16,7 @@ from quark_fx.config.selection import NOT_SELECTED, Selective
 from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
+from quark_fx.engine.room import with_room
 from quark_fx.engine.sizes import BlockSize, Need, Sizes
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
@@ -206,7 +208,7 @@ def _measured(
                 continue
             linear = first.linear.at(nodes[first.linear.node.name])
             learned, judge = Hessian.of_parts(context, Entrance(run.module, linear, first.mapping, run.inputs))
-            settled = _settled(gm, site, learned.h[0], judge.h[0], rank)
+            settled = with_room(context, partial(_settled, gm, site, learned.h[0], judge.h[0], rank))
             yield number, *context.ranks.gather(settled)[0]  # another processor may see other directions
 
 

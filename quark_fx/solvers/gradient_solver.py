@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -16,6 +17,7 @@ from quark_fx.engine.block_walk import BlockRun, walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import QuantizedWeight, own_weights
+from quark_fx.engine.room import with_room
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.scales import FLOAT32
@@ -68,7 +70,8 @@ class GradientSolver(Schedule, ABC):
 
     def _learnable(self, run: BlockRun, weights: list[QuantizedWeight], context: Context) -> list[QuantizedWeight]:
         """Return the weights that the error of a block tells something about; note the others."""
-        reasons, numbers = {}, any(isinstance(t, Tensor) and t.is_floating_point() for t in run.targets(0))
+        targets = with_room(context, partial(run.targets, 0))
+        reasons, numbers = {}, any(isinstance(t, Tensor) and t.is_floating_point() for t in targets)
         for weight in weights:
             if not numbers:
                 reasons[weight.node] = "what it makes is no number"

@@ -21,7 +21,8 @@ from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
 from quark_fx.solvers.error_feedback import DAMPING
 from quark_fx.solvers.matrix_feedback import compensated, fitted_to_feedback, round_matrix
 from quark_fx.solvers.places import blamed
-from quark_fx.solvers.products import Product, find_products
+from quark_fx.solvers.products import Part, Product, find_products
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 from quark_fx.system.memory import give_back
 
@@ -93,18 +94,22 @@ def _feed_back_product(product: Product, context: Context, fits_scales: bool) ->
     seen = product.hessian(context, shifted=True, batches=context.data.calibration)
     factors = partial(seen.factors, damping=DAMPING, by_activation=True)
     rounded = {}
+
+    def round_(part: Part, fits: bool) -> tuple[QuantizedMatrix, Tensor]:
+        now = part.now
+        target = seen.target(now.real, 1.0, factors())
+        fitted = fitted_to_feedback(now, target, factors()) if fits and now.columns is not None else now
+        matrix, _ = round_matrix(fitted, target, factors())
+        return matrix, compensated(matrix, target, factors())
+
     try:
         for part in product.parts:
-            now = part.now
-            target = seen.target(now.real, 1.0, factors())
-            fitted = fitted_to_feedback(now, target, factors()) if fits_scales and now.columns is not None else now
+            matrix, wanted = with_room(context, partial(round_, part, fits_scales))
             try:
-                matrix, _ = round_matrix(fitted, target, factors())
                 part.store(matrix)
             except OverflowError:  # of an int32 bias that follows the scales
-                matrix, _ = round_matrix(now, target, factors())
+                matrix, wanted = with_room(context, partial(round_, part, False))
                 part.store(matrix)
-            wanted = compensated(matrix, target, factors())
             rounded[part.weight.node.name] = part.mapping.restore(wanted, part.real)
     except CalibrationError as error:
         raise blamed(product.parts, error) from error

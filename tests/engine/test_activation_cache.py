@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from devices import on_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny import cnn, images, quantize, rand
+from tiny import cnn, images, quantize, rand, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from quark_fx import Session, passes
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.engine.calibration_data import CalibrationData
@@ -31,7 +34,7 @@ from quark_fx.engine.resources import Resources
 from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.passes.bias_correction import BiasCorrection
-from quark_fx.presets import INT8_STATIC
+from quark_fx.presets import INT8_STATIC, PRESETS
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -307,6 +310,7 @@ def test_a_directory_one_may_not_write_to_is_named(tmp_path: Path) -> None:
 
 FILL = """
 import sys, torch
+from quark_fx import Session, passes
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.engine.calibration_data import CalibrationData
@@ -448,3 +452,39 @@ def test_a_run_that_finds_no_room_says_what_to_change() -> None:
     assert [change.name for change in context.changes] == ["device memory"] * 7
     with pytest.raises(QuarkError, match="compute the sum before or after"):
         with_room(context, lambda: Ranks(0, 2).add(torch.zeros(1)))
+
+
+@pytest.mark.parametrize(
+    ("short", "learn"),
+    [
+        ("engine.block_walk._squares", passes.AdaRound(iterations=1)),
+        ("engine.block_walk.BlockRun.targets", passes.AdaRound(iterations=1)),
+        ("solvers.starts.round_matrix", passes.AdaRound(iterations=1, start="feedback")),
+        ("passes.low_rank._settled", passes.LowRank(rank=2)),
+        ("engine.block_walk.FloatRun.inputs", passes.TuneScales(iterations=1)),
+    ],
+    ids=str,
+)
+def test_a_run_continues_where_a_step_found_no_room(short: str, learn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, step = PRESETS["w4a16_rtn"].replace(passes=(learn,)), pkgutil.resolve_name(f"quark_fx.{short}")
+    expected, calls = quantize(two_layers(), config), []
+
+    def once(*given: Any, **options: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return step(*given, **options)
+
+    monkeypatch.setattr(f"quark_fx.{short}", once)
+    made = quantize(two_layers(), config)
+    assert len(calls) > 1
+    notes = [change.name for record in made.report().passes for change in record.changes]
+    assert notes.count("device memory") == 1
+    ours, theirs = (q.graph_module.state_dict() for q in (made, expected))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+@cache
+def two_layers() -> Session:
+    """Return a network of two layers, and its data."""
+    return Session(seeded(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))), [rand(4, 32), rand(4, 32)])
