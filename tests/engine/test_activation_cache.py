@@ -35,6 +35,7 @@ from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.presets import INT8_STATIC, PRESETS
+from quark_fx.solvers.starts import Start
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -459,7 +460,7 @@ def test_a_run_that_finds_no_room_says_what_to_change() -> None:
     [
         ("engine.block_walk._squares", passes.AdaRound(iterations=1)),
         ("engine.block_walk.BlockRun.targets", passes.AdaRound(iterations=1)),
-        ("solvers.starts.round_matrix", passes.AdaRound(iterations=1, start="feedback")),
+        ("solvers.starts.round_matrix", passes.AdaRound(iterations=1, start=Start.FEEDBACK)),
         ("passes.low_rank._settled", passes.LowRank(rank=2)),
         ("engine.block_walk.FloatRun.inputs", passes.TuneScales(iterations=1)),
     ],

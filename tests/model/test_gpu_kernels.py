@@ -39,6 +39,7 @@ CHANNEL, FP8_CHANNEL = (spec.replace(granularity=Granularity.CHANNEL) for spec i
 TOKEN, FP8_TOKEN = (spec.replace(granularity=Granularity.TOKEN, dynamic=True) for spec in (BYTE, FP8))
 GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32)
 BLOCK = FP8.replace(granularity=Granularity.GROUP, group_size=128)
+BLOCK_OF_16 = BLOCK.replace(format=FP4_E2M1, group_size=16)
 
 
 def both(config: QuantConfig) -> QuantConfig:
@@ -244,11 +245,11 @@ REASONS: dict[str, tuple[tuple[int, int], torch.dtype, tuple[int, int], QuantCon
     ),
     "these scales are not E4M3 floats": (
         *((10, 0), HALF, (INPUTS, OUTPUTS)),
-        QuantConfig(weight=NVFP4.weight.replace(scale="float32"), input=NVFP4.input),
+        QuantConfig(weight=BLOCK_OF_16, input=NVFP4.input),
     ),
     "scales of its activation are not E4M3 floats": (
         *((10, 0), HALF, (INPUTS, OUTPUTS)),
-        QuantConfig(weight=NVFP4.weight, input=NVFP4.input.replace(scale="float32")),
+        QuantConfig(weight=NVFP4.weight, input=BLOCK_OF_16.replace(dynamic=True)),
     ),
     "64 inputs of its weight and 64 of its activation": (
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
