@@ -35,6 +35,8 @@ from quark_fx.data.cache_names import held_in_cache, returned_cache
 from quark_fx.errors import ExportError
 from quark_fx.export import CacheScales, GenerationQuantizer, generator, share_weights
 from quark_fx.export.generation.generator import cut_layers
+from quark_fx.export.runtime import verification
+from quark_fx.export.runtime.decoding import decoded_steps
 
 WINDOW = 8
 SIZES: dict[str, Any] = {
@@ -173,6 +175,22 @@ def test_the_first_wrong_step_is_named(mixed: SimpleNamespace) -> None:
     assert found.first_wrong is not None
     assert found.first_wrong.name == "step 4"
     assert "the first that differs is step 4" in str(found)
+    assert found.verdict == "wrong, from step 4 on"
+
+
+def test_steps_are_judged_by_what_rounding_moves(mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((pairs, disturbed),) = decoded_steps(mixed.model, mixed.folder, [draw(2, 5)], 3)
+    for (own, _), moved in zip(pairs.values(), disturbed(0), strict=True):
+        assert 0 < float((own - moved).abs().max()) < 1e-4
+    # As if the model were deep: rounding moves its logits by several steps.
+    noise = {name: 0.05 * own.roll(1) for name, (own, _) in pairs.items()}
+    far = [own + noise[name] for name, (own, _) in pairs.items()]
+    for factor, verdict in ((1.0, "correct up to rounding in a deep network"), (9.0, "wrong, from prompt on")):
+        theirs = {name: (own, own - factor * noise[name]) for name, (own, _) in pairs.items()}
+        monkeypatch.setattr(verification, "decoded_steps", lambda *_, given=theirs: [(given, lambda seed: far)])
+        found = qfx.verify(mixed.model, mixed.folder, [draw(2, 5)], decode_steps=3)
+        assert found.max_steps > 1
+        assert found.verdict == verdict
 
 
 def test_graphs_that_cut_a_sliding_cache_are_refused(mixed: SimpleNamespace, tmp_path: Path) -> None:

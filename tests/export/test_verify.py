@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import TensorSpec
-from quark_fx.export.runtime.rounding_noise import disturbed_outputs
+from quark_fx.errors import ExportError
+from quark_fx.export.runtime.rounding_noise import RoundingNoise, disturbed_outputs, random_draws
 from quark_fx.export.runtime.session import open_session
 from quark_fx.export.runtime.verification import Difference, Verification
+from quark_fx.graph.nodes import tensor_of
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC
 
@@ -498,8 +501,7 @@ def test_a_deep_network_is_judged_by_its_nodes_and_by_what_rounding_moves(
     found = qfx.verify(qmodel, path, batches, runtime=runtime)
     assert not found.unrelated
     # The codes that the sixth convolution makes are the seventh that are made.
-    wrong = calls(qmodel, "quark_fx.quantize")[6].name if runtime == "onnxruntime" else "output"
-    assert found.verdict == f"wrong, from {wrong} on"
+    assert found.verdict == f"wrong, from {calls(qmodel, 'quark_fx.quantize')[6].name} on"
 
 
 def test_parts_of_a_joint_output_are_judged_by_their_own_range(tmp_path: Path) -> None:
@@ -551,3 +553,62 @@ def test_every_kind_of_file_is_called_correct_and_wrong_once_a_scale_is_another(
     assert qfx.verify(qmodel, path, tokens(3), runtime=runtime).verdict.startswith("correct")
     tamper(path, lambda t: t.data_type == onnx.TensorProto.FLOAT and "scale" in t.name, lambda scale: scale * 2)
     assert qfx.verify(qmodel, path, tokens(3), runtime=runtime).verdict.startswith("wrong, from ")
+
+
+def test_a_saved_model_gets_a_verdict_and_its_first_wrong_node(tmp_path: Path) -> None:
+    qmodel = quantize(mlp(), "int8_static", tokens())
+    qmodel.save(tmp_path)
+    found = qfx.verify(qmodel, tmp_path, tokens(3))
+    assert (found.runtime, found.verdict, found.max_steps) == ("torch", "correct", 0.0)
+    other = copy.deepcopy(qmodel)
+    weight: Any = calls(other, "aten.linear")[1].args[1]
+    codes = tensor_of(other.graph_module, str(weight.args[0].target))
+    codes[0] = -codes[0]
+    other.save(tmp_path)
+    found = qfx.verify(qmodel, tmp_path, tokens(3))
+    assert found.verdict == f"wrong, from {weight.name} on"
+    quantize(nn.Linear(8, 3).eval(), "int8_static", [rand(2, 8)]).save(tmp_path)
+    with pytest.raises(ExportError, match="was saved from another model"):
+        qfx.verify(qmodel, tmp_path, tokens(3))
+
+
+def test_a_saved_model_that_draws_random_numbers_is_not_comparable(tmp_path: Path) -> None:
+    qmodel = quantize(
+        seeded(Calculates(lambda linear, x: linear(x + torch.randn_like(x)))), "int8_static", [rand(5, 6)]
+    )
+    qmodel.save(tmp_path)
+    assert qfx.verify(qmodel, tmp_path, [rand(5, 6)]).verdict.startswith("not comparable: the model draws")
+
+
+def test_a_trained_model_is_compared_with_the_files_of_its_conversion(tmp_path: Path) -> None:
+    qat = qfx.prepare_qat(quantize(mlp(), "int8_static", tokens()))
+    with torch.no_grad():
+        for parameter in qat.parameters():
+            parameter.add_(0.01)
+    path = qfx.export.onnx(qat.convert(), tmp_path / "m.onnx")
+    assert qfx.verify(qat, path, tokens(3)).verdict == "correct"
+    assert qfx.verify(qat.quantized, path, tokens(3)).verdict.startswith("wrong, from ")
+    qat.convert().save(tmp_path / "saved")
+    assert qfx.verify(qat, tmp_path / "saved", tokens(3)).verdict == "correct"
+
+
+def test_outputs_called_like_nodes_stand_for_themselves() -> None:
+    class Swapped(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"randn_like": x * 2, "mul": x + torch.randn_like(x)}
+
+    qmodel = quantize(Swapped().eval(), "int8_static", [rand(5, 6)])
+    draws = random_draws(qmodel.graph_module, qmodel.signature.output_names, ["mul", "randn_like", "add"])
+    where = "aten.randn_like.default at %randn_like"
+    assert {name: value.partition(" (")[0] for name, value in draws.items()} == {"mul": where, "add": where}
+
+
+def test_noise_on_operators_leaves_views_integers_and_the_largest_numbers() -> None:
+    x, largest = rand(4, 6), torch.tensor(torch.finfo(torch.float32).min)
+    with RoundingNoise(0):
+        view, whole, masked, product = x.view(6, 4), x.int(), largest * 1.0, x * 1.0
+        x.mul_(2.0)
+    assert torch.equal(x.view(6, 4), view)
+    assert whole.dtype == torch.int32
+    assert masked.isfinite()
+    assert 0 < float((product * 2 - x).abs().max()) < 1e-5

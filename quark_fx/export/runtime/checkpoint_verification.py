@@ -43,7 +43,7 @@ def checkpoint_answers(
     if path.is_file() and path.suffix != ".gguf":
         raise ExportError(f"{path} is neither a directory nor a .gguf file, which transformers reads; drop runtime=")
     if (path / GRAPH_FILE).is_file():
-        raise ExportError(f"{path} is what qmodel.save wrote; qfx.load reads it, and an export is compared with it")
+        raise ExportError(f"{path} is what qmodel.save wrote, which transformers does not read; drop runtime=")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ExportError(f"{path} has no config.json; give the directory that qfx.export.huggingface wrote, or a file")
     if path.is_dir():

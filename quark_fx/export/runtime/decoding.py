@@ -20,6 +20,7 @@ from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.generation.cache_scales import CacheScales
 from quark_fx.export.generation.generator import generator
 from quark_fx.export.generation.to_genai import CONFIG, GRAPH
+from quark_fx.export.runtime.rounding_noise import RoundingNoise
 from quark_fx.export.runtime.session import open_session, session_options
 from quark_fx.graph.signature import split_batch
 from quark_fx.model.quantized_model import QuantizedModel
@@ -64,8 +65,13 @@ def is_generation_folder(path: Path) -> bool:
     return any(os.path.isfile(path / name) for name in (_MANIFEST, CONFIG))  # of a name that no file can have, False
 
 
-def decoded_steps(model: nn.Module, path: Path, batches: Iterable[Any], steps: int) -> Iterator[Steps]:
+def decoded_steps(
+    model: nn.Module, path: Path, batches: Iterable[Any], steps: int
+) -> Iterator[tuple[Steps, Callable[[int], Sequence[Tensor]]]]:
     """Yield the logits after each batch of prompts and after each of the tokens that torch chooses then.
+
+    With each comes a function from a seed to the logits of torch for the same tokens, where each operator rounds a
+    little differently.
 
     Args:
         model: Exported model, or its `QuantizedModel`.
@@ -87,8 +93,14 @@ def decoded_steps(model: nn.Module, path: Path, batches: Iterable[Any], steps: i
         tokens = expected.sequences[:, length:].cpu()
         with _named(number, str(path), steps, length):
             theirs = folder.decode({name: value.cpu() for name, value in prompt.items()}, tokens)
+
+        def disturbed(seed: int, placed: Any = placed, chosen: Tensor = expected.sequences[:, length:]) -> Any:
+            forced = _forcing(chosen, placed["input_ids"].shape[1])
+            with _caching(reference, folder.cache), RoundingNoise(seed):
+                return _generate(reference, placed, steps, logits_processor=[forced]).logits
+
         names = ["prompt", *(f"step {step}" for step in range(1, steps + 1))]
-        yield dict(zip(names, zip(expected.logits, theirs, strict=True), strict=True))
+        yield dict(zip(names, zip(expected.logits, theirs, strict=True), strict=True)), disturbed
 
 
 def _opened(path: Path, read: Callable[[Path], _Folder]) -> _Folder:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quark_fx.errors import ExportError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,20 @@ class OpenVinoSession:
         path: of an ONNX file.
         threads: of a run; default: as many as cores.
         profile: note what runs, for `kernels`, which takes time in every run.
+        edit: changes the graph of an ONNX file first.
 
     Raises:
         ExportError: if OpenVINO is not installed.
     """
 
-    def __init__(self, path: Path, threads: int | None = None, *, profile: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        threads: int | None = None,
+        *,
+        profile: bool = False,
+        edit: Callable[[ir.Model], None] | None = None,
+    ) -> None:
         try:
             import openvino
         except ImportError as error:
@@ -61,14 +72,22 @@ class OpenVinoSession:
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = threads
         core = openvino.Core()
-        self._compiled: Any = core.compile_model(core.read_model(path), "CPU", options)
-        self._request = self._compiled.create_infer_request()
-        self._outputs = [port.any_name for port in self._compiled.outputs]
-        self._metadata: dict[str, str] = {}
+        model = None
         if path.suffix == ".onnx":
             import onnx_ir
 
             model = onnx_ir.load(path)
+        if edit is None or model is None:
+            source = core.read_model(path)
+        else:
+            edit(model)
+            # A graph in bytes has no directory to find external data in.
+            source = core.read_model(onnx_ir.to_proto(onnx_ir.external_data.load_to_model(model)).SerializeToString())
+        self._compiled: Any = core.compile_model(source, "CPU", options)
+        self._request = self._compiled.create_infer_request()
+        self._outputs = [port.any_name for port in self._compiled.outputs]
+        self._metadata: dict[str, str] = {}
+        if model is not None:
             self._metadata = dict(model.metadata_props)
             named = [str(value.name) for value in model.graph.outputs]
             self._outputs = named if len(named) == len(self._outputs) else self._outputs

@@ -1,13 +1,15 @@
-"""Effect of rounding noise on the outputs of a graph, and values that depend on random numbers."""
+"""Effect of rounding noise on the outputs of a model, and values that depend on random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from quark_fx.checkpoints.files import is_float
 from quark_fx.graph.nodes import describe, results_of
@@ -17,36 +19,55 @@ _UNITS = 4
 """Half width of the noise in units of the last place: sums in another order differ by about as much."""
 
 
-class _Disturbed(Interpreter):
-    """Runs a graph with noise of a few units of the last place on its inputs and computed floats; codes stay exact."""
+class RoundingNoise(TorchDispatchMode):
+    """Adds noise of a few units of the last place to the floats that operators compute; codes stay exact."""
 
-    def __init__(self, gm: GraphModule, seed: int) -> None:
-        super().__init__(gm)
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generator = torch.Generator().manual_seed(seed)
 
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        if n.op not in ("placeholder", "call_function") or not isinstance(value, Tensor) or not is_float(value.dtype):
-            return value
-        noise = torch.rand(value.shape, generator=self.generator, dtype=torch.float32).to(value.device) * 2 - 1
-        return (value * (1 + _UNITS * torch.finfo(value.dtype).eps * noise)).to(value.dtype)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(value.alias_info is not None for value in func._schema.returns):  # views, and writes into an argument
+            return result
+        return self.disturbed(result)
+
+    def disturbed(self, values: Any) -> Any:
+        """Return values with noise on floats; what it would make infinite stays as it is."""
+
+        def disturb(value: Tensor) -> Tensor:
+            if not is_float(value.dtype):
+                return value
+            noise = torch.rand(value.shape, generator=self.generator, dtype=torch.float32).to(value.device) * 2 - 1
+            moved = (value * (1 + _UNITS * torch.finfo(value.dtype).eps * noise)).to(value.dtype)
+            return torch.where(moved.isfinite(), moved, value)
+
+        return tree_map_only(Tensor, disturb, values)
 
 
 def disturbed_outputs(gm: GraphModule, leaves: Sequence[Any], seed: int) -> list[Any]:
     """Run a graph on a batch with each operator rounding a little differently."""
+    noise = RoundingNoise(seed)
     with torch.no_grad():
-        return list(_Disturbed(gm, seed).run(*leaves))
+        inputs = noise.disturbed(list(leaves))
+        with noise:
+            return list(gm(*inputs))
 
 
-def random_draws(gm: GraphModule, output_names: Sequence[str]) -> dict[str, str]:
-    """Return the node that draws the random numbers a value depends on, by the name of each node and output."""
+def random_draws(gm: GraphModule, output_names: Sequence[str], nodes: Collection[str] = ()) -> dict[str, str]:
+    """Return the node that draws the random numbers a value depends on, by name, for outputs and for some nodes.
+
+    An output that is called like one of the nodes stands for itself.
+    """
     draws: dict[str, str] = {}
     for node in gm.graph.nodes:
         before = next((draws[one.name] for one in node.all_input_nodes if one.name in draws), "")
         if where := before or (describe(node) if _draws(node) else ""):
             draws[node.name] = where
-    outputs = zip(output_names, results_of(gm), strict=True)
-    return draws | {name: draws[node.name] for name, node in outputs if isinstance(node, Node) and node.name in draws}
+    found = {name: draws.get(name) for name in nodes}
+    for name, node in zip(output_names, results_of(gm), strict=True):
+        found[name] = draws.get(node.name) if isinstance(node, Node) else None
+    return {name: where for name, where in found.items() if where is not None}
 
 
 def _draws(node: Node) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
+from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.engine.calibration_data import with_nan
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
@@ -24,10 +25,12 @@ from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
 from quark_fx.export.runtime.rounding_noise import disturbed_outputs, random_draws
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
-from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, parameter, results_of, static_size, target_name
+from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, device_of, parameter, results_of, static_size, target_name
 from quark_fx.graph.operators import argument
 from quark_fx.graph.signature import split_batch
+from quark_fx.model.qat import QATModel
 from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.serialization import load
 from quark_fx.numbers.formats import parse_format
 from quark_fx.numbers.ops import dequantize, spread
 from quark_fx.system.isolation import as_called, isolated, warn
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-Runtime = Literal["onnxruntime", "openvino", "transformers"]
+Runtime = Literal["onnxruntime", "openvino", "transformers", "torch"]
 """What runs a file."""
 
 
@@ -192,22 +195,25 @@ def verify(
     each kernel is held to its own arithmetic. The others are `skipped`. The file as it is runs, too: outputs that it
     makes otherwise than with its codes shown are in `shipped`, and count.
 
-    A checkpoint, or a GGUF file, is loaded by transformers in a process of its own.
+    A checkpoint, or a GGUF file, is loaded by transformers in a process of its own; what `QuantizedModel.save` wrote is
+    loaded by `quark_fx.load`, and runs in torch.
 
     For a folder of graphs with a KV cache, torch decodes greedily, and the folder decodes the same tokens. Each
     difference is that of one step's logits: `prompt`, `step 1`, and so on.
 
     Args:
-        qmodel: what was exported; for a folder that decodes, the float model or `eager()` of one as well.
-        path: the ONNX file, the directory of a checkpoint, the GGUF file, or the folder that
-            `ExportedModel.save_pretrained` or `quark_fx.export.genai` wrote.
+        qmodel: what was exported, or the `QATModel` whose conversion was; for a folder that decodes, the float model or
+            `eager()` of one as well.
+        path: the ONNX file, the directory of a checkpoint or of `QuantizedModel.save`, the GGUF file, or the folder
+            that `ExportedModel.save_pretrained` or `quark_fx.export.genai` wrote.
         batches: as calibration data; prompts for a folder that decodes.
         per_node: compare every quantized value, and the outputs, each computed from the same codes.
         optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and
             32-bit activations, whose fusions its CPU kernels do not implement.
         session_options: `onnxruntime.SessionOptions` to use instead.
-        runtime: what runs the file, on the CPU: `"onnxruntime"`; or `"openvino"` or `"transformers"`, which take no
-            options and show no codes. Default: transformers for checkpoints and GGUF files, else ONNX Runtime.
+        runtime: what runs the file, on the CPU: `"onnxruntime"`; or `"openvino"`, `"transformers"`, or `"torch"`, which
+            take no options. Default: transformers for checkpoints and GGUF files, torch for saved models, else ONNX
+            Runtime.
         decode_steps: Number of tokens to decode after each batch of prompts, in a folder that decodes.
 
     Raises:
@@ -217,6 +223,8 @@ def verify(
     """
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
+    if isinstance(qmodel, QATModel):
+        qmodel = qmodel.convert()
     if is_generation_folder(Path(path)):
         if per_node or optimize is not None or session_options is not None or runtime not in (None, "onnxruntime"):
             raise ExportError(
@@ -227,22 +235,25 @@ def verify(
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
     if runtime is None:
-        runtime = "transformers" if is_checkpoint(Path(path)) else "onnxruntime"
+        saved = os.path.isfile(Path(path) / GRAPH_FILE)
+        runtime = "torch" if saved else "transformers" if is_checkpoint(Path(path)) else "onnxruntime"
     if runtime != "onnxruntime" and (per_node or optimize is not None or session_options is not None):
         raise ExportError(
             "per_node, optimize and session_options only apply to ONNX Runtime; drop them, or use runtime='onnxruntime'"
         )
+    if runtime == "torch":
+        return _verify_saved(qmodel, Path(path), as_called(batches))
     if runtime == "transformers":
         return _verify_checkpoint(qmodel, Path(path), [*as_called(batches)])
     _require_file(path)
     quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
     try:
         if runtime == "openvino":
-            session = as_it_is = OpenVinoSession(Path(path))
+            opened: Callable[..., Any] = partial(OpenVinoSession, Path(path))
         else:
             opened = partial(_open, Path(path), qmodel, optimize, session_options)
-            as_it_is = opened()
-            session = opened(partial(_show_codes, quantizers, shown)) if per_node else as_it_is
+        as_it_is = opened()
+        session = opened(edit=partial(_show_codes, quantizers, shown)) if per_node else as_it_is
     except ExportError:
         raise
     except Exception as error:  # protobuf's and the runtimes' own
@@ -289,12 +300,11 @@ def verify(
         tuple(name for name in quantizers if name not in shown),
         shipped=tuple(d for d in shipped.differences() if d not in differences),
         runtime=runtime,
-        draws=random_draws(qmodel.graph_module, qmodel.signature.output_names),
+        draws=random_draws(qmodel.graph_module, qmodel.signature.output_names, _quantizers(qmodel)),
     )
     if result.first_wrong is not None:
         moved = _moved_by_rounding(qmodel, first, [name for name in names if name not in shown])
-        shows = per_node or runtime != "onnxruntime"
-        nodes = () if shows else _first_batch_by_node(qmodel, path, first, optimize, session_options)
+        nodes = () if per_node else _first_batch_by_node(qmodel, path, first, opened)
         result = _judged(result, moved, nodes)
     if runtime == "onnxruntime" and result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
         result = replace(result, cause=cause)
@@ -318,14 +328,17 @@ def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: list[st
 
 
 def _first_batch_by_node(
-    qmodel: QuantizedModel, path: str | os.PathLike[str], leaves: list[Any], optimize: bool | None, session_options: Any
+    qmodel: QuantizedModel, path: str | os.PathLike[str], leaves: list[Any], opened: Callable[..., Any]
 ) -> tuple[Difference, ...]:
     """Return the differences of every quantized value of a batch, each computed from the same codes."""
     shown = set[str]()
-    session = _open(Path(path), qmodel, optimize, session_options, partial(_show_codes, _quantizers(qmodel), shown))
     feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(session.get_inputs(), feed, strict=True)}
-    results = _run(session, feeds, path, 0)
+    try:
+        session = opened(edit=partial(_show_codes, _quantizers(qmodel), shown))
+        feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(session.get_inputs(), feed, strict=True)}
+        results = _run(session, feeds, path, 0)
+    except Exception:  # whatever a runtime raises that does not give out some codes
+        return ()
     codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
     compared = _Comparison(_known_steps(qmodel) | dict.fromkeys(shown, 1.0), _joined_parts(qmodel))
     follower = _Follower(qmodel.graph_module, codes)
@@ -397,18 +410,76 @@ def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decod
     """Compare the logits of every decode step with torch's."""
     if decode_steps < 1:
         raise ExportError(f"decode_steps={decode_steps}: decode at least one step")
-    compared = _Comparison({})
-    for pairs in decoded_steps(model, path, batches, decode_steps):
+    compared, moved = _Comparison({}), _Comparison({})
+    first = None
+    for pairs, disturbed in decoded_steps(model, path, batches, decode_steps):
+        first = first or (pairs, disturbed)
         for name, (own, theirs) in pairs.items():
             compared.add(name, own, theirs)
-    if not compared.pairs:
+    if first is None:
         raise ExportError(_NO_BATCH)
-    return _as_it_is(Verification(compared.differences(), decode_steps=decode_steps))
+    result = Verification(compared.differences(), decode_steps=decode_steps)
+    if result.first_wrong is None:
+        return result
+    pairs, disturbed = first
+    for seed in range(_ROUNDINGS):
+        for (name, (own, _)), other in zip(pairs.items(), disturbed(seed), strict=True):
+            moved.add(name, own, other)
+    return _judged(result, {difference.name: difference for difference in moved.differences()}, ())
 
 
-def _as_it_is(result: Verification) -> Verification:
-    """Return a result whose first difference of more than a step counts as wrong, whatever explains it."""
-    return replace(result, wrong=result.first_wrong.name if result.first_wrong is not None else "")
+def _verify_saved(qmodel: QuantizedModel, path: Path, batches: Iterable[Any]) -> Verification:
+    """Compare every output with that of the model that `load` reads, and every node of the first batch."""
+    gm = qmodel.graph_module
+    saved = load(path, device=device_of(gm)).graph_module
+    named = [node.name for node in gm.graph.nodes if node.op == "call_function"]
+    compared = _Comparison(_known_steps(qmodel), _joined_parts(qmodel))
+    by_node = _Comparison(dict.fromkeys(_quantizers(qmodel), 1.0))
+    count = 0
+    for batch in batches:
+        leaves = qmodel.signature.flatten(*split_batch(batch))
+        _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], count)
+        own, outputs = _values(gm, leaves)
+        try:
+            theirs, found = _values(saved, leaves)
+        except Exception as error:  # whatever an operator of another model's graph raises
+            raise ExportError(f"{path} does not run on batch {count}: {error}; {_SAVE_AGAIN}") from error
+        if outputs.keys() != found.keys():
+            raise ExportError(f"{path} has {len(found)} outputs, the model {len(outputs)}; {_SAVE_AGAIN}")
+        for place, value in outputs.items():
+            compared.add(qmodel.signature.output_names[place], value, found[place])
+        if not count:
+            for name in named:
+                if name in own and name in theirs and own[name].shape == theirs[name].shape:
+                    by_node.add(name, own[name], theirs[name])
+        count += 1
+    if not count:
+        raise ExportError(_NO_BATCH)
+    draws = random_draws(gm, qmodel.signature.output_names, named)
+    result = Verification(compared.differences(), runtime="torch", draws=draws)
+    return result if result.first_wrong is None else _judged(result, {}, by_node.differences())
+
+
+def _values(gm: torch.fx.GraphModule, leaves: list[Any]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+    """Return the tensors that a graph makes of a batch, by node, and its outputs by their place."""
+    recorder = _Recorder(gm)
+    with torch.no_grad():
+        outputs = recorder.run(*leaves)
+    return recorder.values, {place: value for place, value in enumerate(outputs) if isinstance(value, Tensor)}
+
+
+class _Recorder(Interpreter):
+    """Runs a graph and keeps the tensors that its nodes make."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.values: dict[str, Tensor] = {}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "call_function" and isinstance(value, Tensor) and not value.is_complex():
+            self.values[n.name] = value
+        return value
 
 
 def _open(
@@ -470,6 +541,7 @@ _SPREAD_DB = 10.0
 """How much further than those few times rounding may move an output in the batches that are compared."""
 
 _AGAIN = "write it with qfx.export.onnx again"
+_SAVE_AGAIN = "it was saved from another model; save this one again"
 _NO_BATCH = "no batch to verify with; pass at least one"
 
 
