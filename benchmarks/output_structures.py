@@ -41,6 +41,8 @@ class Record:
     other: Any
 
 
+Registered = namedtuple("Registered", ["one", "other"])
+pytree._register_namedtuple(Registered, serialized_type_name="benchmarks.Registered")
 torch.export.register_dataclass(Record, serialized_type_name="benchmarks.Record")
 
 STRUCTURES: dict[str, Callable[[Any, Any], Any]] = {
@@ -49,6 +51,7 @@ STRUCTURES: dict[str, Callable[[Any, Any], Any]] = {
     "dict": lambda a, b: {"one": a, "other": b},
     "nested dict": lambda a, b: {"one": {"two": a, "three": [b, a]}, "other": (b, None)},
     "named tuple": Pair,
+    "registered named tuple": Registered,
     "dataclass": Record,
 }
 
@@ -182,7 +185,7 @@ def main() -> int:
         except qfx.QuarkError as error:
             said = f"refused: {type(error).__name__}: {str(error).splitlines()[0]}"
         counts[said.partition(":")[0].lower()] += 1
-        print(f"{structure:14}{one}, {other}: {said}", flush=True)
+        print(f"{structure:24}{one}, {other}: {said}", flush=True)
     return judged(counts)
 
 

@@ -411,8 +411,8 @@ def _signature_to_data(signature: Signature) -> dict[str, Any]:
         structures = [structure_to_data(spec) for spec in (signature.in_spec, signature.out_spec)]
     except QuarkError as error:
         raise QuarkError(
-            f"the structure of the model's inputs or outputs cannot be stored: {error}; let the model return tuples, "
-            "lists or dicts, or register the type with a serialized_type_name (torch.export.register_dataclass)"
+            f"the structure of the model's inputs or outputs cannot be stored: {error}, or let the model return "
+            "tuples, lists, or dicts"
         ) from error
     return {
         "in_structure": structures[0],

@@ -71,7 +71,13 @@ def _registered_to_data(spec: pytree.TreeSpec, children: list[Any]) -> dict[str,
         kind = spec.context
     known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-        raise QuarkError(f"{kind.__module__}.{kind.__qualname__} has no serialized_type_name")
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        named_tuple = spec.type is namedtuple
+        register = "torch.utils._pytree._register_namedtuple" if named_tuple else "torch.export.register_dataclass"
+        raise QuarkError(
+            f"{name} has no serialized_type_name; register the type with {register}({kind.__qualname__}, "
+            f"serialized_type_name={name!r})"
+        )
     if spec.type is namedtuple:
         return {"kind": "namedtuple", "name": known.serialized_type_name, "items": children}
     context = known.to_dumpable_context(spec.context) if known.to_dumpable_context else spec.context

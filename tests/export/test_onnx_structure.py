@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,24 @@ def test_a_file_has_the_outputs_of_the_model_under_their_names(structure: str, t
 
 @pytest.mark.parametrize(
     ("structure", "one", "other"),
-    [("dataclass", "result", "input"), ("nested dict", "view of the result", "size"), ("list", "None", "constant")],
+    [
+        ("registered named tuple", "result", "input"),
+        ("nested dict", "view of the result", "size"),
+        ("list", "None", "constant"),
+    ],
 )
 def test_a_structure_is_returned_and_its_tensors_are_the_outputs_of_the_file(
     structure: str, one: str, other: str
 ) -> None:
     """A sample of `python -m benchmarks.output_structures`."""
     require_right(structure, one, other)
+
+
+def test_a_named_tuple_without_a_registration_is_refused_by_save(tmp_path: Path) -> None:
+    pair = namedtuple("pair", ["one", "other"])
+    qmodel = quantize(Calls(lambda m, x: pair(m.linear(x), x)).eval(), "int8_weight_only", BATCHES)
+    with pytest.raises(qfx.QuarkError, match=r"cannot be stored.*_register_namedtuple\(.*pair, serialized_type_name="):
+        qmodel.save(tmp_path / "model")
 
 
 def test_names_that_were_chosen_at_export_are_compared(tmp_path: Path) -> None:

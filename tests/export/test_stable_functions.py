@@ -50,6 +50,21 @@ def test_results_of_halves_are_halves(tmp_path: Path) -> None:
     assert not differences(HALVES, onnxruntime.InferenceSession(file), x)
 
 
+ATTENTION: dict[str, Callable[[Tensor], Tensor]] = {
+    "causal": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "rank 4, scale": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], scale=0.5),
+    "boolean mask": lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4).tril().bool()),
+    "mask that forbids a row": lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4).tril(-1).bool()),
+    "float mask": lambda x: F.scaled_dot_product_attention(x, x, x, torch.eye(4).to(x.dtype)),
+}
+
+
+def test_attention_in_float16_does_not_overflow(tmp_path: Path) -> None:
+    x = kinds_of(torch.float16)["1e4"]
+    file = qfx.export.onnx(quantize(Functions(ATTENTION).eval(), FLOAT, [x]), tmp_path / "model.onnx")
+    assert not differences(ATTENTION, onnxruntime.InferenceSession(file), x)
+
+
 def test_smoothed_labels_are_refused(tmp_path: Path) -> None:
     class Loss(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return None
     name = target_name(node)
     if name == "aten.scaled_dot_product_attention.default":
+        if value_of(gm, argument(node, 0)).dtype in _HALVES:
+            return _attention_in_float32
         if value_of(gm, argument(node, 0)).dim() != 4:
             return _attention_of_rank_four
         return _attention_to_nothing if _may_forbid_rows(gm, argument(node, 3)) else None
@@ -87,6 +89,8 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return None  # a lone sample, of which the general convolution has no form
     return spell_out_layers if name in KINDS else _WITHOUT_LOWERING.get(name)
 
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 _ANTIALIASED = frozenset(
     f"aten._upsample_{kind}2d_aa.{overload}" for kind in ("bilinear", "bicubic") for overload in ("default", "vec")
@@ -150,6 +154,24 @@ def _zero_where_forbidden(gm: GraphModule, attended: Node, mask: Node, node: Nod
     return call(gm, aten.where.ScalarOther, allowed, attended, 0.0, like=node)
 
 
+def _attention_in_float32(gm: GraphModule, node: Node) -> Node:
+    """Attend in float32, as torch's kernels do: products of queries and keys may be larger than float16 holds."""
+    *values, mask = (argument(node, position) for position in range(4))
+    values = [call(gm, aten.to.dtype, value, torch.float32, like=node) for value in values]
+    if mask is not None and value_of(gm, mask).is_floating_point():
+        mask = call(gm, aten.to.dtype, mask, torch.float32, like=node)
+    attended = _attend(gm, node, values, mask)
+    rule = _rule(gm, attended)
+    made = attended if rule is None else rule(gm, attended)
+    return call(gm, aten.to.dtype, made, value_of(gm, node).dtype, like=node)
+
+
+def _attend(gm: GraphModule, node: Node, values: list[Node], mask: Node | None) -> Node:
+    """Insert the attention of a node with other operands."""
+    options = {key: value for key, value in node.kwargs.items() if key not in ("query", "key", "value", "attn_mask")}
+    return call(gm, node.target, *values, mask, *node.args[4:], like=node, **options)
+
+
 def _attention_of_rank_four(gm: GraphModule, node: Node) -> Node:
     """Attend with the leading dimensions as one, or with as many of size 1 as are missing."""
     rank = value_of(gm, node).dim()
@@ -170,8 +192,7 @@ def _attention_of_rank_four(gm: GraphModule, node: Node) -> Node:
             mask = call(gm, aten.flatten.using_ints, mask, 0, rank - 4, like=node)
         leading = [call(gm, aten.sym_size.int, values[0], dim, like=node) for dim in range(rank - 3)]
         values = [call(gm, aten.flatten.using_ints, value, 0, rank - 4, like=node) for value in values]
-    options = {key: value for key, value in node.kwargs.items() if key not in ("query", "key", "value", "attn_mask")}
-    attended = call(gm, node.target, *values, mask, *node.args[4:], like=node, **options)
+    attended = _attend(gm, node, values, mask)
     if mask is not None and _may_forbid_rows(gm, argument(node, 3)):
         attended = _zero_where_forbidden(gm, attended, mask, node)
     if rank >= 4:
