@@ -9,7 +9,8 @@ than the window, and the others cross it while decoding. *int4* has int4 weights
 of ONNX Runtime, and an int8 cache.
 
 *Right* is the number of steps until the first one that differs by more than a quantization step, one 255th of the range
-of its logits; *difference* is the largest of all steps, in quantization steps. `--write` updates `docs/decoded.md`.
+of its logits; *difference* is the largest of all steps, in quantization steps. `--write` updates the sections of
+`docs/decoded.md` for the given weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import transformers
 from transformers.cache_utils import DynamicCache
 
 import quark_fx as qfx
-from benchmarks.common import environment, judged, publish, table
+from benchmarks.common import environment, judged, publish, sections_of, table
 from quark_fx.export import CacheScales, GenerationQuantizer
 
 STEPS, WINDOW = 32, 8
@@ -169,18 +170,17 @@ def compared(family: str, weights: str, folder: str) -> dict[str, Any]:
     return found | {"right": right, "steps": result.max_steps}
 
 
-def _rows(families: list[str], forms: list[str]) -> Iterator[list[str]]:
-    for weights in forms:
-        for family in families:
-            with tempfile.TemporaryDirectory() as folder:
-                found = compared(family, weights, folder)
-            windows = str(found["windows"] or "–")
-            if "refused" in found:
-                row = [family, weights, windows, "refused", found["refused"]]
-            else:
-                row = [family, weights, windows, f"{found['right']} of {STEPS}", f"{found['steps']:.4f}"]
-            print(*row, sep=" | ", file=sys.stderr, flush=True)
-            yield row
+def _rows(families: list[str], weights: str) -> Iterator[list[str]]:
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder:
+            found = compared(family, weights, folder)
+        windows = str(found["windows"] or "–")
+        if "refused" in found:
+            row = [family, windows, "refused", found["refused"]]
+        else:
+            row = [family, windows, f"{found['right']} of {STEPS}", f"{found['steps']:.4f}"]
+        print(weights, *row, sep=" | ", file=sys.stderr, flush=True)
+        yield row
 
 
 def main() -> int:
@@ -188,25 +188,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="default: all")
     parser.add_argument("--weights", nargs="+", choices=["float", "int4"], default=["float", "int4"])
-    parser.add_argument("--write", action="store_true", help="update docs/decoded.md")
+    parser.add_argument("--write", action="store_true", help="update sections of docs/decoded.md")
     arguments = parser.parse_args()
+    if arguments.write and arguments.families:
+        parser.error("--write is for all families")
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
-    rows = list(_rows(arguments.families or [*FAMILIES], arguments.weights))
-    header = ("family", "weights", "layers with a window", "right", "difference, or why it is refused")
-    page = f"""# Decoder families
-
-Written by `python -m benchmarks.decoded --weights {" ".join(arguments.weights)} --write`, whose docstring says what is
-measured.
-
-{table(header, rows)}
-
-{environment()}
-"""
-    publish(page, "decoded.md" if arguments.write else None)
+    sections = sections_of("decoded.md") if arguments.write else {}
     outcomes = {"refused": "refused", f"{STEPS} of {STEPS}": "right"}
-    return judged(Counter(outcomes.get(row[3], "wrong") for row in rows))
+    counts: Counter[str] = Counter()
+    for weights in arguments.weights:
+        rows = list(_rows(arguments.families or [*FAMILIES], weights))
+        counts.update(outcomes.get(row[2], "wrong") for row in rows)
+        header = ("family", "layers with a window", "right", "difference, or why it is refused")
+        sections[weights] = f"## {weights}\n\n{table(header, rows)}\n\n{environment()}\n"
+        heading = (
+            "# Decoder families\n\nWritten by `python -m benchmarks.decoded --write`; `--weights` chooses sections.\n"
+            "The docstring of the command says what is measured.\n"
+        )
+        publish("\n".join([heading, *sections.values()]), "decoded.md" if arguments.write else None)
+    return judged(counts)
 
 
 if __name__ == "__main__":
