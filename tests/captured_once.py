@@ -1,7 +1,7 @@
-"""`quantize` for tests of what comes after a capture: equal models are captured once.
+"""Captures that tests share: equal models are captured once, which takes most of what `quantize` needs for a small one.
 
-A capture takes most of the time that `quantize` needs for a small network. Captures have tests of their own; those use
-`tiny.quantize`.
+For tests of what comes after a capture: they call `quantize` of this module, or their file uses the fixture
+`captured_once` (`conftest.py`), with which all sessions of the file share. Captures have tests of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import hashlib
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -21,35 +22,95 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx import session
 from quark_fx.capture.capture import Captured, capture_graph
+from quark_fx.graph.nodes import stored_tensors
+from quark_fx.graph.pass_manager import copy_graph
 
 _LIMIT = 64
 """Number of captures that are kept."""
-_captures: OrderedDict[str, tuple[nn.Module, Captured]] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A capture that is only copied.
+
+    Attributes:
+        captured: the capture of the first model, with constants of its own.
+        of_model: what the model calls those tensors of the graph that are parameters or buffers.
+        code: the functions that were traced.
+    """
+
+    captured: Captured
+    of_model: dict[str, str]
+    code: list[Callable[..., Any]]
+
+    @classmethod
+    def made_of(cls, captured: Captured, model: nn.Module) -> _Template:
+        graph, names = copy_graph(captured.module), {id(tensor): name for name, tensor in _tensors(model).items()}
+        stored = stored_tensors(graph)
+        of_model = {name: names[id(tensor)] for name, tensor in stored.items() if id(tensor) in names}
+        _put(graph, {name: x.to("meta") if name in of_model else x.clone() for name, x in stored.items()})
+        return cls(replace(captured, module=graph), of_model, _code(model))
+
+    def of(self, model: nn.Module) -> Captured:
+        """Return a copy that reads the tensors of an equal model."""
+        graph, own = copy_graph(self.captured.module), _tensors(model)
+        stored, called = stored_tensors(graph), self.of_model
+        _put(graph, {name: own[called[name]] if name in called else x.clone() for name, x in stored.items()})
+        return replace(self.captured, module=graph)
+
+
+class Captures:
+    """`capture_graph`, which copies what it returned for an equal model and an equal batch."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, _Template] = OrderedDict()
+
+    def __call__(self, model: Any, example_batch: Any = None, *, dynamic_shapes: Any = None) -> Captured:
+        """Return a graph that nothing else holds."""
+        key = _digest((model, example_batch, dynamic_shapes)) if isinstance(model, nn.Module) else None
+        known = None if key is None else self._known.get(key)
+        if known is not None and known.code == _code(model):
+            return known.of(model)
+        captured = capture_graph(model, example_batch, dynamic_shapes=dynamic_shapes)
+        if key is not None and not _warned(captured):
+            self._known[key] = _Template.made_of(captured, model)
+            if len(self._known) > _LIMIT:
+                self._known.popitem(last=False)
+        return captured
+
+
+_captures = Captures()
 
 
 def quantize(model: Any, config: Any, data: Iterable[Any] | None = None, **options: Any) -> qfx.QuantizedModel:
-    """Return `tiny.quantize(...)`, of an equal model that was captured before if there is one."""
-    first = next(iter(data), None) if isinstance(data, list | tuple) else None
-    shared = first is not None and isinstance(model, nn.Module) and options.keys() <= {"verify"}
-    key = _digest((model, first)) if shared else None
-    if key is None or vars(session)["capture_graph"] is not capture_graph:
+    """Return `tiny.quantize(...)`, with the capture of an equal model if there is one."""
+    if vars(session)["capture_graph"] is not capture_graph:
         return tiny.quantize(model, config, data, **options)
-    known, captured = _captures.get(key, (model, None))
-    if captured is not None and _digest((known, first)) != key:  # a test changed the model that was captured
-        known, captured = model, None
+    with mock.patch.object(session, "capture_graph", _captures):
+        return tiny.quantize(model, config, data, **options)
 
-    def capture(*args: Any, **kwargs: Any) -> Captured:
-        _captures[key] = known, captured or capture_graph(*args, **kwargs)
-        _captures.move_to_end(key)
-        if len(_captures) > _LIMIT:
-            _captures.popitem(last=False)
-        return _captures[key][1]
 
-    state = _digest((dict(known.state_dict()), first))
-    with mock.patch.object(session, "capture_graph", capture):
-        qmodel = tiny.quantize(known, config, data, **options)
-    assert _digest((dict(known.state_dict()), first)) == state, "quantize changed the tensors that it was given"
-    return qmodel
+def _code(model: nn.Module) -> list[Callable[..., Any]]:
+    """Return what a capture traces, which tests replace."""
+    return [type(module).forward for module in model.modules()]
+
+
+def _warned(captured: Captured) -> bool:
+    """Tell whether a capture may have warned of a fixed batch, as the next one has to."""
+    return any(shape and shape[0] is not None for shape in captured.signature.input_shapes)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by all of their names."""
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: tensor for pairs in named for name, tensor in pairs}
+
+
+def _put(graph: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        owner = graph.get_submodule(path)
+        (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = tensor  # type: ignore[assignment]
 
 
 class _Pickler(pickle.Pickler):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,15 @@ def small(seed: int) -> qfx.QuantizedModel:
     return quantize(seeded(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), seed), INT8_DYNAMIC, [rand(6, 4)])
 
 
-OLD, NEW = small(0), small(1)
+@cache
+def old() -> qfx.QuantizedModel:
+    return small(0)
+
+
+@cache
+def new() -> qfx.QuantizedModel:
+    return small(1)
+
 
 KILL = """
 import os, signal, sys
@@ -62,8 +71,8 @@ for last in range(int(sys.argv[3]), int(sys.argv[3]) + 1000):
 
 
 def test_a_saver_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path: Path) -> None:
-    NEW.save(tmp_path / "new")
-    OLD.save(tmp_path / "old")
+    new().save(tmp_path / "new")
+    old().save(tmp_path / "old")
     place, found = tmp_path / "place", []
     shutil.copytree(tmp_path / "old", place)
     command = [sys.executable, "-c", KILL, str(tmp_path / "new"), str(place), "1"]
@@ -72,7 +81,7 @@ def test_a_saver_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path: Pa
         assert process.stdout is not None
         for _ in process.stdout:
             result = qfx.load(place)(X)
-            found.append(next(name for name, m in (("old", OLD), ("new", NEW)) if torch.equal(result, m(X))))
+            found.append(next(name for name, m in (("old", old()), ("new", new())) if torch.equal(result, m(X))))
             shutil.rmtree(place)
             shutil.copytree(tmp_path / "old", place)
             process.stdin.write("\n")
@@ -81,36 +90,36 @@ def test_a_saver_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path: Pa
     assert found == sorted(found, reverse=True), "once it is new, it stays new"
     assert {"old", "new"} == set(found)
     assert len(found) > 8
-    assert torch.equal(qfx.load(place)(X), NEW(X))
+    assert torch.equal(qfx.load(place)(X), new()(X))
 
 
 def test_what_a_killed_saver_leaves_goes_with_the_next(tmp_path: Path) -> None:
-    OLD.save(tmp_path)
+    old().save(tmp_path)
     (tmp_path / ".saving-0123456789abcdef").write_bytes(b"half of a model")
     (tmp_path / "mine.safetensors").write_bytes(b"mine")
-    NEW.save(tmp_path)
+    new().save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"graph.json", tensor_file(tmp_path).name, "mine.safetensors"}
 
 
 def test_savers_at_once_leave_one_of_their_models(tmp_path: Path) -> None:
     for round_ in range(10):
         place = tmp_path / str(round_)
-        threads = [threading.Thread(target=model.save, args=(place,)) for model in (OLD, NEW, OLD, NEW)]
+        threads = [threading.Thread(target=model.save, args=(place,)) for model in (old(), new(), old(), new())]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert any(torch.equal(qfx.load(place)(X), model(X)) for model in (OLD, NEW))
+        assert any(torch.equal(qfx.load(place)(X), model(X)) for model in (old(), new()))
         assert len(list(place.iterdir())) == 2
 
 
 def test_a_model_that_is_replaced_while_it_is_read_is_one_of_both(tmp_path: Path) -> None:
-    OLD.save(tmp_path)
+    old().save(tmp_path)
     done = threading.Event()
 
     def replace() -> None:
         while not done.is_set():
-            for model in (NEW, OLD):
+            for model in (new(), old()):
                 model.save(tmp_path)
 
     thread = threading.Thread(target=replace)
@@ -118,7 +127,7 @@ def test_a_model_that_is_replaced_while_it_is_read_is_one_of_both(tmp_path: Path
     try:
         for _ in range(10):
             result = qfx.load(tmp_path)(X)
-            assert any(torch.equal(result, model(X)) for model in (OLD, NEW))
+            assert any(torch.equal(result, model(X)) for model in (old(), new()))
     finally:
         done.set()
         thread.join()
@@ -136,7 +145,7 @@ def test_equal_models_are_equal_files(tmp_path: Path) -> None:
 
 
 def test_the_graph_of_one_model_and_the_tensors_of_another_are_told_apart(tmp_path: Path) -> None:
-    for name, model in (("old", OLD), ("new", NEW)):
+    for name, model in (("old", old()), ("new", new())):
         model.save(tmp_path / name)
     wanted = tensor_file(tmp_path / "old")
     wanted.write_bytes(tensor_file(tmp_path / "new").read_bytes())
@@ -146,7 +155,7 @@ def test_the_graph_of_one_model_and_the_tensors_of_another_are_told_apart(tmp_pa
 
 @pytest.mark.parametrize("name", ["graph", "tensors"])
 def test_any_flipped_bit_is_found(name: str, tmp_path: Path) -> None:
-    OLD.save(tmp_path)
+    old().save(tmp_path)
     file = tmp_path / "graph.json" if name == "graph" else tensor_file(tmp_path)
     content = file.read_bytes()
     for place in range(0, len(content), max(1, len(content) // 60)):
@@ -170,7 +179,7 @@ def same_data(a: bytes, b: bytes) -> bool:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
 @pytest.mark.parametrize("name", ["graph", "tensors"])
 def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
-    OLD.save(tmp_path)
+    old().save(tmp_path)
     file = tmp_path / "graph.json" if name == "graph" else tensor_file(tmp_path)
     file.unlink()
     os.mkfifo(file)
@@ -191,7 +200,7 @@ DOCUMENTS: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("option", ["", "-O"])
 def test_json_that_no_saver_writes_is_refused_by_name(name: str, option: str, tmp_path: Path) -> None:
-    OLD.save(tmp_path)
+    old().save(tmp_path)
     file = tmp_path / "graph.json"
     file.write_bytes(DOCUMENTS[name](file.read_text()).encode("latin-1"))
     if not option:
@@ -203,7 +212,7 @@ def test_json_that_no_saver_writes_is_refused_by_name(name: str, option: str, tm
 
 def edit_without_asserts(directory: Path) -> None:
     """Hold loading to its promises where `assert` is left out."""
-    OLD.save(directory)
+    old().save(directory)
     edit(directory, lambda d: d["nodes"][-2].update(args=[{"torch": "save"}]))
     code = f"import quark_fx\ntry: quark_fx.load({str(directory)!r})\nexcept quark_fx.QuarkError as e: print('no:', e)"
     done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
@@ -211,12 +220,12 @@ def edit_without_asserts(directory: Path) -> None:
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    OLD.save(tmp_path)
+    old().save(tmp_path)
     monkeypatch.setattr("quark_fx.model.model_directory.GRAPH_LIMIT", 100)
     with pytest.raises(QuarkError, match=r"graph.json is larger than .* MiB, the most that is read"):
         qfx.load(tmp_path)
     with pytest.raises(QuarkError, match=r"the graph takes .* MiB, more than is read"):
-        OLD.save(tmp_path)
+        old().save(tmp_path)
 
 
 def test_a_model_of_the_version_before_is_replaced_with_its_tensors(tmp_path: Path) -> None:
@@ -224,10 +233,10 @@ def test_a_model_of_the_version_before_is_replaced_with_its_tensors(tmp_path: Pa
     (tmp_path / "model.safetensors").write_bytes(b"of version 2")
     with pytest.raises(QuarkError, match="has format version 2, this quark_fx reads 4; save the model again"):
         qfx.load(tmp_path)
-    NEW.save(tmp_path)
+    new().save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"graph.json", tensor_file(tmp_path).name}
     (tmp_path / "model.safetensors").write_bytes(b"mine")
-    OLD.save(tmp_path)
+    old().save(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == b"mine"
 
 
