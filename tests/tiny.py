@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import pytest
 import torch
 from seeded_models import Cnn, Mlp, Residual, cnn, images, mlp, rand, seeded, tokens
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ __all__ = [
     "Cnn",
     "Mlp",
     "Residual",
+    "all_but",
     "calls",
     "cnn",
     "constant",
@@ -39,6 +41,11 @@ __all__ = [
 
 WHOLE_PRESETS = [name for name, config in PRESETS.items() if not config.exclude]
 """Presets that leave no operator in float; those for language models leave embedding and head."""
+
+
+def all_but(names: Iterable[str], few: Collection[str]) -> list[Any]:
+    """Return the values of a parameter, those of `few` marked `whole`."""
+    return [pytest.param(name, marks=[pytest.mark.whole] * (name in few)) for name in names]
 
 
 def divided(batches: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

@@ -209,6 +209,10 @@ ZOO = {
 }
 
 
+SIMILAR = ("MobileNetV2", "EfficientNet", "DenseNet", "GoogLeNet", "BLOOM", "Phi-3", "Qwen2-MoE", "Whisper encoder")
+"""Architectures made of what others here are made of."""
+
+
 @cache
 def folded(name: str) -> tuple[GraphModule, list[list[Tensor]]]:
     """Return an architecture in float64, batch norms and constants folded, with its outputs for both batches.
