@@ -334,19 +334,31 @@ def test_a_convolution_adds_codes_to_its_sums(to: str, fmt: Format, activation: 
     assert bool(((plain - expected).abs() < 0.1 * step).double().mean() > 0.9)  # a code that is one off shows in few
 
 
+class Beside(nn.Module):
+    """Convolutions whose results are added to codes of each kind, all of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.ModuleList(Added(to, nn.ReLU()) for to, added in ADDED.items() if added)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [kind(x) for kind in self.kinds]
+
+
 @NEEDS_COMPILER
-@pytest.mark.parametrize("to", ["earlier", "later", "itself", "convolution"])
-def test_kernels_write_over_codes_that_nothing_else_reads(to: str) -> None:
-    compiled = quantized(lambda: Added(to, nn.ReLU()), INT8_STATIC.replace(target="inductor"), LARGE).compile()
+def test_kernels_write_over_codes_that_nothing_else_reads() -> None:
+    """Those of "earlier" and "convolution" in place, those of "later" and "itself" in a copy."""
+    compiled = quantized(Beside, INT8_STATIC.replace(target="inductor"), LARGE).compile()
     torch._dynamo.reset()
     found, code = run_and_get_code(compiled, LARGE)
-    torch.testing.assert_close(found, compiled.graph_module(LARGE)[0], rtol=0, atol=1e-4)
+    for made, expected in zip(found, compiled.graph_module(LARGE), strict=True):
+        torch.testing.assert_close(made, expected, rtol=0, atol=1e-4)
     calls_of = [line.strip().split(" = ")[-1] for line in "".join(code).splitlines()]
     in_place, copied = (
-        any(call.startswith(f"torch.ops.{name}") for call in calls_of)
+        sum(call.startswith(f"torch.ops.{name}") for call in calls_of)
         for name in ("onednn.qconv2d_pointwise.binary", "quark_fx.convolve_onto")
     )
-    assert (in_place, copied) == (to in ("earlier", "convolution"), to in ("later", "itself"))
+    assert (in_place, copied) == (2, 2)
 
 
 @NEEDS_COMPILER
@@ -419,7 +431,7 @@ def test_the_quantized_model_stays_as_it_is() -> None:
     assert (set(qmodel.state_dict()), qmodel.graph_module.code) == (names, code)
 
 
-@pytest.mark.parametrize("preset", ["mxint8", "mxfp4", "bfp16", "nvfp4", "int8_static", "int8_dynamic"])
+@pytest.mark.parametrize("preset", ["mxint8", "bfp16", "nvfp4", "int8_static", "int8_dynamic"])
 def test_sizes_that_vary_still_vary(preset: str) -> None:
     """Rows of 12 are padded to blocks of 8, 16 or 32, which asks torch for shapes."""
     qmodel = qfx.quantize(seeded(Perceptron(12)), preset, [rand(4, 12)], progress=False)
