@@ -1,8 +1,8 @@
-"""The cells of the tests' matrices that the suite leaves out, because other cells run the same code.
+"""Test cases that the suite skips because other cases in the same matrix run the same code.
 
     python -m benchmarks.matrices [ARGUMENTS OF PYTEST]
 
-Tests mark these cells `whole`, and pytest leaves them out unless it is told `-m whole`, as it is here, on every core.
+Tests mark these cases `whole`, and pytest skips them by default. This command runs them on all cores (`-m whole`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the cells, and exit as pytest does."""
+    """Run the cases and exit with the status of pytest."""
     command = [sys.executable, "-m", "pytest", "-m", "whole", "-n", "auto", "--dist", "loadfile", *sys.argv[1:]]
     sys.exit(subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, check=False).returncode)
 

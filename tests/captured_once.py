@@ -1,7 +1,7 @@
-"""Captures that tests share: equal models are captured once, which takes most of what `quantize` needs for a small one.
+"""Shared captures for tests: capture takes most of the time to quantize a small network, so equal models share one.
 
-For tests of what comes after a capture: they call `quantize` of this module, or their file uses the fixture
-`captured_once` (`conftest.py`), with which all sessions of the file share. Captures have tests of their own.
+Tests call `quantize` from this module, or their file uses the fixture `captured_once` from `conftest.py`, which covers
+every session in the file. Tests of `capture_graph` itself use neither.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ _LIMIT = 64
 
 @dataclass(frozen=True)
 class _Template:
-    """A capture that is only copied.
+    """A stored capture, from which copies are made.
 
     Attributes:
-        captured: the capture of the first model, with constants of its own.
-        of_model: what the model calls those tensors of the graph that are parameters or buffers.
-        code: the functions that were traced.
+        captured: the capture of the first model, with its own constants.
+        model_names: name in the model by name in the graph, for each parameter and buffer.
+        code: the traced `forward` functions.
     """
 
     captured: Captured
-    of_model: dict[str, str]
+    model_names: dict[str, str]
     code: list[Callable[..., Any]]
 
     @classmethod
     def made_of(cls, captured: Captured, model: nn.Module) -> _Template:
         graph, names = copy_graph(captured.module), {id(tensor): name for name, tensor in _tensors(model).items()}
         stored = stored_tensors(graph)
-        of_model = {name: names[id(tensor)] for name, tensor in stored.items() if id(tensor) in names}
-        _put(graph, {name: x.to("meta") if name in of_model else x.clone() for name, x in stored.items()})
-        return cls(replace(captured, module=graph), of_model, _code(model))
+        model_names = {name: names[id(tensor)] for name, tensor in stored.items() if id(tensor) in names}
+        _put(graph, {name: x.to("meta") if name in model_names else x.clone() for name, x in stored.items()})
+        return cls(replace(captured, module=graph), model_names, _code(model))
 
     def of(self, model: nn.Module) -> Captured:
-        """Return a copy that reads the tensors of an equal model."""
-        graph, own = copy_graph(self.captured.module), _tensors(model)
-        stored, called = stored_tensors(graph), self.of_model
-        _put(graph, {name: own[called[name]] if name in called else x.clone() for name, x in stored.items()})
+        """Return a copy that reads the tensors of `model`, an equal model."""
+        graph, tensors, names = copy_graph(self.captured.module), _tensors(model), self.model_names
+        stored = stored_tensors(graph)
+        _put(graph, {name: tensors[names[name]] if name in names else x.clone() for name, x in stored.items()})
         return replace(self.captured, module=graph)
 
 
 class Captures:
-    """`capture_graph`, which copies what it returned for an equal model and an equal batch."""
+    """A replacement for `capture_graph` that copies an earlier capture of an equal model and batch."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, _Template] = OrderedDict()
 
     def __call__(self, model: Any, example_batch: Any = None, *, dynamic_shapes: Any = None) -> Captured:
-        """Return a graph that nothing else holds."""
+        """Return a new capture, or a copy of a stored one."""
         key = _digest((model, example_batch, dynamic_shapes)) if isinstance(model, nn.Module) else None
-        known = None if key is None else self._known.get(key)
-        if known is not None and known.code == _code(model):
-            return known.of(model)
+        template = None if key is None else self._known.get(key)
+        if template is not None and template.code == _code(model):
+            return template.of(model)
         captured = capture_graph(model, example_batch, dynamic_shapes=dynamic_shapes)
         if key is not None and not _warned(captured):
             self._known[key] = _Template.made_of(captured, model)
@@ -83,7 +83,7 @@ _captures = Captures()
 
 
 def quantize(model: Any, config: Any, data: Iterable[Any] | None = None, **options: Any) -> qfx.QuantizedModel:
-    """Return `tiny.quantize(...)`, with the capture of an equal model if there is one."""
+    """Call `tiny.quantize` with shared captures."""
     if vars(session)["capture_graph"] is not capture_graph:
         return tiny.quantize(model, config, data, **options)
     with mock.patch.object(session, "capture_graph", _captures):
@@ -91,17 +91,17 @@ def quantize(model: Any, config: Any, data: Iterable[Any] | None = None, **optio
 
 
 def _code(model: nn.Module) -> list[Callable[..., Any]]:
-    """Return what a capture traces, which tests replace."""
+    """Return the functions that a capture traces; some tests replace them."""
     return [type(module).forward for module in model.modules()]
 
 
 def _warned(captured: Captured) -> bool:
-    """Tell whether a capture may have warned of a fixed batch, as the next one has to."""
+    """Tell whether the capture may have issued a warning about a fixed batch size; a copy would not."""
     return any(shape and shape[0] is not None for shape in captured.signature.input_shapes)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by all of their names."""
+    """Return parameters and buffers by name; a shared tensor is listed under each of its names."""
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return {name: tensor for pairs in named for name, tensor in pairs}
 
@@ -114,7 +114,7 @@ def _put(graph: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as digests of their values, with their layout and what they share memory with."""
+    """Pickles each tensor as a digest of its values, its layout, and the index of its storage."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

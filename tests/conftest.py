@@ -10,7 +10,7 @@ from quark_fx import session
 
 @pytest.fixture(scope="module")
 def captured_once() -> Iterator[None]:
-    """Capture equal models once in a file."""
+    """Share captures among all sessions in a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "capture_graph", Captures())
         yield

@@ -44,7 +44,7 @@ WHOLE_PRESETS = [name for name, config in PRESETS.items() if not config.exclude]
 
 
 def all_but(names: Iterable[str], few: Collection[str]) -> list[Any]:
-    """Return the values of a parameter, those of `few` marked `whole`."""
+    """Return `names` as test parameters, and mark the members of `few` as `whole`."""
     return [pytest.param(name, marks=[pytest.mark.whole] * (name in few)) for name in names]
 
 

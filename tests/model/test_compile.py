@@ -335,7 +335,7 @@ def test_a_convolution_adds_codes_to_its_sums(to: str, fmt: Format, activation: 
 
 
 class Beside(nn.Module):
-    """Convolutions whose results are added to codes of each kind, all of one input."""
+    """One block for each kind of codes that a kernel adds to its sums, all with the same input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Beside(nn.Module):
 
 @NEEDS_COMPILER
 def test_kernels_write_over_codes_that_nothing_else_reads() -> None:
-    """Those of "earlier" and "convolution" in place, those of "later" and "itself" in a copy."""
+    """In place for "earlier" and "convolution", in a copy for "later" and "itself"."""
     compiled = quantized(Beside, INT8_STATIC.replace(target="inductor"), LARGE).compile()
     torch._dynamo.reset()
     found, code = run_and_get_code(compiled, LARGE)

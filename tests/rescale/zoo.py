@@ -210,7 +210,7 @@ ZOO = {
 
 
 SIMILAR = ("MobileNetV2", "EfficientNet", "DenseNet", "GoogLeNet", "BLOOM", "Phi-3", "Qwen2-MoE", "Whisper encoder")
-"""Architectures made of what others here are made of."""
+"""Architectures whose operators and connections also occur in the others."""
 
 
 @cache
