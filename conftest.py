@@ -102,3 +102,15 @@ def only_the_known_names() -> Iterator[None]:
             if not registry.owner(name).startswith("quark_fx."):
                 del registry[name]
         registry.update(entries)
+
+
+@pytest.fixture(scope="module")
+def captured_once() -> Iterator[None]:
+    """Share captures among all sessions in a file (`tests/captured_once.py`)."""
+    from captured_once import Captures
+
+    from quark_fx import session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "capture_graph", Captures())
+        yield

@@ -1,6 +1,6 @@
 """Shared captures for tests: capture takes most of the time to quantize a small network, so equal models share one.
 
-Tests call `quantize` from this module, or their file uses the fixture `captured_once` from `conftest.py`, which covers
+Tests call `quantize` from this module, or their file uses the fixture `captured_once` of `conftest.py`, which covers
 every session in the file. Tests of `capture_graph` itself use neither.
 """
 
