@@ -24,6 +24,7 @@ from quark_fx.observers import Observer
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.plan.placement import Plan, module_name, require_finite_weights
 from quark_fx.plan.report import Histogram
+from quark_fx.system import accelerator
 from quark_fx.system.isolation import warn
 
 
@@ -189,15 +190,18 @@ def read_observers(gm: GraphModule, plan: Plan, known: Known | None = None) -> d
     Raises:
         CalibrationError: if a range is not finite; the message names the operator and the user's source line.
     """
-    home = device_of(gm)
+    watches = watches_in(gm)
     try:
-        return {
-            (call.all_input_nodes[0], watch.spec): _qparams(call, watch, home, known)
-            for call, watch in watches_in(gm).items()
-        }
+        found = [_qparams(call, watch, known) for call, watch in watches.items()]
     except CalibrationError:
         require_finite_weights(gm, plan.operators)  # which say more than what was made with them
         raise
+    # What is known stays apart from the graph, whose tensors the user gets.
+    parts = iter(accelerator.moved([p for q in found for p in (q.scale, q.zero_point)], device_of(gm), copy=True))
+    return {
+        (call.all_input_nodes[0], watch.spec): QParams(*pair)
+        for (call, watch), pair in zip(watches.items(), zip(parts, parts, strict=True), strict=True)
+    }
 
 
 _BINS = 64
@@ -301,13 +305,13 @@ def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[O
     return merged
 
 
-def _qparams(call: Node, watch: Watch, home: torch.device, known: Known | None) -> QParams:
+def _qparams(call: Node, watch: Watch, known: Known | None) -> QParams:
     source = call.all_input_nodes[0]
+    key, ranges = (watch.value(call), watch.spec), {} if known is None else known.ranges
+    if key in ranges:
+        return ranges[key]
     try:
-        key, ranges = (watch.value(call), watch.spec), {} if known is None else known.ranges
-        found = ranges[key] = ranges.get(key) or watch.observer.qparams(watch.spec.scheme)
-        # What is known stays apart from the graph, whose tensors the user gets.
-        return QParams(*(part.to(home, copy=known is not None) for part in (found.scale, found.zero_point)))
+        return ranges.setdefault(key, watch.observer.qparams(watch.spec.scheme))
     except ValueError as error:
         raise CalibrationError(
             f"{describe(source)} cannot be quantized: {error}; check the model's weights and the calibration data, or "

@@ -157,13 +157,13 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
     return unchecked_affine_qparams(low, high, scheme)
 
 
-def require_range(low: Tensor, high: Tensor) -> None:
-    """Raise `ValueError` if a bound is NaN or infinite, or `low` is above `high`; waits for the device."""
+def require_range(low: Tensor, high: Tensor, source: str = "") -> None:
+    """Raise `ValueError`, which ends in `source`, if a bound is NaN or infinite, or `low` is above `high`."""
 
     def error() -> ValueError:
         finite = bool((torch.isfinite(low) & torch.isfinite(high)).all())
         what = "ends below its beginning" if finite else "is not finite"
-        return ValueError(f"the range {what}: low {_show(low)}, high {_show(high)}")
+        return ValueError(f"the range {what}: low {_show(low)}, high {_show(high)}{source}")
 
     accelerator.require((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all(), error)
 

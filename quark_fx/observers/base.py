@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
+from quark_fx.numbers.qparams import QParams, Scheme, require_range, unchecked_affine_qparams
 from quark_fx.system import accelerator
 from quark_fx.system.options import checked, parsed
 from quark_fx.system.registry import Registry
@@ -84,11 +84,10 @@ class Observer(ABC):
 
     def qparams(self, scheme: Scheme) -> QParams:
         """Return scale and zero point, shape `(channels,)`; raises the errors of `range`."""
-        low, high = self.range(scheme)
-        try:
-            return affine_qparams(low, high, scheme)
-        except ValueError as error:
-            raise ValueError(f"{error} (observer {type(self).__name__})") from None
+        with accelerator.checked_together():
+            low, high = self.range(scheme)
+            require_range(low, high, f" (observer {type(self).__name__})")
+            return unchecked_affine_qparams(low, high, scheme)
 
     def reading(self, seen: Observer) -> Self | None:
         """Return this observer as if it had seen what `seen` saw; `None` if `seen` does not hold all that it needs.

@@ -18,6 +18,7 @@ from quark_fx.graph.nodes import device_of, named_nodes
 from quark_fx.numbers.sampling import spread_indices
 from quark_fx.observers import MinMax
 from quark_fx.rescale.scale_sites import ScaledInput
+from quark_fx.system import accelerator
 from quark_fx.system.memory import Slabs
 
 CALIBRATION, VALIDATION = "calibration", "validation"
@@ -98,7 +99,7 @@ class Remembered:
         """Return it on a device, in memory of its own if it is copied; waits once for each dtype."""
         ends = [end for r in self.ranges.values() for end in (r.low, r.high) if end is not None]
         known = [*ends, *(x for found in self.samples.values() for _, x in found)]
-        moved = dict(zip(map(id, known), _moved(known, torch.device(device), copy=copy), strict=True))
+        moved = dict(zip(map(id, known), accelerator.moved(known, torch.device(device), copy=copy), strict=True))
 
         def on(x: Tensor | None) -> Tensor | None:
             return None if x is None else moved[id(x)]
@@ -106,22 +107,6 @@ class Remembered:
         ranges = {fold: replace(r, low=on(r.low), high=on(r.high)) for fold, r in self.ranges.items()}
         samples = {part: [(f, moved[id(x)]) for f, x in found] for part, found in self.samples.items()}
         return replace(self, ranges=ranges, samples=samples)
-
-
-def _moved(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:
-    """Return tensors on a device; those of one dtype that are contiguous leave theirs in one piece."""
-    found = [x.to(device, copy=copy) if x.device == device else None for x in tensors]
-    groups: dict[torch.dtype, list[int]] = {}
-    for i, x in enumerate(tensors):
-        if found[i] is None and x.is_contiguous():
-            groups.setdefault(x.dtype, []).append(i)
-    for group in groups.values():
-        sizes = [tensors[i].numel() for i in group]
-        whole = torch.cat([tensors[i].flatten() for i in group]).to(device)
-        for i, part in zip(group, whole.split(sizes), strict=True):
-            view = part.view(tensors[i].shape)
-            found[i] = view.clone() if copy else view
-    return [x.to(device) if y is None else y for x, y in zip(tensors, found, strict=True)]
 
 
 def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -> dict[tuple[Node, int], Remembered]:

@@ -64,6 +64,45 @@ def read(values: Sequence[Tensor], checks: Sequence[Check] = ()) -> list[float]:
     return found[: len(values)]
 
 
+@contextmanager
+def checked_together() -> Iterator[None]:
+    """Check what `require` is asked meanwhile at the end, waiting for a device once; within `checked_later`, later.
+
+    Raises:
+        Exception: Error of the first check whose condition is false, in the place of one that was raised meanwhile.
+    """
+    if _LATER.get() is not None:
+        yield
+        return
+    with checked_later() as checks:
+        try:
+            yield
+        finally:
+            read((), checks)
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:
+    """Return tensors on a device; those of one dtype that are contiguous leave theirs in one piece.
+
+    Args:
+        tensors: Tensors of any devices.
+        device: Target.
+        copy: Whether each gets memory of its own.
+    """
+    found = [x.to(device, copy=copy) if x.device == device else None for x in tensors]
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(tensors):
+        if found[i] is None and x.is_contiguous():
+            groups.setdefault(x.dtype, []).append(i)
+    for group in groups.values():
+        sizes = [tensors[i].numel() for i in group]
+        whole = torch.cat([tensors[i].flatten() for i in group]).to(device)
+        for i, part in zip(group, whole.split(sizes), strict=True):
+            view = part.view(tensors[i].shape)
+            found[i] = view.clone() if copy else view
+    return [x.to(device) if y is None else y for x, y in zip(tensors, found, strict=True)]
+
+
 _HALVINGS: ContextVar[int] = ContextVar("halvings", default=0)
 
 
@@ -225,10 +264,12 @@ __all__ = [
     "Transfers",
     "capability",
     "checked_later",
+    "checked_together",
     "cuda_version",
     "current_stream",
     "free_bytes",
     "has_streams",
+    "moved",
     "new_generator",
     "new_stream",
     "pinned_bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,17 @@ def test_an_observer_that_turns_its_range_around_is_named_with_the_operator(part
         qfx.CalibrationError, match=r"cannot be quantized: the range ends below .* \(observer Reversed\);"
     ):
         quantize(cnn(), INT8_STATIC.replace(**{part: spec}), images())
+
+
+def test_a_value_that_is_not_finite_is_named_before_what_an_observer_made_of_it() -> None:
+    @dataclass(frozen=True)
+    class Whole(MinMax):
+        def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+            low, high = super().range(scheme)
+            return low, torch.full_like(high, math.ceil(high))
+
+    with pytest.raises(ValueError, match="a value that is not finite was observed, where scale 0 of 1"):
+        Whole().observe(torch.tensor([[1.0, math.nan]])).qparams(INT8_STATIC.weight.scheme)
 
 
 def test_no_data_is_refused() -> None:
