@@ -69,6 +69,8 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _refuse("antialias=True with align_corners=True has no form in ONNX; drop one of the two")
     if name == "aten.lstm.input" and _is_projected(gm, node):
         return _refuse("an LSTM with proj_size has no form in ONNX; project its output with a linear")
+    if name == "aten.index_put.default" and _has_mask_beside_others(gm, node):
+        return _refuse("a mask next to other indices has no form in ONNX; write it with torch.where")
     if name == "aten.cross_entropy_loss.default" and argument(node, 5):
         return _refuse("label_smoothing has no form in ONNX; write the loss with log_softmax, or leave it out")
     if name in _DEVIATIONS and value_of(gm, argument(node, 0)).dtype in _HALVES:
@@ -77,6 +79,8 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _division
     if name == "aten.mean.dim" and argument(node, 1) is None:
         return _mean_of_all
+    if name == "aten.cat.default" and len(_joined(gm, node)) < len(argument(node, 0)):
+        return _without_empty_vectors
     if name == "aten.diff.default" and argument(node, 1) not in (None, 1):
         return None
     if name == "aten.batch_norm.default" and argument(node, 5):
@@ -123,6 +127,11 @@ def _refuse(reason: str) -> Rule:
         raise ExportError(f"{describe(node)}: {reason}")
 
     return refuse
+
+
+def _has_mask_beside_others(gm: GraphModule, node: Node) -> bool:
+    given = [value_of(gm, index) for index in argument(node, 1) if index is not None]
+    return len(given) > 1 and any(index.dtype == torch.bool for index in given)
 
 
 def _is_projected(gm: GraphModule, node: Node) -> bool:
@@ -306,6 +315,23 @@ def _mean_of_all(gm: GraphModule, node: Node) -> Node:
     return call(gm, node.target, argument(node, 0), dims, *node.args[2:], like=node, **node.kwargs)
 
 
+def _joined(gm: GraphModule, node: Node) -> list[Node]:
+    """Return what a concatenation joins, without vectors of no values, which torch lets join values of any rank."""
+    parts = argument(node, 0)
+    if value_of(gm, node).dim() == 1:
+        return list(parts)
+    return [part for part in parts if value_of(gm, part).dim() > 1]
+
+
+def _without_empty_vectors(gm: GraphModule, node: Node) -> Node:
+    return call(gm, aten.cat.default, _joined(gm, node), argument(node, 1) or 0, like=node)
+
+
+def _quotient(gm: GraphModule, node: Node) -> Node:
+    """Write `divide` as `div`, which is the same and has a lowering for integers."""
+    return call(gm, aten.div.Tensor, *node.args, like=node)
+
+
 def _mean_slope(gm: GraphModule, node: Node) -> Node:
     """Write `rrelu` as it computes in eval mode: the slope is the middle of its range."""
     value, lower, upper = (argument(node, position) for position in range(3))
@@ -375,6 +401,7 @@ _WITHOUT_LOWERING: dict[str, Rule] = {
     **{f"aten.floor_divide.{kind}": _division for kind in ("default", "Scalar")},
     "aten.batch_norm.default": _normalized,
     **{f"aten.conv_transpose{kind}": _transposed_convolution for kind in ("1d.default", "2d.input", "3d.input")},
+    "aten.divide.Tensor": _quotient,
     "aten.numpy_T.default": _reversed,
     "aten.cumprod.default": _products_by_doubling,
 }

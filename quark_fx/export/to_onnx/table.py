@@ -46,8 +46,9 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
 
 
 def _fill() -> None:
+    import quark_fx.export.to_onnx.index_put
     import quark_fx.export.to_onnx.lowering
-    import quark_fx.export.to_onnx.stable_functions  # noqa: F401 (both fill the table; they need the `onnx` extra)
+    import quark_fx.export.to_onnx.stable_functions  # noqa: F401 (all fill the table; they need the `onnx` extra)
 
 
 def _overload(name: str) -> Any:
