@@ -7,23 +7,26 @@ all weights are random. Device tests need pytest and hypothesis, installed or as
 all: `pip download -d wheels pytest hypothesis`, with the version of Python of the machine.
 
 Each step runs in a worker process under a time limit and appends one line of JSON to the results file at once. A step
-that fails says why, and the next one runs; a worker that hangs or crashes is replaced. Another call with the same file
-runs the steps that are missing or failed. `--write` makes `docs/on_gpu_results.md` of the file.
+that fails says why, and the next one runs; a worker that hangs or crashes is replaced, and what its step found so far
+is kept. Another call with the same file runs the steps that are missing, then those that failed; those that were cut
+off get twice the time. `--write` makes `docs/on_gpu_results.md` of the file.
 
 `--device pretend --small` runs everything on the pretend GPU of the tests, `--device cpu --small` on the CPU. Times on
-two blocks of an 8B shape are extrapolated to its 32 blocks, and marked so. The page begins with the goals, and what of
-them was met.
+two blocks of an 8B shape are extrapolated to its 32 blocks by the last one, and marked so. The page begins with the
+goals, and what of them was met.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -31,12 +34,13 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -131,10 +135,12 @@ class Place:
     Attributes:
         device: name of the device.
         small: measure tiny shapes, for tests of this script.
+        note: writes what a step has found so far, for the case that it is cut off.
     """
 
     device: str
     small: bool
+    note: Callable[[Result], None] = lambda found: None
 
     def of(self, shape: Shape) -> Shape:
         """Return a shape, or the tiny one under its name."""
@@ -146,49 +152,147 @@ class Place:
             torch.cuda.synchronize()
 
 
-@contextlib.contextmanager
-def measured(place: Place) -> Iterator[Result]:
-    """Add seconds, peak device memory, and the share of time that the GPU was busy to the result it yields."""
-    result: Result = {}
-    cuda = place.device == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    place.synchronize()
-    began = time.perf_counter()
-    with busy_share(result) if cuda else contextlib.nullcontext():
-        yield result
-        place.synchronize()
-    result["seconds"] = round(time.perf_counter() - began, 3)
-    if cuda:
-        result["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+class Measure:
+    """Seconds, peak device memory, and the share of time that the GPU was busy, of a run over layers of one shape.
 
+    Args:
+        place: where.
+        shape: whose layers are measured.
 
-@contextlib.contextmanager
-def busy_share(result: Result) -> Iterator[None]:
-    """Sample `nvidia-smi` ten times a second; note the mean share of time that a kernel ran."""
-    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
+    Attributes:
+        result: what was measured; the peak is that of the whole run, the rest of the passes alone.
+    """
+
+    def __init__(self, place: Place, shape: Shape) -> None:
+        self.place, self.shape, self.result = place, shape, Result()
+        self._by_layer: dict[int, float] = {}
+        self._in_turns = 0.0
+        self._sampler: Sampler | None = None
+
+    def __enter__(self) -> Measure:
+        if self.place.device == "cuda":
+            gc.collect()  # graphs of earlier steps are cycles
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self._sampler = Sampler.of_gpu()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
+        self.result |= self._peak()
+
+    def _peak(self) -> Result:
+        cuda = self.place.device == "cuda"
+        return {"peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 3)} if cuda else {}
+
+    @contextlib.contextmanager
+    def solving(self) -> Iterator[None]:
+        """Measure what runs meanwhile."""
+        self.place.synchronize()
+        began = time.perf_counter()
         yield
-        return
-    samples: list[float] = []
+        self.place.synchronize()
+        ended = time.perf_counter()
+        if self._sampler is not None:
+            self.result["GPU busy"] = self._sampler.share(began, ended)
+        seconds, shape = ended - began, self.shape
+        layer = self._by_layer.get(shape.layers - 1, 0.0) + (seconds - self._in_turns) / shape.layers
+        self.result |= {
+            "layers": shape.layers,
+            "of layers": shape.of,
+            "tokens": shape.samples * shape.tokens,
+            "seconds": round(seconds, 3),
+            "seconds by layer": self._rounded(),
+            "seconds of all layers (extrapolated)": round(seconds + (shape.of - shape.layers) * layer, 1),
+        }
 
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+    def turns(self, items: Iterable[Any], layer_of: Callable[[Any], int | None]) -> Iterator[Any]:
+        """Yield blocks, and add the time of each turn to its layer; `None` is what lies beside the layers.
+
+        A whole model is extrapolated by the last layer, since the first one compiles kernels.
+        """
+        for item in items:
+            began = time.perf_counter()
+            yield item
+            self.place.synchronize()
+            seconds, layer = time.perf_counter() - began, layer_of(item)
+            self._in_turns += seconds
+            if layer is not None:
+                self._by_layer[layer] = self._by_layer.get(layer, 0.0) + seconds
+            self.place.note({"seconds by layer": self._rounded(), **self._peak()})
+
+    def _rounded(self) -> dict[str, float]:
+        return {str(layer): round(seconds, 3) for layer, seconds in self._by_layer.items()}
+
+    @contextlib.contextmanager
+    def of_passes(self) -> Iterator[None]:
+        """Measure the passes of `quantize`, without the capture of the model before them."""
+        from quark_fx import quantization
+        from quark_fx.engine import block_walk
+
+        run = quantization._transformed
+
+        def measured(*args: Any) -> Any:
+            with self.solving():
+                return run(*args)
+
+        def turns(blocks: Any, **_: Any) -> Iterator[Any]:
+            return self.turns(blocks, layer_of)
+
+        with patch.object(quantization, "_transformed", measured), patch.object(block_walk, "tqdm", turns):
+            yield
+
+
+def layer_of(block: Any) -> int | None:
+    """Return the layer of a Llama that a block is a part of: each has seven products."""
+    numbers = (re.fullmatch(r"linear(?:_(\d+))?", name) for name in block.operators)
+    return next((int(number[1] or 0) // 7 for number in numbers if number), None)
+
+
+class Sampler:
+    """A process that prints how busy a GPU is, in percent, several times a second.
+
+    Args:
+        command: of the process.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._samples: list[tuple[float, float]] = []
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._begun = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._begun.wait(5)
+
+    @classmethod
+    def of_gpu(cls) -> Sampler | None:
+        """Return the one for the GPU of this process, `None` without `nvidia-smi`."""
+        gpu = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+        asked = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100")
+        try:
+            return cls(["nvidia-smi", "-i", gpu, *asked])
+        except OSError:
+            return None
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             with contextlib.suppress(ValueError):
-                samples.append(float(line))
+                self._samples.append((time.perf_counter(), float(line)))
+                self._begun.set()
+        self._begun.set()
 
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield
-    finally:
-        process.terminate()
-        reader.join(2)
-        result["GPU busy"] = round(sum(samples) / len(samples) / 100, 3) if samples else None
+    def share(self, began: float, ended: float) -> float | None:
+        """Return the mean share of time that a kernel ran, `None` without samples."""
+        found = [busy for when, busy in self._samples if began <= when <= ended]
+        return round(sum(found) / len(found) / 100, 3) if found else None
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()
+        self._reader.join(2)
 
 
 def codes_of(qmodel: Any) -> dict[str, Tensor]:
@@ -203,12 +307,17 @@ def errors_of(qmodel: Any) -> list[float]:
 
 
 def quantized(model: nn.Module, config: Any, batches: Any, device: str | None = None) -> Any:
-    """Quantize without a progress bar and warnings."""
+    """Quantize without a progress bar and warnings, but for those of waits."""
     import quark_fx as qfx
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", message=_WAIT)
         return qfx.quantize(model, config, batches, resources=qfx.Resources(device=device), progress=False)
+
+
+_WAIT = ".*synchronizing CUDA operation"
+"""What `torch.cuda.set_sync_debug_mode` warns of."""
 
 
 def solver_config(name: str, place: Place) -> Any:
@@ -299,22 +408,27 @@ def step_tests(place: Place) -> Result:
     ]
     if place.small:
         files = files[:1]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=line", "-rf", "-k", place.device]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=line", "-k", place.device]
     if place.device == "pretend":
         command += ["-p", "pretend_gpu"]
     paths = [str(ROOT / "tests" / file) for file in files]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(INSTALLED)))}
-    try:
-        done = subprocess.run(
-            [*command, *paths], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=75, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout.decode() if isinstance(error.stdout, bytes) else str(error.stdout)
-        return {"timeout": True, "failed before": output.count("F"), "passed before": output.count(".")}
-    lines = done.stdout.splitlines()
-    failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED", "ERROR"))]
-    last = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), "")
-    return {"code": done.returncode, "summary": last or done.stderr[-300:], "failed": failed[:40]}
+    process = subprocess.Popen(
+        [*command, *paths], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    passed, failed, lines = 0, list[str](), list[str]()
+    for line in map(str.strip, process.stdout):
+        lines.append(line)
+        passed += " PASSED" in line
+        if re.search(" (FAILED|ERROR)", line):
+            failed.append(line)
+        if failed[-1:] == [line] or (" PASSED" in line and passed % 20 == 0):
+            place.note({"passed": passed, "failed": failed[:40]})
+    found: Result = {"passed": passed, "failed": failed[:40]}
+    if process.wait() or not passed:
+        found["error"] = f"pytest ended with {process.returncode}: {' | '.join(lines[-3:])}"
+    return found
 
 
 def install_from_wheels(*names: str) -> None:
@@ -334,45 +448,58 @@ def install_from_wheels(*names: str) -> None:
 
 
 def step_syncs(place: Place) -> Result:
-    """Forbid waits in calibration and in a forward pass; count the waits of whole runs by line."""
-    if place.device != "cuda":
-        return {"skipped": "torch.cuda.set_sync_debug_mode needs CUDA"}
-    import quark_fx.engine.calibration as calibration
+    """Forbid waits in calibration and in a forward pass; count those of whole runs by line.
 
+    A copy that the host waits for counts, too: to or from pageable memory, unless it does not block.
+    """
+    if place.device == "cpu":
+        return {"skipped": "torch.cuda.set_sync_debug_mode needs CUDA"}
+    from quark_fx import session
+    from quark_fx.engine import calibration
+
+    counted = waits_of(place, lambda: torch.ones(2, device=place.device)[0].item())
+    if counted["waits and blocking copies"] != 1:
+        raise RuntimeError(f"one .item() counts as {counted}")
     found: Result = {}
     shape = place.of(SMALL)
-    model, on_device = shape.model("cuda", torch.float32), shape.batches("cuda")
-    run = calibration.run_batches
+    model, on_device = shape.model(place.device, torch.float32), shape.batches(place.device)
+    run, flat = calibration.run_batches, session.flat_batches
+
+    def checked(*args: Any) -> Iterator[Any]:
+        return iter(list(flat(*args)))  # `quantize` reads each batch on the host, to check its indices
 
     def strict(*args: Any, **kwargs: Any) -> None:
-        with sync_mode("error"):
+        with sync_mode(place, "error"):
             run(*args, **kwargs)
 
     try:
-        calibration.run_batches = strict
-        qmodel = quantized(model, "int8_static", on_device)
+        with patch.object(calibration, "run_batches", strict), patch.object(session, "flat_batches", checked):
+            qmodel = quantized(model, "int8_static", on_device)
         found["calibration"] = "no wait"
     except Exception as error:
         found["calibration"] = said(error)
-        calibration.run_batches = run
         qmodel = quantized(model, "int8_static", on_device)
-    finally:
-        calibration.run_batches = run
     for name, run_model in (("int8_static", qmodel), ("w4a4_dynamic", quantized(model, "w4a4_dynamic", on_device))):
         try:
-            with torch.no_grad(), sync_mode("error"):
+            with torch.no_grad(), sync_mode(place, "error"):
                 run_model(**on_device[0])
             found[f"forward {name}"] = "no wait"
         except Exception as error:
             found[f"forward {name}"] = said(error)
     for name in ("w4a16_gptq", "w4a16_awq"):
-        found[name] = waits_of(lambda name=name: quantized(model, name, on_device))  # type: ignore[misc]
+        found[name] = waits_of(place, partial(quantized, model, name, on_device))
     return found
 
 
 @contextlib.contextmanager
-def sync_mode(mode: str) -> Iterator[None]:
-    """Let CUDA raise, or warn, when the host waits."""
+def sync_mode(place: Place, mode: str) -> Iterator[None]:
+    """Let the device raise (`"error"`), or warn (`"warn"`), when the host waits."""
+    if place.device == "pretend":
+        from pretend_gpu import PretendGPU
+
+        with patch.object(PretendGPU.now(), "sync_debug_mode", mode):
+            yield
+        return
     torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
@@ -380,23 +507,23 @@ def sync_mode(mode: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def waits_of(function: Callable[[], object]) -> Result:
+def waits_of(place: Place, function: Callable[[], object]) -> Result:
     """Count the warnings of waits by the line of the package that caused them."""
     counts: Counter[str] = Counter()
     package = str(ROOT / "quark_fx")
 
     def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
-        if "synchronizing CUDA operation" in str(message):
+        if re.match(_WAIT, str(message)):
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and not frame.f_code.co_filename.startswith(package):
                 frame = frame.f_back
             counts[f"{frame.f_code.co_filename[len(package) + 1 :]}:{frame.f_lineno}" if frame else "outside"] += 1
 
-    with sync_mode("warn"), warnings.catch_warnings():
+    with sync_mode(place, "warn"), warnings.catch_warnings():
         warnings.simplefilter("always")
         setattr(warnings, "showwarning", note)  # noqa: B010
         function()
-    return {"waits": counts.total(), "by line": dict(counts.most_common(8))}
+    return {"waits and blocking copies": counts.total(), "by line": dict(counts.most_common(8))}
 
 
 def step_triton(place: Place) -> Result:
@@ -449,24 +576,14 @@ def algorithm_step(name: str, shape: Shape) -> Callable[[Place], Result]:
     def step(place: Place) -> Result:
         chosen = place.of(shape)
         model, batches = chosen.model(place.device), chosen.batches(place.device)
-        with measured(place) as result:
+        with Measure(place, chosen) as measure, measure.of_passes():
             qmodel = quantized(model, solver_config(name, place), batches)
+        result, report, errors = measure.result, qmodel.report(), errors_of(qmodel)
         if "peak GiB" in result:
             result["peak GiB of two blocks"] = round(result["peak GiB"] - gib_beside_blocks(model), 3)
             result["goal GiB of two blocks"] = round(chosen.goal_gib(), 3)
-        report = qmodel.report()
         by_pass = {record.name: round(record.seconds, 3) for record in report.passes if record.seconds > 0.05}
-        solving = sum(by_pass.values())
-        errors = errors_of(qmodel)
-        result |= {
-            "layers": chosen.layers,
-            "of layers": chosen.of,
-            "tokens": chosen.samples * chosen.tokens,
-            "seconds by pass": by_pass,
-            "seconds of all layers (extrapolated)": round(solving * chosen.of / chosen.layers, 1),
-            "mean error": sum(errors) / len(errors) if errors else None,
-        }
-        return result
+        return result | {"seconds by pass": by_pass, "mean error": sum(errors) / len(errors) if errors else None}
 
     return step
 
@@ -478,22 +595,18 @@ def gib_beside_blocks(model: Any) -> float:
 
 
 def step_plain_gptq(place: Place) -> Result:
-    """Run the textbook GPTQ on the same two blocks as the baseline."""
+    """Run the textbook GPTQ on the same two blocks as the baseline, and judge it on the same samples."""
     shape = place.of(EIGHT)
     model, batches = shape.model(place.device), shape.batches(place.device)
-    with measured(place) as result, torch.no_grad():
-        errors = plain_gptq(model, batches)
-    result |= {
-        "layers": shape.layers,
-        "of layers": shape.of,
-        "seconds of all layers (extrapolated)": round(result["seconds"] * shape.of / shape.layers, 1),
-        "mean error": sum(errors) / len(errors),
-    }
-    return result
+    with Measure(place, shape) as measure, measure.solving(), torch.no_grad():
+        errors = plain_gptq(model, batches, measure)
+    return measure.result | {"mean error": sum(errors) / len(errors)}
 
 
-def plain_gptq(model: Any, batches: list[dict[str, Tensor]]) -> list[float]:
+def plain_gptq(model: Any, batches: list[dict[str, Tensor]], measure: Measure) -> list[float]:
     """Round all linear layers of the blocks to int4 in groups of 128; return the relative error of each output.
+
+    As in `quantize`, the last eighth of the batches is validation data: errors are measured on it alone.
 
     Source:
         Frantar et al. 2023 (GPTQ), algorithm 1, as its authors' code: one pass over the data per block, activation
@@ -512,27 +625,33 @@ def plain_gptq(model: Any, batches: list[dict[str, Tensor]]) -> list[float]:
         with contextlib.suppress(StopIteration):
             model(**batch, use_cache=False)
     handle.remove()
-    for layer in layers:
+    learned = len(batches) - max(1, len(batches) // 8)
+    for _, layer in measure.turns(enumerate(layers), lambda item: int(item[0])):
         linears = [m for m in layer.modules() if isinstance(m, nn.Linear)]
-        hessians = {m: torch.zeros(m.in_features, m.in_features, device=m.weight.device) for m in linears}
-
-        def add(module: Any, args: Any, hessians: dict[Any, Tensor] = hessians) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1]).float()
-            hessians[module].addmm_(x.T, x)
-
-        handles = [m.register_forward_pre_hook(add) for m in linears]
-        for x, kwargs in states:
-            layer(x, **kwargs)
-        for h in handles:
-            h.remove()
-        for m in linears:
-            errors.append(plain_round(m, hessians.pop(m)))
+        seen, judge = (hessians(layer, linears, part) for part in (states[:learned], states[learned:]))
+        errors += [plain_round(m, seen.pop(m), judge.pop(m)) for m in linears]
         states = [(out[0] if isinstance(out := layer(x, **kwargs), tuple) else out, kwargs) for x, kwargs in states]
     return errors
 
 
-def plain_round(module: nn.Linear, h: Tensor, group: int = 128, block: int = 128) -> float:
-    """Round the weight of one layer in place."""
+def hessians(layer: Any, linears: list[nn.Linear], states: Sequence[tuple[Tensor, Any]]) -> dict[nn.Linear, Tensor]:
+    """Return the sums of `x x'` of what enters linear layers."""
+    found = {m: torch.zeros(m.in_features, m.in_features, device=m.weight.device) for m in linears}
+
+    def add(module: Any, args: Any) -> None:
+        x = args[0].reshape(-1, args[0].shape[-1]).float()
+        found[module].addmm_(x.T, x)
+
+    handles = [m.register_forward_pre_hook(add) for m in linears]
+    for x, kwargs in states:
+        layer(x, **kwargs)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def plain_round(module: nn.Linear, h: Tensor, judge: Tensor, group: int = 128, block: int = 128) -> float:
+    """Round the weight of one layer in place; return its error by the Hessian `judge`."""
     weight = module.weight.detach().float()
     real, size = weight.clone(), weight.shape[1]
     group, block = min(group, size), min(block, size)
@@ -557,7 +676,7 @@ def plain_round(module: nn.Linear, h: Tensor, group: int = 128, block: int = 128
         weight[:, last:] -= errors @ inverse[first:last, last:]
     lost = result - real
     module.weight.data = result.to(module.weight.dtype)
-    return float(((lost @ h) * lost).sum() / ((real @ h) * real).sum())
+    return float(((lost @ judge) * lost).sum() / ((real @ judge) * real).sum())
 
 
 def step_kernels(place: Place) -> Result:
@@ -652,22 +771,24 @@ OTHERS = ("w4a16_awq", "int8_static", "w4a4_dynamic", "nvfp4_best", "mxfp4_best"
 """Presets whose codes are compared last."""
 
 STEPS: dict[str, tuple[Callable[[Place], Result], int]] = {
-    "device": (step_device, 40),
-    "codes": (step_codes, 40),
-    "tests": (step_tests, 80),
-    "syncs": (step_syncs, 60),
-    "triton": (step_triton, 60),
-    "w4a16_gptq 1B": (algorithm_step("w4a16_gptq", ONE), 60),
-    "w4a16_gptq 8B": (algorithm_step("w4a16_gptq", EIGHT), 120),
-    "w4a16_awq 1B": (algorithm_step("w4a16_awq", ONE), 60),
-    "w4a16_awq 8B": (algorithm_step("w4a16_awq", EIGHT), 120),
-    "plain GPTQ 8B": (step_plain_gptq, 90),
-    "kernels": (step_kernels, 120),
-    **{f"{name} 1B": (algorithm_step(name, ONE), 120) for name in ALGORITHMS[2:]},
-    **{f"{name} 8B": (algorithm_step(name, EIGHT), 240) for name in ALGORITHMS[2:]},
+    "device": (step_device, 12),
+    "codes": (step_codes, 20),
+    "tests": (step_tests, 40),
+    "syncs": (step_syncs, 15),
+    "triton": (step_triton, 15),
+    **{
+        f"{name} {shape.name}": (algorithm_step(name, shape), seconds)
+        for name, limits in zip(ALGORITHMS, ((10, 20), (10, 20), (12, 20), (12, 20), (12, 20)), strict=True)
+        for shape, seconds in zip((ONE, EIGHT), limits, strict=True)
+    },
+    "plain GPTQ 8B": (step_plain_gptq, 15),
+    "kernels": (step_kernels, 15),
     **{f"codes {name}": (partial(step_codes, names=(name,)), 60) for name in OTHERS},
 }
-"""Each step, in order of importance, and the seconds after which it is given up."""
+"""Each step, in order of importance, and the seconds after which it is given up: all but the last ones fit in a call.
+
+A step that was cut off has twice the time in the next call.
+"""
 
 
 # --- running them ----------------------------------------------------------------------------------------------------
@@ -685,14 +806,28 @@ def append(results: Path, row: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read(results: Path, start: int = 0) -> dict[str, Result]:
-    """Return the last line of each step, of those after `start` bytes."""
-    rows: dict[str, Result] = {}
+def rows_of(results: Path, start: int = 0) -> Iterator[Result]:
+    """Yield the lines after `start` bytes."""
     for line in results.read_bytes()[start:].splitlines() if results.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):  # a machine that was taken away while it was written
-            row = json.loads(line)
-            rows[row["step"]] = row
-    return rows
+            yield json.loads(line)
+
+
+def read(results: Path, start: int = 0) -> dict[str, Result]:
+    """Return the last line of each step, of those after `start` bytes."""
+    return {row["step"]: row for row in rows_of(results, start)}
+
+
+def cut_off(results: Path) -> Counter[str]:
+    """Return how often each step was cut off."""
+    return Counter(row["step"] for row in rows_of(results) if row.get("state") == "cut off")
+
+
+def fails(found: Any) -> bool:
+    """Tell whether a result, or a part of it, is an error."""
+    if not isinstance(found, dict):
+        return False
+    return "error" in found or any(fails(part) for part in found.values())
 
 
 def work(place: Place, steps: list[str], results: Path) -> None:
@@ -705,31 +840,36 @@ def work(place: Place, steps: list[str], results: Path) -> None:
         gpu = PretendGPU()
     with gpu:
         for name in steps:
-            append(results, {"step": name, "state": "begun"})
+            begun = {"step": name, "state": "begun"}
+            append(results, begun)
+            noting = replace(place, note=lambda found, begun=begun: append(results, begun | found))  # type: ignore[misc]
             began = time.perf_counter()
             try:
-                result: Result = {"state": "done", **STEPS[name][0](place)}
+                result = STEPS[name][0](noting)
             except BaseException as error:
-                result = {"state": "failed", **said(error)}
-            append(results, {"step": name, "took": round(time.perf_counter() - began, 2), **result})
-            print(f"{name}: {json.dumps(result)[:300]}", flush=True)
-            if result["state"] == "failed" and "CUDA error" in str(result):
+                result = said(error)
+            state = {"step": name, "state": "failed" if fails(result) else "done"}
+            append(results, state | {"took": round(time.perf_counter() - began, 2)} | result)
+            print(f"{name}: {json.dumps(state | result)[:300]}", flush=True)
+            if "CUDA error" in str(result):
                 sys.exit(3)  # the context is broken; the next worker has its own
+            gc.collect()
             if place.device == "cuda":
                 torch.cuda.empty_cache()
 
 
 def supervise(place: Place, names: list[str], results: Path, seconds: float) -> None:
-    """Start workers until every step was tried or the time is over."""
+    """Start workers until every step was tried or the time is over: steps that never ran first."""
     deadline = time.monotonic() + seconds
-    left = [name for name in names if read(results).get(name, {}).get("state") != "done"]
+    known, cut = read(results), cut_off(results)
+    left = sorted((name for name in names if known.get(name, {}).get("state") != "done"), key=lambda n: n in known)
     start = results.stat().st_size if results.exists() else 0  # what earlier calls began is not running now
     while left and time.monotonic() < deadline:
         command = [sys.executable, "-m", "benchmarks.on_gpu", "--work", *left, "--results", str(results)]
         command += ["--device", place.device, *["--small"] * place.small]
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        worker = subprocess.Popen(command, cwd=ROOT, env=environment)
+        worker = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
         tried, current, since = set[str](), "", time.monotonic()
         while worker.poll() is None:
             time.sleep(0.2)
@@ -737,19 +877,20 @@ def supervise(place: Place, names: list[str], results: Path, seconds: float) -> 
             begun = [name for name in left if rows.get(name, {}).get("state") == "begun"]
             if begun and begun[-1] != current:
                 current, since = begun[-1], time.monotonic()
-            limit = (STEPS[current][1] if current else 60) * (_PATIENCE if place.small else 1)
-            if time.monotonic() > deadline or time.monotonic() - since > limit:
-                worker.kill()
+            limit = STEPS[current][1] << cut[current] if current else 60
+            if time.monotonic() > min(deadline, since + limit * (_PATIENCE if place.small else 1)):
+                os.killpg(worker.pid, signal.SIGKILL)  # and what it started
                 worker.wait()
         rows = read(results, start)
         for name in left:
-            state = rows.get(name, {}).get("state")
-            if state == "begun":
+            row = rows.get(name, {})
+            if row.get("state") == "begun":
                 over = time.monotonic() > deadline
-                why = "the time of this call was over" if over else f"the worker ended or took over {STEPS[name][1]} s"
-                append(results, {"step": name, "state": "failed", "error": why})
+                limit = STEPS[name][1] << cut[name]
+                why = "the time of this call was over" if over else f"the worker ended or took over {limit} s"
+                append(results, {**row, "state": "cut off", "error": why})
                 tried.add(name)
-            elif state in ("done", "failed"):
+            elif row:
                 tried.add(name)
         if not tried:
             append(results, {"step": left[0], "state": "failed", "error": f"the worker ended with {worker.returncode}"})

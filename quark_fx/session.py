@@ -475,10 +475,13 @@ def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "cal
                 )
         for position, count in rows.items():
             leaf = leaves[position]
-            if isinstance(leaf, Tensor) and leaf.numel() and not 0 <= int(leaf.min()) <= int(leaf.max()) < count:
+            if not isinstance(leaf, Tensor) or not leaf.numel():
+                continue
+            low, high = torch.stack(leaf.aminmax()).tolist()  # waits once
+            if not 0 <= low <= high < count:
                 raise CalibrationError(
                     f"{purpose} batch {index}: input {captured.signature.input_names[position]} holds "
-                    f"{int(leaf.min())} to {int(leaf.max())} and selects from a table of {count} rows; tokenize with "
+                    f"{low} to {high} and selects from a table of {count} rows; tokenize with "
                     "the model's own tokenizer, without marks for positions that are to be ignored"
                 )
         yield leaves

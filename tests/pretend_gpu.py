@@ -21,6 +21,7 @@ Source:
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -216,6 +217,7 @@ class PretendGPU(TorchDispatchMode):
         refused: for each allocation that fails, for lack of memory elsewhere, how many larger than a kilobyte come
             before it.
         stream: that operators run on now.
+        sync_debug_mode: as in `torch.cuda.set_sync_debug_mode`, `"warn"` or `"error"` for waits and copies that block.
         capability: that it claims; it multiplies codes as CUDA does (`gpu_products.py`).
         races: found where nothing could be raised; leaving the block raises the first of them.
     """
@@ -226,7 +228,7 @@ class PretendGPU(TorchDispatchMode):
         """Begin with no waits."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits, self.copies, self.streamed = Counter[str](), Counter[str](), Counter[str]()
-        self.capability = (9, 0)
+        self.capability, self.sync_debug_mode = (9, 0), "default"
         self.total_bytes, self.used_bytes, self.peak_bytes, self.refused = total_bytes, 0, 0, list[int]()
         self.streams = [_MAIN]  # kept, so that no id is used twice
         self.stream = _MAIN
@@ -316,8 +318,15 @@ class PretendGPU(TorchDispatchMode):
 
     def wait(self, stream: PretendStream) -> None:
         """Let the host wait for a stream."""
+        self._tell_of_wait()
         self.waits[_caller()] += 1
         _merge(self.host, stream.clock)
+
+    def _tell_of_wait(self) -> None:
+        if self.sync_debug_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        if self.sync_debug_mode == "warn":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
 
     def read_by_host(self, tensor: OnGPU) -> None:
         """Let the host wait for a tensor."""
@@ -396,6 +405,8 @@ class PretendGPU(TorchDispatchMode):
             return pinned
         if arrives:
             self.copies[_caller()] += 1
+            if not free:
+                self._tell_of_wait()
         if leaves:
             self.wait(self.stream)
         self._host_uses(theirs)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import quark_fx
 from benchmarks import on_gpu
 from quark_fx.model.kernels.gpu_products import KERNELS
 
@@ -46,6 +52,8 @@ def test_the_script_runs(device: str, tmp_path: Path) -> None:
     assert [name for name in STEPS[device] if rows.get(name, {}).get("state") != "done"] == [], rows
     assert rows[done]["seconds"] == 1  # not run again
     if device == "pretend":
+        assert rows["syncs"]["calibration"] == rows["syncs"]["forward int8_static"] == "no wait"
+        assert rows["syncs"]["w4a16_gptq"]["waits and blocking copies"] > 0
         assert rows["codes"]["w4a16_gptq"]["same codes"] == 1
     for name in STEPS[device]:
         if name.endswith("8B"):
@@ -74,31 +82,87 @@ def test_a_step_that_hangs_is_given_up_and_the_next_one_runs(tmp_path: Path, mon
     with results.open("a", encoding="utf-8") as file:
         file.write('{"step": "tests", "sta\n')
     started: list[list[str]] = []
+    killed: list[int] = []
 
     class Worker:
         returncode = -9
 
         def __init__(self, command: list[str], **_: object) -> None:
+            self.pid = 0
             self.steps = command[command.index("--work") + 1 : command.index("--results")]
             started.append(self.steps)
-            on_gpu.append(results, {"step": self.steps[0], "state": "begun"})
-            self.ended = False
+            on_gpu.append(results, {"step": self.steps[0], "state": "begun", "seconds by layer": {"0": 1.5}})
 
         def poll(self) -> int | None:
             if self.steps[0] == "device":
-                return -9 if self.ended else None
+                return -9 if killed else None
             for name in self.steps:
                 on_gpu.append(results, {"step": name, "state": "done"})
             return 0
 
-        def kill(self) -> None:
-            self.ended = True
-
         def wait(self) -> None: ...
 
     monkeypatch.setattr("benchmarks.on_gpu.subprocess.Popen", Worker)
+    monkeypatch.setattr("benchmarks.on_gpu.os.killpg", lambda pid, signal: killed.append(pid))
     monkeypatch.setitem(on_gpu.STEPS, "device", (on_gpu.step_device, 0))
-    on_gpu.supervise(on_gpu.Place("cpu", True), ["device", "codes", "kernels"], results, 30)
-    assert started == [["device", "codes", "kernels"], ["codes", "kernels"]]
-    states = {name: row["state"] for name, row in on_gpu.read(results).items()}
-    assert states == {"kernels": "done", "device": "failed", "codes": "done"}
+    on_gpu.supervise(on_gpu.Place("cpu", True), ["kernels", "device", "codes"], results, 30)
+    assert started == [["device", "codes", "kernels"], ["codes", "kernels"]]  # what never ran comes first
+    rows = on_gpu.read(results)
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "kernels": "done",
+        "device": "cut off",
+        "codes": "done",
+    }
+    assert rows["device"]["seconds by layer"] == {"0": 1.5}
+    assert on_gpu.cut_off(results) == {"device": 1}  # the next call gives it twice the time
+
+
+def test_steps_with_errors_inside_are_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "results.jsonl"
+    found = {"one": {"kernels": {}}, "other": {"error": "ValueError: no"}}
+    monkeypatch.setitem(on_gpu.STEPS, "kernels", (lambda place: found, 0))
+    monkeypatch.setitem(on_gpu.STEPS, "codes", (lambda place: {"one": found["one"]}, 0))
+    on_gpu.work(on_gpu.Place("cpu", True), ["kernels", "codes"], results)
+    assert {name: row["state"] for name, row in on_gpu.read(results).items()} == {"kernels": "failed", "codes": "done"}
+
+
+def test_a_call_has_time_for_all_steps_but_codes_of_other_presets() -> None:
+    assert sum(limit for name, (_, limit) in on_gpu.STEPS.items() if not name.startswith("codes ")) <= 290
+
+
+def test_waits_are_counted_inside_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu, "sync_mode", lambda place, mode: contextlib.nullcontext())
+
+    def waits(*_: object, **__: object) -> None:
+        for message in ("called a synchronizing CUDA operation", "something else"):
+            warnings.warn(message, stacklevel=1)
+
+    monkeypatch.setattr(quark_fx, "quantize", waits)
+    model = torch.nn.Linear(1, 1)
+    found = on_gpu.waits_of(on_gpu.Place("cpu", True), lambda: on_gpu.quantized(model, "w4a16_rtn", []))
+    assert found["waits and blocking copies"] == 1
+
+
+def test_only_samples_of_the_window_count(tmp_path: Path) -> None:
+    flag = tmp_path / "busy"
+    script = f"import os, time\nwhile True: print(100 * os.path.exists({str(flag)!r}), flush=True); time.sleep(0.01)"
+    sampler = on_gpu.Sampler([sys.executable, "-c", script])
+    flag.touch()
+    time.sleep(0.3)
+    began = time.perf_counter()
+    while sampler.share(began, time.perf_counter()) is None:
+        time.sleep(0.01)
+    ended = time.perf_counter()
+    flag.unlink()
+    time.sleep(0.1)
+    sampler.stop()
+    assert sampler.share(began, ended) == 1
+    assert (sampler.share(0, time.perf_counter()) or 0) < 1
+
+
+def test_a_model_is_extrapolated_by_its_last_layer() -> None:
+    measure = on_gpu.Measure(on_gpu.Place("cpu", True), replace(on_gpu.TINY, layers=2, of=10))
+    with measure, measure.solving():
+        for layer in measure.turns([None, 0, 1], lambda layer: layer):
+            time.sleep(0.2 if layer == 0 else 0.02)
+    assert 0.24 + 8 * 0.02 <= measure.result["seconds of all layers (extrapolated)"] < 1  # of the mean: 1.2
