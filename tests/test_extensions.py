@@ -36,7 +36,7 @@ from quark_fx.export.to_onnx.edit import array_of
 from quark_fx.export.to_onnx.rules import DeclinedError, onnx_rule
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change
-from quark_fx.numbers.formats import INT4, INT8, UINT4
+from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT4, Format
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.qparams import QParams
 from quark_fx.observers import MinMax
@@ -139,6 +139,29 @@ class ShrinkBy(Solver):
     def solve(self, now: QuantizedMatrix, seen: MinMax) -> Proposal:
         assert seen.high is not None
         return Proposal(shrunk(now, self.ratio).nearest(), f"up to {float(seen.high):.3g}")
+
+
+@pytest.mark.parametrize("weight_format", [INT4, FP8_E4M3], ids=str)
+def test_codes_between_and_beyond_those_of_the_format_are_rounded(weight_format: Format) -> None:
+    same = []
+
+    @solver
+    @dataclass(frozen=True, kw_only=True)
+    class Unrounded(Solver):
+        def solve(self, now: QuantizedMatrix, seen: Hessian) -> Proposal:
+            half = shrunk(now, 0.5)
+            positions = half.grid().position(half.real.float())
+            proposed = half.with_codes(positions)
+            same.append(
+                torch.equal(proposed.codes.float(), half.nearest().codes.float())
+                and not torch.equal(positions, half.codes.float())
+            )
+            return Proposal(proposed)
+
+    spec = TensorSpec(format=weight_format, granularity=qfx.Granularity.GROUP, group_size=16)
+    learned(seeded(Attention()), QuantConfig(weight=spec, target=TARGETS["torch"]), ids(16, 16, 16), Unrounded())
+    assert same
+    assert all(same)
 
 
 def test_weights_that_are_learned_from_something_else_are_judged_by_what_the_block_makes() -> None:

@@ -135,12 +135,13 @@ def load(
         hint = "; transformers' from_pretrained reads checkpoints" * os.path.exists(directory / "config.json")
         raise QuarkError(f"{directory} holds no readable quantized model: {error}{hint}") from error
     try:
+        config = QuantConfig.from_dict(document["config"], stored=True)  # names a missing format before a node does
         provenance = Provenance.of(document["provenance"], tensors)
         gm = _graph_from_data(document, provenance.graph_tensors, provenance, place, frozenset(namespaces))
         return QuantizedModel(
             gm,
             _signature_from_data(document["signature"], document["inputs"], gm),
-            QuantConfig.from_dict(document["config"], stored=True),
+            config,
             [_built(Row, _restored(row)) for row in listed(document["rows"])],
             [_record_from_data(record) for record in listed(document["passes"])],
             kept=provenance.kept,

@@ -120,12 +120,15 @@ class Format(ABC):
     @property
     def qmin(self) -> int:
         """Smallest integer code."""
-        raise ConfigError(f"codes of {self} are not integers")
+        raise self._no_integers()
 
     @property
     def qmax(self) -> int:
         """Largest integer code."""
-        raise ConfigError(f"codes of {self} are not integers")
+        raise self._no_integers()
+
+    def _no_integers(self) -> ConfigError:
+        return ConfigError(f"codes of {self} are not integers; choose an integer format, or target='torch'")
 
     @property
     def middle(self) -> int:
@@ -712,7 +715,7 @@ def parse_format(name: str) -> Format:
     fmt = as_format(name)
     if fmt is None:
         raise FORMATS.unknown(
-            name, also=", another size of 2 to 32 bits such as int12, or one that its module registers"
+            name, also=", another size of 2 to 32 bits such as int12, or import the module that registers it"
         )
     return fmt
 

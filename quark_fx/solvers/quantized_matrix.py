@@ -84,9 +84,15 @@ class QuantizedMatrix:
         return FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale)
 
     def with_codes(self, codes: Tensor) -> QuantizedMatrix:
-        """Return it with other codes, given as matrices of values; the target's limits lower some of them."""
+        """Return the matrix with other codes.
+
+        Args:
+            codes: Values as matrices. Each is rounded to the nearest value of the format within the limits of the
+                scheme; a limit of the target on pairs (`storable`) lowers some of them.
+        """
         old = self.stored
         values = self.mapping.restore(codes, old.codes.new_empty(()).expand(old.layout.shape))
+        values = old.format.round_(values.to(torch.float32, copy=True), self.scheme.limits)
         return replace(self, stored=replace(old, codes=self.storable(old.format.codes_of(values))))
 
     def with_scales(self, ratio: Tensor) -> QuantizedMatrix:

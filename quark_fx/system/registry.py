@@ -6,6 +6,7 @@ notebook cell twice does; an entry of another module, such as a built-in, is nev
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -77,7 +78,7 @@ class Registry(dict[str, E], Generic[E, V]):
             name = name or self.spelled(entry.__name__)  # type: ignore[attr-defined]
         else:
             owner = (sys._getframe(depth).f_globals.get("__name__", ""), "")
-        if name in self and self._owners.get(name, owner) != owner:
+        if name in self and _definition(self._owners.get(name, owner)) != _definition(owner):
             raise self.error(
                 f"{_place(owner)} registers {self.what} {name!r}, and {self.owner(name)} has that name; "
                 "configurations and files find it by name, so give yours another one"
@@ -156,6 +157,13 @@ class Registry(dict[str, E], Generic[E, V]):
     def owner(self, name: str) -> str:
         """Return the module and definition that registered a name."""
         return _place(self._owners.get(name, (f"{self.what} {name!r}", "")))
+
+
+def _definition(owner: tuple[str, str]) -> tuple[str, str]:
+    """Return the file and name of a definition: a file that runs as `__main__` and is imported too is one module."""
+    module, qualname = owner
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return (os.path.realpath(file) if file else module, qualname)
 
 
 def _place(owner: tuple[str, str]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +24,8 @@ from quark_fx.config.target import register_target
 from quark_fx.export.to_onnx.table import LOWERINGS, translation_table
 from quark_fx.graph.pass_manager import graph_pass, pass_from_dict, pass_to_dict
 from quark_fx.mixed_precision.candidates import candidates_of
-from quark_fx.numbers.formats import parse_format
+from quark_fx.numbers import formats
+from quark_fx.numbers.formats import FORMATS, parse_format
 from quark_fx.observers import MinMax, Observer, observer_from_dict, observer_to_dict
 from quark_fx.observers.base import OBSERVERS, observer
 from quark_fx.passes import AlignShifts, Rotate
@@ -280,3 +283,30 @@ def test_range_of_an_observer_that_was_defined_again_is_its_own() -> None:
     x = rand(1, 8)
     assert torch.equal(first().observe(x).range(scheme)[1] * 2, second().observe(x).range(scheme)[1])
     assert first().name == second().name == "scaled"
+
+
+def test_a_file_that_runs_and_is_imported_too_defines_each_name_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import quark_fx as qfx\ndef twice_defined(gm): return 0\nqfx.graph_pass(twice_defined)\n"
+    text += "TABLE = qfx.formats.register_format(qfx.formats.Codebook('twice_table', (-1.0, 0.0, 0.5, 1.0)))\n"
+    for name in ("twice_run", "another_file"):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "twice_run.py"))
+    exec(compile(text, "twice_run.py", "exec"), {"__name__": "__main__"})
+    importlib.import_module("twice_run")
+    with pytest.raises(
+        qfx.ConfigError, match=r"another_file.twice_defined registers .* and twice_run.twice_defined has"
+    ):
+        importlib.import_module("another_file")
+
+
+def test_a_stored_model_names_the_format_that_nothing_registers(tmp_path: Path) -> None:
+    formats.register_format(formats.Codebook("stored_table", (-1.0, 0.0, 0.5, 1.0)))
+    spec = qfx.TensorSpec(format=FORMATS["stored_table"], granularity=qfx.Granularity.CHANNEL)
+    quantize(seeded(nn.Linear(8, 4)), qfx.QuantConfig(weight=spec), [rand(2, 8)]).save(tmp_path / "model")
+    del FORMATS["stored_table"]
+    with pytest.raises(qfx.ConfigError, match=r"'stored_table'; .* or import the module that registers it") as error:
+        qfx.load(tmp_path / "model")
+    assert "executing" not in str(error.value)
