@@ -41,7 +41,7 @@ MXINT8 = MXFP8_E4M3.replace(format=INT8)
 
 NVFP4 = TensorSpec(format=FP4_E2M1, granularity=Granularity.GROUP, group_size=16, scale=E4M3_SCALES)
 """4-bit floats, blocks of 16 with E4M3 scales below one float32 scale per tensor, which
-`quark_fx.numbers.scales.recover_global_scale` recovers."""
+`E4M3_SCALES.quantized` recovers."""
 
 BFP16 = MXINT8.replace(group_size=8)
 """Block floating point: 8-bit mantissas, blocks of 8 that share an exponent. The exponent is one higher where a value

@@ -36,7 +36,7 @@ from quark_fx.numbers.formats import Format, parse_format
 from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import QParams, Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode, dequantized_like, values_at_once
-from quark_fx.numbers.scales import QuantizedScale, like, scale_format
+from quark_fx.numbers.scales import like, scale_format
 
 
 @torch.library.custom_op("quark_fx::quantize", mutates_args=())
@@ -346,7 +346,7 @@ def dynamic_qparams(
         low, high = low * ratio, high * ratio
     if kind.is_8_bit:
         scale = kind.of_range(torch.maximum(-low, high), scheme, high)
-        if isinstance(kind, QuantizedScale) and kind.group_size is not None:
+        if kind.group_size is not None:
             low, high = extremes(x, axis, group_size)
             group = kind.of_range(torch.maximum(-low, high), scheme, high)
             scale = kind.of_groups(scale, spread(group, scale, axis, kind.group_size))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FP8_E4M3, Codebook, Format, IntFormat, parse_format  # noqa: F401
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system import accelerator
 from quark_fx.system.names import absent
 from quark_fx.system.options import PositiveInt, checked, parsed
@@ -70,6 +71,35 @@ class ScaleFormat:
         if self.rule is not None:
             return _of_exponents(amax.float(), scheme, self.rule, None if high is None else high.float())
         return self.nearest(amax.double() / scheme.largest)
+
+    def quantized(self, values: Tensor, axis: int = -1) -> QuantizedTensor:
+        """Return scales, or offsets, as a quantized tensor whose values they are, exactly.
+
+        Args:
+            values: Scales or offsets that this format stored, float32.
+            axis: Dimension along which groups of them share a scale.
+
+        Raises:
+            ValueError: If there is none, such as for scales that were changed one by one; of scales that share one per
+                tensor, `accelerator.checked_later` puts it off.
+        """
+        raise ValueError(f"scales in {self} are not quantized")
+
+    def of_tensor(self, amax: Tensor, scheme: Scheme) -> ScaleFormat:
+        """Return the format of scales of a tensor of largest magnitude `amax`, which settles the scale they share."""
+        return self
+
+    def of_groups(self, own: Tensor, group: Tensor) -> Tensor:
+        """Return the scales of blocks for the scales that each block and its group would have alone."""
+        return own
+
+    def in_groups(self, values: Tensor, axis: int) -> Tensor:
+        """Return ideal scales, float32, rounded to ones that can be stored; they share scales along an axis."""
+        return self.nearest(values.abs().double()).copysign(values)
+
+    def offsets_in_groups(self, values: Tensor, axis: int) -> Tensor:
+        """Return ideal offsets, float32, rounded to ones that can be stored; they share scales along an axis."""
+        return self.nearest_offset(values.double())
 
     def nearest_offset(self, ideal: Tensor) -> Tensor:
         """Return the offset, float32, for an ideal one, float64."""
@@ -257,7 +287,7 @@ class QuantizedScale(ScaleFormat):
     def allowed(self, stored: Tensor) -> Callable[[Tensor], Tensor]:
         if not self.has_unit:
             return self.nearest
-        unit = recover_global_scale(stored)
+        unit = _unit_of(stored)
         return lambda ideal: _times_unit(ideal.float(), ideal.float() / unit.to(ideal.device), unit.to(ideal.device))
 
     def of_range(self, amax: Tensor, scheme: Scheme, high: Tensor | None = None) -> Tensor:
@@ -270,6 +300,9 @@ class QuantizedScale(ScaleFormat):
     def stored_bytes(self, count: int, groups: int) -> int:
         return super().stored_bytes(count, 1) + self.scale.stored_bytes(1 if self.has_unit else groups, 1)
 
+    def of_tensor(self, amax: Tensor, scheme: Scheme) -> QuantizedScale:
+        return replace(self, unit=float(global_scale_of(amax, scheme))) if self.has_unit else self
+
     def of_groups(self, own: Tensor, group: Tensor) -> Tensor:
         """Return the scale of each block's group, or half of it where the block's own scale is smaller.
 
@@ -278,14 +311,19 @@ class QuantizedScale(ScaleFormat):
         """
         return torch.minimum(torch.maximum(own, group / 2), group)
 
-    def in_groups(self, values: Tensor, axis: int, *, nonzero: bool = True) -> Tensor:
+    def in_groups(self, values: Tensor, axis: int) -> Tensor:
+        return self._in_groups(values, axis, nonzero=True) if self.multiples else super().in_groups(values, axis)
+
+    def offsets_in_groups(self, values: Tensor, axis: int) -> Tensor:
+        return self._in_groups(values, axis, nonzero=False)
+
+    def _in_groups(self, values: Tensor, axis: int, *, nonzero: bool) -> Tensor:
         """Return scales, or offsets, rounded to integers times a float16 per group, along an axis.
 
         The largest of a group takes the outermost integer. The last group can have fewer. Offsets can become zero
         (`nonzero=False`), scales cannot.
         """
-        (low, high), count, last = self.format.limits, self.group_size or 1, values.movedim(axis, -1)
-        groups = F.pad(last, (0, -last.shape[-1] % count)).unflatten(-1, (-1, count))
+        (low, high), groups = self.format.limits, self._cut(values, axis)
         outermost = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         unit = (outermost / (low or high)).clamp(-_FLOAT16.max, _FLOAT16.max).half().float()
         # The smallest float16 above zero: with few bits it is still a factor that files can store.
@@ -293,20 +331,25 @@ class QuantizedScale(ScaleFormat):
         whole = (groups / unit).round_().clamp_(low, high)
         if nonzero:
             whole = torch.where(whole == 0, torch.where(groups / unit < 0, -1.0, 1.0), whole)
-        rounded: Tensor = (whole * unit).flatten(-2)[..., : last.shape[-1]].movedim(-1, axis).contiguous()
-        return rounded
+        return self._joined(whole * unit, values, axis)
 
-    def units(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return factors, float16, shape (rows, groups), and integers, float32, whose products are `values`, exactly.
+    def _cut(self, values: Tensor, axis: int) -> Tensor:
+        """Return groups along an axis, shape (..., groups, values of a group); zeros fill up the last one."""
+        count, last = self.group_size or 1, values.movedim(axis, -1)
+        groups: Tensor = F.pad(last, (0, -last.shape[-1] % count)).unflatten(-1, (-1, count))
+        return groups
 
-        Args:
-            values: Scales or offsets that `in_groups` returned, shape (rows, scales), in whole groups, float32.
+    def _joined(self, groups: Tensor, values: Tensor, axis: int) -> Tensor:
+        """Inverse of `_cut`, in the shape of `values`."""
+        return groups.flatten(-2)[..., : values.shape[axis]].movedim(-1, axis).contiguous()
 
-        Raises:
-            ValueError: If there are none, such as for scales that were changed one by one.
-        """
+    def quantized(self, values: Tensor, axis: int = -1) -> QuantizedTensor:
+        if self.has_unit:
+            unit = _unit_of(values)
+            return QuantizedTensor.of((values / unit).to(self.format.dtype), unit, None, self.format)
         low, high = map(int, self.format.limits)
-        groups = values.unflatten(1, (-1, self.group_size or 1)).flatten(0, 1)
+        cut = self._cut(values, axis)
+        groups = cut.flatten(0, -2)
         outermost = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         unit, rest = torch.ones_like(outermost), torch.arange(len(groups), device=values.device)
         for multiple in sorted(range(low, high + 1), key=abs, reverse=True):
@@ -320,8 +363,10 @@ class QuantizedScale(ScaleFormat):
             rest = rest[~exact]
         if len(rest):
             raise ValueError(f"{len(rest)} groups have scales that are not {self.bits}-bit integers times a float16")
-        shape = len(values), -1
-        return unit.half().reshape(shape), (groups / unit).round().reshape(*shape, groups.shape[-1])
+        unit = unit.view(*cut.shape[:-1], 1)
+        codes = self._joined((cut / unit).round(), values, axis).to(self.format.dtype)
+        scale = unit.squeeze(-1).movedim(-1, axis).contiguous()
+        return QuantizedTensor.of(codes, scale, None, self.format, axis, self.group_size or 1)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -353,8 +398,6 @@ def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> Sca
     fmt, _, rest = data.partition("_")
     if rest == str(FLOAT16):
         return QuantizedScale(parse_format(fmt), count, FLOAT16)
-    if data == str(FP8_E4M3):
-        return QuantizedScale(FP8_E4M3, count, FLOAT20)
     found = FLOAT20 if data == str(FLOAT20) else SCALES.find(data)
     if count is None:
         return found
@@ -377,6 +420,7 @@ parsed(
 E4M3_SCALES = QuantizedScale(FP8_E4M3, scale=FLOAT20)
 """An E4M3 float per group, times one float per tensor that maps the largest magnitude of the tensor to the largest E4M3
 float (NVIDIA NVFP4)."""
+SCALES.add(E4M3_SCALES, str(E4M3_SCALES))
 
 
 def global_scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
@@ -391,15 +435,11 @@ _E4M3_POSITIVE = 126
 """Positive E4M3 floats: the bits of each are its number, from 1."""
 
 
-def recover_global_scale(scale: Tensor) -> Tensor:
+def _unit_of(scale: Tensor) -> Tensor:
     """Return a float32 of shape `()` whose quotient with every one of `scale` is an E4M3 float, exactly.
 
-    Args:
-        scale: Scales of `E4M3_SCALES` with one global scale, of one or several tensors; float32.
-
     Raises:
-        ValueError: If there is none, such as for tensors with different global scales; `accelerator.checked_later`
-            puts it off.
+        ValueError: If there is none, such as for tensors with different global scales.
     """
     # The codes of the positive E4M3 floats, from the largest.
     codes = torch.arange(_E4M3_POSITIVE, 0, -1, dtype=torch.uint8, device=scale.device).view(FP8_E4M3.dtype).float()

@@ -12,9 +12,9 @@ from torch import Tensor
 from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.graph.linear import Linear
 from quark_fx.numbers.ops import encode, spread
-from quark_fx.numbers.qparams import QParams, Scheme, Symmetry
+from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO, QuantizedScale, ScaleFormat, global_scale_of
+from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO, ScaleFormat
 from quark_fx.plan.pair_sums import PairBound
 
 _ROWS_AT_ONCE = 8192
@@ -188,17 +188,17 @@ def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: T
     """Return what the observer of the spec finds."""
     scheme = spec.scheme
     kind = spec.scale
-    if isinstance(kind, QuantizedScale) and kind.has_unit:
+    if kind.has_unit:
         amax = x.detach().abs().amax() if amax is None else amax
         if not torch.isfinite(amax):
             raise ValueError("it holds NaN or infinity")
-        scheme = replace(scheme, scale=replace(kind, unit=float(global_scale_of(amax, scheme))))
+        scheme = replace(scheme, scale=kind.of_tensor(amax, scheme))
     observe = partial(_row_qparams, spec=spec, scheme=scheme)
     if block:
         qparams = _block_qparams(x, observe, axis or 0, block, outputs, _rows_together(x, spec))
         if kind.multiples is not None:
             qparams = storable(qparams, spec, axis or 0)
-        elif isinstance(kind, QuantizedScale) and kind.group_size is not None and spec.group_size is not None:
+        elif kind.group_size is not None and spec.group_size is not None:
             group = _block_qparams(x, observe, axis or 0, spec.group_size * kind.group_size).scale
             group = spread(group, qparams.scale, axis, spec.group_size * kind.group_size // block)
             qparams = QParams(kind.of_groups(qparams.scale, group), qparams.zero_point)
@@ -218,15 +218,10 @@ def storable(qparams: QParams, spec: TensorSpec, axis: int) -> QParams:
         spec: of the weight, with scales in float, or in integers times floats.
         axis: dimension that groups lie along.
     """
-    scale, zero_point = qparams.scale, qparams.zero_point
-    if isinstance(spec.scale, QuantizedScale) and spec.scale.multiples is not None:
-        if zero_point.is_floating_point():
-            zero_point = spec.scale.in_groups(zero_point, axis, nonzero=False)
-        return QParams(spec.scale.in_groups(scale, axis), zero_point)
-    scale = spec.scale.nearest(scale.abs().double()).copysign(scale)
-    if spec.symmetry is Symmetry.OFFSET:
-        zero_point = spec.scale.nearest_offset(zero_point.double())
-    return QParams(scale, zero_point)
+    zero_point = qparams.zero_point
+    if zero_point.is_floating_point():
+        zero_point = spec.scale.offsets_in_groups(zero_point, axis)
+    return QParams(spec.scale.in_groups(qparams.scale, axis), zero_point)
 
 
 def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stacked: bool) -> tuple[int | None, int]:

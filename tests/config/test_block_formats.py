@@ -34,7 +34,7 @@ from quark_fx.graph.nodes import tensor_of
 from quark_fx.numbers.formats import FP4_E2M1, INT4, INT8, SM8
 from quark_fx.numbers.ops import dequantize, dynamic_qparams, quantize
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.scales import recover_global_scale
+from quark_fx.numbers.scales import E4M3_SCALES
 from quark_fx.plan.weights import quantize_tensor, stored_bytes
 
 Rounding = Callable[[float], float]
@@ -282,8 +282,8 @@ def test_nvfp4_with_a_value_that_is_not_finite_is_refused_or_spoilt() -> None:
 
 
 def e4m3_parts(quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    unit = recover_global_scale(quantized.scale)
-    return quantized.scale / unit, unit
+    stored = E4M3_SCALES.quantized(quantized.scale)
+    return stored.codes.float(), stored.scale
 
 
 @on_devices
@@ -317,9 +317,9 @@ def test_tensors_that_are_joined_share_a_global_scale() -> None:
     small, large = torch.randn(4, 32, generator=generator), torch.randn(4, 32, generator=generator) * 37
     apart = [quantize_tensor(x, NVFP4).scale for x in (small, large)]
     with pytest.raises(ValueError, match="one global scale"):
-        recover_global_scale(torch.cat(apart))
+        E4M3_SCALES.quantized(torch.cat(apart))
     joint = [quantize_tensor(x, NVFP4, amax=large.abs().amax()).scale for x in (small, large)]
-    recover_global_scale(torch.cat(joint))
+    E4M3_SCALES.quantized(torch.cat(joint))
     assert torch.equal(joint[1], apart[1])
 
 
@@ -342,10 +342,10 @@ def test_linears_that_read_one_value_share_a_global_scale() -> None:
     config = QuantConfig(weight=NVFP4, input=NVFP4.replace(dynamic=True), target=Target.TORCH)
     gm = qfx.quantize(model, config, [x], progress=False).graph_module
     scales = {name: tensor_of(gm, f"{name}.weight_scale") for name in "qkvo"}
-    unit = recover_global_scale(torch.cat([scales[name] for name in "qkv"]))
+    unit = E4M3_SCALES.quantized(torch.cat([scales[name] for name in "qkv"])).scale
     assert abs(float(unit) * 2688 / float(model.k.weight.detach().abs().max()) - 1) < 2.0**-19
     with pytest.raises(ValueError, match="one global scale"):
-        recover_global_scale(torch.cat([scales["q"], scales["o"]]))
+        E4M3_SCALES.quantized(torch.cat([scales["q"], scales["o"]]))
 
 
 @pytest.mark.parametrize(

@@ -406,7 +406,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown scale": (
         lambda: TensorSpec.from_dict({"format": "int8", "scale": "float8"}),
-        "unknown scale format 'float8'; choose one of float32",
+        "unknown scale format 'float8'; choose one of float32, .*, fp8_e4m3",
     ),
     "unknown target": (
         lambda: QuantConfig.from_dict({"target": "tpu"}),

@@ -39,16 +39,16 @@ def test_values_are_whole_numbers_times_a_float16(kind: QuantizedScale) -> None:
     scale[1] *= 1e-9  # below float16: its smallest value has to do
     scale[2, 0], scale[2, 1:8] = 1.0, 1e-12  # beside a large one the others are the smallest multiple
     found = kind.in_groups(scale, 1)
-    for values in (found,) if fmt.signed else (found, kind.in_groups(offset, 1, nonzero=False)):
-        unit, whole = kind.units(values)
-        assert unit.dtype == torch.float16
-        assert torch.equal((unit.float().unsqueeze(-1) * whole).flatten(1), values)
-        assert torch.equal(whole, whole.round())
-        assert fmt.qmin <= whole.min()
-        assert whole.max() <= fmt.qmax
+    for values in (found,) if fmt.signed else (found, kind.offsets_in_groups(offset, 1)):
+        stored = kind.quantized(values, 1)
+        assert stored.format == fmt
+        assert torch.equal(stored.scale.half().float(), stored.scale)
+        assert torch.equal(stored.dequantize(), values)
+        assert fmt.qmin <= stored.codes.min()
+        assert stored.codes.max() <= fmt.qmax
     assert bool((found != 0).all())
-    unit, whole = kind.units(found)
-    steps = ((found - scale).unflatten(1, (-1, count)) / unit.float().unsqueeze(-1)).abs()[[0, 3, 4, 5]]
+    unit, whole = (p.unflatten(1, (2, -1)) for p in (kind.quantized(found, 1).scale, kind.quantized(found, 1).codes))
+    steps = ((found - scale).unflatten(1, (-1, count)) / unit).abs()[[0, 3, 4, 5]]
     # None is zero, so that the smallest may be raised to one step; the outermost is nearest but for float16's rounding.
     assert steps.max() < 1
     assert steps[whole[[0, 3, 4, 5]].abs() > 1].max() < 0.57
@@ -60,11 +60,18 @@ def test_a_short_last_group_has_a_factor_of_its_own() -> None:
     found = QuantizedScale(INT8, 8, FLOAT16).in_groups(scale, 1)
     assert found.shape == scale.shape
     assert torch.allclose(found, scale, rtol=2e-3)
+    kind = QuantizedScale(INT8, 8, FLOAT16)
+    for values, axis in ((found, 1), (found.mT, 0)):
+        stored = kind.quantized(values, axis)
+        assert stored.scale.shape == tuple(2 if d == axis else 1 for d in range(2))
+        assert torch.equal(stored.dequantize(), values)
 
 
 def test_scales_that_are_no_such_products_are_found_out() -> None:
     with pytest.raises(ValueError, match="1 groups have scales that are not 6-bit integers times a float16"):
-        QuantizedScale(UINT6, 4, FLOAT16).units(torch.tensor([[1.0, 2.0, 3.0, 1.0 + 2.0**-20], [1.0, 2.0, 3.0, 4.0]]))
+        QuantizedScale(UINT6, 4, FLOAT16).quantized(
+            torch.tensor([[1.0, 2.0, 3.0, 1.0 + 2.0**-20], [1.0, 2.0, 3.0, 4.0]])
+        )
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q4_K", "Q2_K"])

@@ -15,7 +15,6 @@ from quark_fx.graph.nodes import stored_tensors
 from quark_fx.numbers.layout import Columns
 from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.scales import QuantizedScale
 from quark_fx.passes import GPTQ, FitScales
 from quark_fx.solvers.range_search import fit_ranges
 
@@ -103,9 +102,9 @@ def test_solvers_store_what_a_file_holds(name: str) -> None:
         codes, scale, zero_point = (tensors[f"0.weight_{part}"] for part in ("codes", "scale", "zero_point"))
         stored = QuantizedTensor.of(codes, scale, zero_point, spec.format, 1, spec.group_size or 0)
         kind = spec.scale
-        if isinstance(kind, QuantizedScale):
-            kind.units(stored.scale)
-            assert spec.symmetry is not Symmetry.OFFSET or kind.units(-stored.zero_point)
+        if kind.multiples:
+            kind.quantized(stored.scale)
+            assert spec.symmetry is not Symmetry.OFFSET or kind.quantized(-stored.zero_point)
         else:
             assert torch.equal(stored.zero_point.half().float(), stored.zero_point)
         with torch.no_grad():

@@ -11,7 +11,7 @@ from quark_fx.config.gguf_types import GGUF_TYPES
 from quark_fx.errors import ExportError
 from quark_fx.export.packing import group_size, half_scales, unsigned
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.scales import QuantizedScale
+from quark_fx.numbers.scales import ScaleFormat
 
 _BLOCK, _SUPER = 32, 256
 """Inputs of a block whose scale has one level, and of one whose scales have two."""
@@ -63,7 +63,7 @@ def blocks_of(weight: QuantizedTensor, kind: str) -> Tensor:
         ) from error
 
 
-_TWO_LEVELS = {name: spec.scale for name, spec in GGUF_TYPES.items() if isinstance(spec.scale, QuantizedScale)}
+_TWO_LEVELS = {name: spec.scale for name, spec in GGUF_TYPES.items() if spec.scale.multiples}
 
 _SMALLER = {
     "Q2_K": "use Q4_0",
@@ -118,7 +118,7 @@ def _one_level(weight: QuantizedTensor, group: int, kind: str) -> Tensor:
     return _joined(scale, *smallest, *high, _packed(codes & 15, 1, 2, 16, bits=4))
 
 
-def _levels(weight: QuantizedTensor, kind: QuantizedScale) -> list[Tensor]:
+def _levels(weight: QuantizedTensor, kind: ScaleFormat) -> list[Tensor]:
     """Return the float16 factors and whole numbers of the scales, and of the offsets below zero if there are any.
 
     Shapes (outputs, groups, 1) and (outputs, groups, sub-groups).
@@ -128,8 +128,8 @@ def _levels(weight: QuantizedTensor, kind: QuantizedScale) -> list[Tensor]:
     """
     found = []
     for values in (weight.scale, -weight.zero_point)[: 1 + weight.has_offsets]:
-        unit, whole = kind.units(values.expand(len(weight.codes), -1))
-        found += [unit.unsqueeze(-1), whole.int()]
+        stored = kind.quantized(values.expand(len(weight.codes), -1))
+        found += [stored.scale.half().unsqueeze(-1), stored.codes.int().unflatten(-1, (stored.scale.shape[-1], -1))]
     return found
 
 

@@ -45,7 +45,7 @@ from quark_fx.model.stored_weights import computed_leaves
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, parse_format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.scales import FLOAT32, recover_global_scale
+from quark_fx.numbers.scales import E4M3_SCALES, FLOAT32
 from quark_fx.system.isolation import isolated, quiet, warn
 from quark_fx.system.names import unknown
 from quark_fx.system.options import checked_call
@@ -469,12 +469,12 @@ def _blocks(weight: QuantizedTensor, form: str) -> dict[str, Tensor]:
     if form != _NVFP4:
         return {"weight_packed": packed, "weight_scale": exponents(weight)}
     try:
-        whole = recover_global_scale(weight.scale)
+        scale = E4M3_SCALES.quantized(weight.scale)
     except ValueError as error:
         raise ExportError(f"{error}; use scale='fp8_e4m3'") from error
     # Readers divide by the global scale.
-    scale = (weight.scale / whole).to(torch.float8_e4m3fn)
-    return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1).reciprocal()}
+    whole = scale.scale.reshape(1).reciprocal()
+    return {"weight_packed": packed, "weight_scale": scale.codes, "weight_global_scale": whole}
 
 
 def _share_global_scales(tensors: dict[str, Tensor]) -> None:

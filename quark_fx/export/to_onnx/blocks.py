@@ -28,7 +28,7 @@ from quark_fx.export.to_onnx.edit import add_array, array_of, drop_unused_initia
 from quark_fx.export.to_onnx.stored_codes import StoredCodes, dequantized
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT8
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.scales import recover_global_scale
+from quark_fx.numbers.scales import E4M3_SCALES
 
 _SHARING = (16, 8, 4, 2)
 """Blocks in a group that may share an exponent."""
@@ -252,12 +252,12 @@ def _scales(do: _Before, weight: StoredCodes, scale: Tensor, groups: int | None 
         exponents = (torch.frexp(scale)[1] + 126).numpy().astype(np.uint8)
         return do.function(exponents_function(do.opset), add_array(model, f"{name}_e8m0", exponents))
     try:
-        whole = recover_global_scale(scale)
+        stored = E4M3_SCALES.quantized(scale)
     except ValueError:
         return add_array(model, f"{name}_broadcast", scale.numpy())
-    multiples = (scale / whole).numpy().astype(ir.DataType.FLOAT8E4M3FN.numpy())
+    multiples = stored.codes.float().numpy().astype(ir.DataType.FLOAT8E4M3FN.numpy())
     real = do("Cast", add_array(model, f"{name}_e4m3", multiples), to=ir.DataType.FLOAT)
-    return do("Mul", real, add_array(model, f"{name}_global", whole.numpy()))
+    return do("Mul", real, add_array(model, f"{name}_global", stored.scale.numpy()))
 
 
 def _are_exponents(scale: Tensor) -> bool:

@@ -18,7 +18,7 @@ from quark_fx.model.kernels.integers import at_least
 from quark_fx.model.kernels.product import Activation, NoKernelError, Product
 from quark_fx.model.kernels.weight_only import groups_of, int4_product, int4_table
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, Format
-from quark_fx.numbers.scales import FLOAT20, like, recover_global_scale, scale_format
+from quark_fx.numbers.scales import E4M3_SCALES, FLOAT20, like, scale_format
 from quark_fx.system import accelerator
 
 aten = torch.ops.aten
@@ -113,10 +113,10 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
     codes, scale, whole = weight.codes.contiguous(), weight.scale, None
     if of_16:
         try:
-            whole = recover_global_scale(scale)
+            stored = E4M3_SCALES.quantized(scale)
         except ValueError as error:
             raise NoKernelError(f"of its weight, {error}") from error
-        scale = (scale / whole).to(torch.float8_e4m3fn).view(torch.uint8)
+        scale, whole = stored.codes.view(torch.uint8), stored.scale
     elif bool((torch.frexp(scale)[0] == 0.5).all()):
         scale = _exponents(scale)
     else:
