@@ -49,16 +49,28 @@ def group_size(weight: QuantizedTensor) -> int | None:
     return weight.layout.block if weight.scale.shape[1] > 1 else None
 
 
+def block_scales(weight: QuantizedTensor) -> Tensor | None:
+    """Return a scale for each block of as many outputs as inputs; `None` if outputs of a block have different ones."""
+    size, scale = group_size(weight) or 1, weight.scale
+    blocks = scale[::size]
+    together = size > 1 and torch.equal(blocks.repeat_interleave(size, 0)[: len(scale)], scale)
+    return blocks.contiguous() if together else None
+
+
 def exponents(weight: QuantizedTensor) -> Tensor:
     """Return scales that are powers of two as E8M0: their exponents, counted from -127, uint8.
 
     Raises:
         ExportError: if one is no power of two.
     """
-    mantissa, exponent = torch.frexp(weight.scale)
-    if not bool((mantissa == 0.5).all()):
+    if not are_exponents(weight.scale):
         raise ExportError(f"{weight.format} in groups with scales that are no powers of two; use an MX format")
-    return (exponent - 1 + 127).to(torch.uint8)
+    return (torch.frexp(weight.scale)[1] - 1 + 127).to(torch.uint8)
+
+
+def are_exponents(scale: Tensor) -> bool:
+    """Return True if all are powers of two."""
+    return bool((torch.frexp(scale)[0] == 0.5).all())
 
 
 def unsigned(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -120,6 +132,8 @@ def pack_awq(codes: Tensor) -> Tensor:
 
 __all__ = [
     "NO_OFFSETS",
+    "are_exponents",
+    "block_scales",
     "exponents",
     "group_size",
     "half_scales",

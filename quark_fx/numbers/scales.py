@@ -90,16 +90,16 @@ class ScaleFormat:
         return self
 
     def of_groups(self, own: Tensor, group: Tensor) -> Tensor:
-        """Return the scales of blocks for the scales that each block and its group would have alone."""
-        return own
+        """Return the scale of each block's group, or half of it where the block's own scale is smaller.
 
-    def in_groups(self, values: Tensor, axis: int) -> Tensor:
-        """Return ideal scales, float32, rounded to ones that can be stored; they share scales along an axis."""
-        return self.nearest(values.abs().double()).copysign(values)
+        Source:
+            Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3.
+        """
+        return torch.minimum(torch.maximum(own, group / 2), group)
 
-    def offsets_in_groups(self, values: Tensor, axis: int) -> Tensor:
-        """Return ideal offsets, float32, rounded to ones that can be stored; they share scales along an axis."""
-        return self.nearest_offset(values.double())
+    def in_groups(self, values: Tensor, axis: int, *, offsets: bool = False) -> Tensor:
+        """Return ideal scales, or offsets, float32, rounded to ones that can be stored; groups lie along an axis."""
+        return self.nearest_offset(values.double()) if offsets else self.nearest(values.abs().double()).copysign(values)
 
     def nearest_offset(self, ideal: Tensor) -> Tensor:
         """Return the offset, float32, for an ideal one, float64."""
@@ -303,33 +303,21 @@ class QuantizedScale(ScaleFormat):
     def of_tensor(self, amax: Tensor, scheme: Scheme) -> QuantizedScale:
         return replace(self, unit=float(global_scale_of(amax, scheme))) if self.has_unit else self
 
-    def of_groups(self, own: Tensor, group: Tensor) -> Tensor:
-        """Return the scale of each block's group, or half of it where the block's own scale is smaller.
+    def in_groups(self, values: Tensor, axis: int, *, offsets: bool = False) -> Tensor:
+        """Return scales, or offsets, rounded to ones that can be stored: integers times a float16 per group.
 
-        Source:
-            Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3.
+        The largest of a group takes the outermost integer. The last group can have fewer. Offsets can become zero,
+        scales cannot.
         """
-        return torch.minimum(torch.maximum(own, group / 2), group)
-
-    def in_groups(self, values: Tensor, axis: int) -> Tensor:
-        return self._in_groups(values, axis, nonzero=True) if self.multiples else super().in_groups(values, axis)
-
-    def offsets_in_groups(self, values: Tensor, axis: int) -> Tensor:
-        return self._in_groups(values, axis, nonzero=False)
-
-    def _in_groups(self, values: Tensor, axis: int, *, nonzero: bool) -> Tensor:
-        """Return scales, or offsets, rounded to integers times a float16 per group, along an axis.
-
-        The largest of a group takes the outermost integer. The last group can have fewer. Offsets can become zero
-        (`nonzero=False`), scales cannot.
-        """
+        if not self.multiples:
+            return super().in_groups(values, axis, offsets=offsets)
         (low, high), groups = self.format.limits, self._cut(values, axis)
         outermost = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         unit = (outermost / (low or high)).clamp(-_FLOAT16.max, _FLOAT16.max).half().float()
         # The smallest float16 above zero: with few bits it is still a factor that files can store.
-        unit = torch.where(unit.abs() < 2.0**-24, 2.0**-24 if nonzero else 1.0, unit)
+        unit = torch.where(unit.abs() < 2.0**-24, 1.0 if offsets else 2.0**-24, unit)
         whole = (groups / unit).round_().clamp_(low, high)
-        if nonzero:
+        if not offsets:
             whole = torch.where(whole == 0, torch.where(groups / unit < 0, -1.0, 1.0), whole)
         return self._joined(whole * unit, values, axis)
 

@@ -220,7 +220,7 @@ def storable(qparams: QParams, spec: TensorSpec, axis: int) -> QParams:
     """
     zero_point = qparams.zero_point
     if zero_point.is_floating_point():
-        zero_point = spec.scale.offsets_in_groups(zero_point, axis)
+        zero_point = spec.scale.in_groups(zero_point, axis, offsets=True)
     return QParams(spec.scale.in_groups(qparams.scale, axis), zero_point)
 
 

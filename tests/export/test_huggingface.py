@@ -59,11 +59,9 @@ IDS = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(0))
 
 
 def llama(**options: Any) -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, max_position_embeddings=64, **options,
-    )  # fmt: skip
-    return seeded(transformers.LlamaForCausalLM(config))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
+    return seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | options)))
 
 
 @cache
@@ -622,6 +620,37 @@ def test_small_floats_in_groups_are_read_back(form: str, tmp_path: Path) -> None
         torch.testing.assert_close(read[name].float(), expected, rtol=2**-7 if "nvfp4" in form else 0, atol=0, msg=name)
     packed = reader(tmp_path, dtype=torch.bfloat16)
     assert (logits(packed).float() - logits(qmodel)).abs().max() < 0.02 * logits(qmodel).abs().max()
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["weights", "weights and activations"])
+def test_square_blocks_of_floats_are_read_back(dynamic: bool, tmp_path: Path) -> None:
+    """The last block of 80 outputs is not full."""
+    read = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, dynamic=True)
+    config = small_floats(read.replace(dynamic=False, group_rows=32)).replace(exclude=(*FLOAT_ENDS, "*.down_proj"))
+    qmodel = quantized(config.replace(input=read if dynamic else None), llama(intermediate_size=80))
+    qfx.export.huggingface(qmodel, tmp_path)
+    (scheme,) = quantization(tmp_path)["config_groups"].values()
+    assert scheme["weights"]["block_structure"] == [32, 32]
+    assert (scheme["input_activations"] or {}).get("group_size") == (32 if dynamic else None)
+    scale = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.up_proj.weight_scale"]
+    assert (scale.dtype, scale.shape) == (torch.float32, (3, 2))
+    found, ours = load(tmp_path), qmodel.eager()
+    assert (logits(found) - logits(qmodel)).abs().max() < 0.02 * logits(qmodel).abs().max()
+    values = transformers.CompressedTensorsConfig(dequantize=True)
+    reader = transformers.AutoModelForCausalLM.from_pretrained
+    weights = reader(tmp_path, dtype=torch.float32, quantization_config=values).state_dict()
+    names = [name for name in weights if name.endswith("_proj.weight")]
+    assert len(names) == 14
+    for name in names:
+        expected = ours.get_submodule(name.removesuffix(".weight")).weight
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=0, msg=name)
+
+
+def test_activations_beside_square_blocks_are_in_such_groups(tmp_path: Path) -> None:
+    weight = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, group_rows=32)
+    for read in (FP8_DYNAMIC.input, weight.replace(group_size=16, group_rows=1, dynamic=True)):
+        with pytest.raises(qfx.ExportError, match="square blocks per group of as many channels"):
+            qfx.export.huggingface(quantized(small_floats(weight).replace(input=read)), tmp_path)
 
 
 @pytest.mark.parametrize("passes", [(), (GPTQ(static_groups=False),)], ids=["nearest", "scales chosen"])

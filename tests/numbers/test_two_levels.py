@@ -39,7 +39,7 @@ def test_values_are_whole_numbers_times_a_float16(kind: QuantizedScale) -> None:
     scale[1] *= 1e-9  # below float16: its smallest value has to do
     scale[2, 0], scale[2, 1:8] = 1.0, 1e-12  # beside a large one the others are the smallest multiple
     found = kind.in_groups(scale, 1)
-    for values in (found,) if fmt.signed else (found, kind.offsets_in_groups(offset, 1)):
+    for values in (found,) if fmt.signed else (found, kind.in_groups(offset, 1, offsets=True)):
         stored = kind.quantized(values, 1)
         assert stored.format == fmt
         assert torch.equal(stored.scale.half().float(), stored.scale)

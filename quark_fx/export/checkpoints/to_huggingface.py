@@ -31,6 +31,8 @@ from quark_fx.export.checkpoints.values import (
 )
 from quark_fx.export.packing import (
     NO_OFFSETS,
+    are_exponents,
+    block_scales,
     exponents,
     group_size,
     half_scales,
@@ -78,9 +80,9 @@ def huggingface(
     Args:
         qmodel: from `quantize`.
         directory: made if it does not exist; an earlier quantized checkpoint there is replaced.
-        format: `"compressed-tensors"` (integers up to 8 bits, 8-bit floats, activations; weights in NVFP4, MXFP4,
-            MXFP6 E2M3 and MXFP8 E4M3), `"gptq"`, `"gptq_v2"` or `"awq"` (integers, weights only, all of one group
-            size).
+        format: `"compressed-tensors"` (integers up to 8 bits, 8-bit floats, activations; weights in FP8 E4M3 in square
+            blocks, NVFP4, MXFP4, MXFP6 E2M3 and MXFP8 E4M3), `"gptq"`, `"gptq_v2"` or `"awq"` (integers, weights only,
+            all of one group size).
         tokenizer: saved beside it.
         model: a float model of the same architecture, if `qmodel` was loaded.
 
@@ -236,7 +238,7 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         key = repr(scheme)
         schemes[key] = scheme
         members.setdefault(key, []).append(layer)
-        return _compressed(layer, scheme["format"])
+        return _compressed(layer, scheme)
 
     tensors = each_layer(checkpoint.layers, write, shelf)
     if any(_divides_by_127(layer) for layer in checkpoint.layers):
@@ -389,16 +391,21 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     weight, activation = layer.weight, layer.input
     if weight.has_offsets:
         raise ExportError(NO_OFFSETS)
-    strategy = "group" if group_size(weight) else "tensor" if weight.scale.numel() == 1 else "channel"
-    dense, integer = layer.is_linear and not layer.stack, weight.format.is_integer
+    size, integer = group_size(weight), weight.format.is_integer
+    strategy = "group" if size else "tensor" if weight.scale.numel() == 1 else "channel"
+    dense = layer.is_linear and not layer.stack
     if not weight.is_symmetric and (activation is not None or not dense or strategy == "tensor"):
         raise ExportError(
             "zero points, which it holds for weights of linear layers per channel or group, beside float activations "
             "and of no experts; use symmetry='symmetric'"
         )
     weights = _arguments(weight.format.bits, not integer, weight.is_symmetric, strategy, False)
-    weights["group_size"] = group_size(weight)
-    if not integer and (group_size(weight) or weight.format.bits < 8):
+    weights["group_size"] = size
+    micro = size == 32 and are_exponents(weight.scale)
+    square = weight.format == FP8_E4M3 and dense and not micro and block_scales(weight) is not None
+    if square:
+        weights |= {"strategy": "block", "group_size": None, "block_structure": [size, size]}
+    elif not integer and (size or weight.format.bits < 8):
         return _block_scheme(layer, weights)
     if not integer and weight.format != FP8_E4M3:
         raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
@@ -411,16 +418,19 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     bits = (weight.format.bits, fmt.bits) if fmt is not None and fmt.is_integer else ()
     if fmt is None or not (bits == (8, 8) if integer else fmt == FP8_E4M3):
         raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
-    if activation.block_size > 0 or activation.scale_type != str(FLOAT32):
+    groups = activation.block_size if activation.block_size > 0 else None
+    if groups != (size if square else None) or activation.scale_type != str(FLOAT32):
         raise ExportError(
-            "activations in groups, or with scales of 8 bits; it holds float32 scales per tensor or token"
+            "activations in groups, or with scales of 8 bits; it holds float32 scales per tensor or token, and beside "
+            "fp8_e4m3 in square blocks per group of as many channels"
         )
     if activation.ratio != 1:
         raise ExportError("activations in a share of the range at run time; drop the observer Adjusted")
     zero = activation.zero_point
     symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == fmt.middle
-    per = "token" if activation.per_token else "tensor"
+    per = "group" if groups else "token" if activation.per_token else "tensor"
     inputs = _arguments(8, not integer, symmetric or not integer, per, activation.scale is None)
+    inputs["group_size"] = groups
     kind = "int-quantized" if integer else "float-quantized"
     return {"weights": weights, "input_activations": inputs, "format": kind}
 
@@ -453,7 +463,7 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
     else:
         raise ExportError(
             f"{weight.format} in groups of {group_size(weight)}; it holds fp4_e2m1 in groups of 16 or 32, fp6_e2m3 and "
-            "fp8_e4m3 in groups of 32"
+            "fp8_e4m3 in groups of 32, and fp8_e4m3 in square blocks (group_rows=) of linear layers but experts"
         )
     if layer.stack and form in (_NVFP4, _MXFP8):
         raise ExportError(f"experts in {form}, which transformers reads wrongly; leave them in float, or use MXFP4")
@@ -499,12 +509,13 @@ def _arguments(bits: int, is_float: bool, symmetric: bool, strategy: str, dynami
     return {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
 
 
-def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
-    weight, activation = layer.weight, layer.input
+def _compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
+    weight, activation, kind = layer.weight, layer.input, scheme["format"]
     if kind in _BLOCK_FORMS:
         return _blocks(weight, kind)
-    scale = weight.scale.reshape(-1) if weight.scale.numel() == 1 else weight.scale
-    tensors = {"weight_scale": scale}
+    blocks = block_scales(weight) if scheme["weights"]["strategy"] == "block" else None
+    scale = weight.scale if blocks is None else blocks
+    tensors = {"weight_scale": scale.reshape(-1) if weight.scale.numel() == 1 else scale}
     if kind == "pack-quantized":
         codes, zero_point = unsigned(weight)
         tensors["weight_packed"] = pack(codes, weight.format.bits)
