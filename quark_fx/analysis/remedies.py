@@ -151,7 +151,7 @@ class Estimates:
         specs: list[tuple[str, Callable[[], float], tuple[Override, ...], bool]] = []
         if of_weight < error / 2 and op.input is not None:
             for what, spec, wider in _other_activations(op.input):
-                overrides = tuple(self._value_overrides(op, spec))
+                overrides = tuple(self._value_overrides(op, trial.linear, spec))
                 specs.append((what, partial(trial.error, spec, op.weight), overrides, wider))
         else:
             for what, spec, wider in _other_weights(op.weight):
@@ -167,27 +167,25 @@ class Estimates:
     def _transforms(
         self, op: Coded, trial: _OperatorTrial, remedy: Callable[..., Iterator[Remedy]]
     ) -> Iterator[Remedy]:
-        assert op.linear is not None
         known = {pass_name(p) for p in self.config.passes}
         names = {node: found.name for node, found in ((o.node, o) for o in self.operators.values())}
-        plain = op.linear.groups == 1 and not op.linear.stacked
+        plain = trial.linear.groups == 1 and not trial.linear.stacked
         for site in self.scale_sites.sites if plain and op.input is not None and "SmoothQuant" not in known else ():
             readers = [found.reader for found in site.inputs]
             if op.node in readers:
                 only = tuple(dict.fromkeys(names[node] for node in readers if node in names))
                 yield from remedy("SmoothQuant", trial.smoothed, passes=(SmoothQuant(only=only),))
         rotates = any(isinstance(p, Rotating) for p in self.config.passes)
-        for turned in self.rotation_sites.sites if plain and not op.linear.kernel and not rotates else ():
+        for turned in self.rotation_sites.sites if plain and not trial.linear.kernel and not rotates else ():
             if any(linear.node is op.node for linear in turned.readers):
                 rotation = turned.draw(torch.Generator().manual_seed(0))
                 only = tuple(dict.fromkeys(names[r.node] for r in turned.readers if r.node in names))
                 if turned.overhead(rotation) <= Rotate().overhead:
                     yield from remedy("Rotate", partial(trial.rotated, rotation), passes=(Rotate(only=only),))
 
-    def _value_overrides(self, op: Coded, spec: TensorSpec) -> Iterator[Override]:
+    def _value_overrides(self, op: Coded, linear: Linear, spec: TensorSpec) -> Iterator[Override]:
         """Yield what gives the value that an operator reads another spec, wherever it is rounded."""
-        assert op.linear is not None
-        value = op.linear.activation
+        value = linear.activation
         for other in self.operators.values():
             if other.input == op.input and value in other.node.all_input_nodes:
                 yield Override(pattern=other.name, input=spec)

@@ -205,7 +205,6 @@ def _functional_module(program: ExportedProgram) -> GraphModule:
 
 def _module(program: ExportedProgram) -> GraphModule:
     gm = program.module(check_guards=False)
-    assert isinstance(gm, GraphModule)
     for node in list(gm.graph.nodes):
         if node.op == "call_module":  # leftover guard calls
             gm.graph.erase_node(node)

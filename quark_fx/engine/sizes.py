@@ -286,8 +286,7 @@ class Sizes:
             stack = math.prod(linear.shape[:-2]) if linear.stacked else 1
             return 2 * self.count(node) * math.prod(linear.shape) // max(1, linear.shape[linear.output_axis] * stack)
         if row.weight is not None:  # a recurrent layer, which multiplies by all its weights at every step
-            value, weights = node.args[0], stored_weights(node, row)
-            assert isinstance(value, Node)
+            value, weights = node.all_input_nodes[0], stored_weights(node, row)
             steps = self.count(value) // max(1, self._length(value_of(self.gm, value).shape[-1]))
             return 2 * steps * sum(self.count(weight.node) for weight in weights)
         factor = node.args[1]

@@ -133,9 +133,8 @@ def _norm(gm: GraphModule, node: Node, constants: Collection[Node]) -> Step | No
     given = [argument(node, position) for position in (1, 2, 3, 4)]
     if training or given[2] is None or not all(entry is None or is_constant(entry, constants) for entry in given):
         return None
-    weight, bias, mean, variance = (None if entry is None else constant_value(gm, entry, wide=True) for entry in given)
-    assert mean is not None
-    assert variance is not None
+    weight, bias = (None if entry is None else constant_value(gm, entry, wide=True) for entry in given[:2])
+    mean, variance = (constant_value(gm, entry, wide=True) for entry in given[2:])
     _require_usable(node, dict(zip(given, (weight, bias, mean, variance), strict=True)), given[3], epsilon)
     # In half precision the sum of a small variance and epsilon, or its root, is off by per cents.
     factor = torch.rsqrt(_wide(variance) + epsilon)

@@ -89,13 +89,11 @@ def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
     if codes is None or target_name(codes) != EMBEDDING or not is_parameter(codes.args[0]):
         return None
     if target_name(node) == CAST:
-        table = constant_of(gm, codes.args[0])
-        assert table is not None
-        return codes, replace(table, dtype=value_of(gm, node).dtype)
+        stored = codes.args[0]
+        return codes, Constant((str(stored.target),), parameter(gm, stored), value_of(gm, node).dtype)
     axis: int | None = None
     tables = []
-    for rows in node.args[1:3]:
-        assert isinstance(rows, Node)
+    for rows in node.all_input_nodes[1:3]:
         per_row = target_name(rows) == EMBEDDING
         table_node: Any = rows.args[0] if per_row else rows
         whole = is_parameter(table_node)

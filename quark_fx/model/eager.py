@@ -378,8 +378,8 @@ def eager(
             activation = Activation(factors=activation.factors)
             if not activation.factors:
                 continue
-        if activation.split is not None:
-            branched = _branched(path, activation, found.rounding.branches[path], rounds)
+        if (at := activation.split) is not None:
+            branched = _branched(path, activation, at, found.rounding.branches[path], rounds)
             module.add_module("low_rank_branch", branched)
             wrap_forward(module, branched.run)
         else:
@@ -421,10 +421,11 @@ def _compute_with(module: nn.Module, rewritten: Rewritten) -> None:
     wrap_forward(module, lambda _, *args, **kwargs: rewritten(*args, **kwargs))
 
 
-def _branched(path: str, activation: Activation, branch: Branch, rounds: Callable[[Activation], Round]) -> Branched:
+def _branched(
+    path: str, activation: Activation, at: int, branch: Branch, rounds: Callable[[Activation], Round]
+) -> Branched:
     """Return what adds a branch to the result of a module, whose input is split as `activation` says."""
-    factors, at = activation.factors, activation.split
-    assert at is not None  # an input that is not split has no branch
+    factors = activation.factors
     before, after = Activation(factors=factors[:at]), replace(activation, factors=factors[at + 1 :])
     result = Activation() if branch.rounded is None else branch.rounded
     directions, back = factors[at].tensors

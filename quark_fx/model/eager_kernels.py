@@ -51,8 +51,7 @@ def kernel_modules(
         row = KernelRow(product.name, product.row.kind, "", reason)
         if not reason:
             graph, row = graphs.of(product)
-            if graph is not None:
-                assert module is not None
+            if graph is not None and module is not None:
                 made[path] = KernelLinear(product, graph, module)
         rows.append(row)
     for path, module in modules.items():

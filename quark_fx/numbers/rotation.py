@@ -124,8 +124,7 @@ def hadamard(size: int) -> Tensor | None:
         between = torch.eye(second + 1, dtype=torch.float32)
         return torch.kron(_bordered(second, 1.0), two) + torch.kron(between, _matrix([1.0, -1.0], [-1.0, -1.0]))
     half = hadamard(size // 2)
-    assert half is not None  # or this size were not constructible
-    return torch.kron(two, half)
+    return None if half is None else torch.kron(two, half)
 
 
 def _constructible(size: int) -> bool:

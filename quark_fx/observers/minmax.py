@@ -65,6 +65,13 @@ class MinMax(Observer):
         extremes = seen.histogram
         return self if extremes is None else replace(self, low=extremes.low, high=extremes.high)
 
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest value of each row; raises `ValueError` if nothing was observed."""
+        if self.low is None or self.high is None:
+            raise ValueError("nothing was observed")
+        return self.low, self.high
+
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
         return finite_range(self.low, self.high)
 

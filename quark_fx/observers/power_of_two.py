@@ -137,7 +137,7 @@ class PowerOfTwoMinMse(Observer):
 
     def qparams(self, scheme: Scheme) -> QParams:
         if self.votes is not None:
-            return self._elected(scheme)
+            return self._elected(self.votes, scheme)
         histogram = self.histogram
         if histogram is None:
             raise ValueError("nothing was observed")
@@ -181,16 +181,15 @@ class PowerOfTwoMinMse(Observer):
         column = torch.where(finite, exponent.long() + 127, 0)[:, None]
         return torch.zeros(len(column), 256, dtype=torch.int64, device=column.device).scatter_(1, column, 1)
 
-    def _elected(self, scheme: Scheme) -> QParams:
-        assert self.votes is not None
+    def _elected(self, votes: Tensor, scheme: Scheme) -> QParams:
         if str(scheme.format) != self.vote or scheme.symmetry != self.vote_symmetry:
             raise ValueError(
                 f"the batches voted for {self.vote_symmetry} {self.vote}, not {scheme.symmetry} {scheme.format}: "
                 f'set vote="{scheme.format}" and vote_symmetry="{scheme.symmetry}"'
             )
-        if bool((self.votes[:, 0] > 0).any()):
+        if bool((votes[:, 0] > 0).any()):
             raise ValueError("a value that is not finite was observed")
-        exponent = self.votes.argmax(1).to(torch.int32) - 127
+        exponent = votes.argmax(1).to(torch.int32) - 127
         return QParams(power_of_two(exponent), torch.full_like(exponent, scheme.middle))
 
 

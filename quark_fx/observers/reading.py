@@ -93,7 +93,8 @@ class HistogramObserver(Observer):
         """Return the bins of the values, or of their magnitudes.
 
         Raises:
-            ValueError: If magnitudes are requested from a peer's grid of signed values.
+            ValueError: If nothing was observed, or magnitudes are requested from a peer's grid of signed values.
         """
-        assert self.histogram is not None
+        if self.histogram is None:
+            raise ValueError("nothing was observed")
         return GRIDS[self.grid].bins(self.histogram, absolute=absolute)

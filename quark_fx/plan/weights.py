@@ -228,8 +228,7 @@ def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stac
     """Return (`axis`, `block_size`) of `quark_fx.numbers.ops` for a granularity."""
     if spec.granularity is Granularity.TENSOR:
         return None, 0
-    if spec.granularity is Granularity.GROUP:
-        assert spec.group_size is not None
+    if spec.group_size is not None:
         return input_axis, min(spec.group_size, x.shape[input_axis])
     if stacked:  # one scale per matrix and output channel
         return input_axis, x.shape[input_axis]

@@ -8,7 +8,7 @@ the value is rotated, or rotated back, at run time (`made`, `read`), so nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,9 +152,8 @@ def _visit(walk: RotationWalk, node: Node) -> None:
     return visit(walk, node, RULES)
 
 
-def _multiply(walk: Walk, node: Node) -> None:
+def _multiply(walk: RotationWalk, node: Node) -> None:
     """A factor that is the same for all coordinates passes, one per channel is a norm's, and others stop."""
-    assert isinstance(walk, RotationWalk)
     values = [v for v in node.args[:2] if isinstance(v, Node) and isinstance(value_of(walk.gm, v), Tensor)]
     if len(values) == 2 and values[0] is values[1]:
         return _square(walk, node)
@@ -209,9 +208,8 @@ def _norm(
     return None
 
 
-def _normalize(walk: Walk, node: Node, *, centers: bool) -> None:
+def _normalize(walk: RotationWalk, node: Node, *, centers: bool) -> None:
     """Norms commute with what keeps lengths, and means if they subtract them."""
-    assert isinstance(walk, RotationWalk)
     value, sizes, factor = (argument(node, i) for i in range(3))
     offset = argument(node, 3) if centers else None
     given = [c for c in (factor, offset) if c is not None]
@@ -227,9 +225,8 @@ def _normalize(walk: Walk, node: Node, *, centers: bool) -> None:
     return None
 
 
-def _square(walk: Walk, node: Node) -> None:
+def _square(walk: RotationWalk, node: Node) -> None:
     """The mean square of all coordinates, as norms are spelled, stays what it is."""
-    assert isinstance(walk, RotationWalk)
     value: Any = node.args[0]
     varying = walk.varying(value)
     summed = [_summed(walk, user) for user in node.users]
@@ -254,17 +251,15 @@ def _summed(walk: Walk, node: Node) -> list[int]:
     return [d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))]
 
 
-def _reduce(walk: Walk, node: Node) -> None:
+def _reduce(walk: RotationWalk, node: Node) -> None:
     """A sum over coordinates is none of them; one over others passes."""
-    assert isinstance(walk, RotationWalk)
     if set(_summed(walk, node)) & set(walk.varying(argument(node, 0))):
         return stop(walk, node)
     return reduce(walk, node)
 
 
-def _mix_rows(walk: Walk, node: Node, *, rule: Rule, value: int) -> None:
+def _mix_rows(walk: RotationWalk, node: Node, *, rule: Rule, value: int) -> None:
     """Each matrix of a stack mixes rows in its own way."""
-    assert isinstance(walk, RotationWalk)
     columns = argument(node, value)
     if sum(n is columns for n in node.args) > 1:
         return stop(walk, node)
@@ -273,18 +268,16 @@ def _mix_rows(walk: Walk, node: Node, *, rule: Rule, value: int) -> None:
     return walk.keep_apart(columns, [d for d in walk.varying(columns) if d != last])
 
 
-def _roll(walk: Walk, node: Node) -> None:
+def _roll(walk: RotationWalk, node: Node) -> None:
     """Rolling along other dimensions than those of the coordinates moves them nowhere."""
-    assert isinstance(walk, RotationWalk)
     rank = len(walk.shape(node))
     dims = {d % rank for d in argument(node, 2) or range(rank)}
     value = argument(node, 0)
     return stop(walk, node) if dims & {*walk.varying(value), *walk.varying(node)} else walk.move(node)
 
 
-def _divide(walk: Walk, node: Node) -> None:
+def _divide(walk: RotationWalk, node: Node) -> None:
     """A divisor that is the same for all coordinates passes."""
-    assert isinstance(walk, RotationWalk)
     value, divisor = node.args[:2]
     rank = len(walk.shape(node))
     if not isinstance(value, Node) or node.kwargs or not is_floating(walk.gm, value):
@@ -298,7 +291,7 @@ def _divide(walk: Walk, node: Node) -> None:
 
 _SUMS = ("aten.mean.dim", "aten.sum.dim_IntList")
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Callable[[RotationWalk, Node], None]] = {
     name: SCALE_RULES[name]
     for name in (
         *(name for name in MOVING if not name.startswith("aten.max_pool")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from quark_fx.graph.nodes import is_floating, is_getitem, is_parameter, paramete
 from quark_fx.graph.operators import MOVING, Operator, argument, clamp_bounds, operator_row, stored_weight
 from quark_fx.rescale.scale_walk import Absorption, ReadInput, Unknown, Walk, lift
 
+W = TypeVar("W", bound=Walk)
 Rule = Callable[[Walk, Node], None]
 
 
-def visit(walk: Walk, node: Node, rules: Mapping[str, Rule] | None = None) -> None:
+def visit(walk: W, node: Node, rules: Mapping[str, Callable[[W, Node], None]] | None = None) -> None:
     """Run the rule of a node, of `RULES` by default: derive labels of its inputs and output from each other."""
     if node.op == "call_function":
         rule = (RULES if rules is None else rules).get(target_name(node), stop)

@@ -342,10 +342,9 @@ def _rescale_statistics(producer: Absorber, factor: Tensor) -> None:
 
 def _rescale_bounds(gm: GraphModule, node: Node, labels: Tensor, scale: Tensor) -> None:
     """Divide the bounds of a clamp, which becomes one with constants per element."""
-    value = node.args[0]
+    value = node.all_input_nodes[0]
     bounds = given_bounds(node)
     assert bounds is not None
-    assert isinstance(value, Node)
     fake = value_of(gm, node)
     new: list[Node | None] = []
     for name, bound in zip(("min", "max"), bounds, strict=True):

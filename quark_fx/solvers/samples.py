@@ -61,9 +61,8 @@ class Remembered:
     def range(self, without: int | None) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value per channel, of all folds or, if there are others, of all but one."""
         found = reduce(MinMax.merge, (ends for fold, ends in self.ranges.items() if self._counts(fold, without)))
-        assert found.low is not None
-        assert found.high is not None
-        return found.low.float(), found.high.float()
+        low, high = found.ends
+        return low.float(), high.float()
 
     def calibration_samples(self, without: int | None) -> list[Tensor]:
         """Return the samples of all folds of the calibration data or, if there are others, of all but one."""
@@ -77,16 +76,11 @@ class Remembered:
         if not x.numel():
             return
         rows = x.movedim(self.axis, -1).reshape(-1, x.shape[self.axis])
-        now = self.ranges.get(fold, MinMax()).observe(rows.mT)
-        assert now.low is not None
-        assert now.high is not None
+        low, high = self.ranges.get(fold, MinMax()).observe(rows.mT).ends
         if fold not in self.ranges:
-            self.ranges[fold] = replace(now, low=slabs.empty_like(now.low), high=slabs.empty_like(now.high))
-        kept = self.ranges[fold]
-        assert kept.low is not None
-        assert kept.high is not None
-        kept.low.copy_(now.low)
-        kept.high.copy_(now.high)
+            self.ranges[fold] = MinMax(low=slabs.empty_like(low), high=slabs.empty_like(high))
+        for kept, now in zip(self.ranges[fold].ends, (low, high), strict=True):
+            kept.copy_(now)
 
     def merge(self, other: Remembered) -> Remembered:
         """Return what is remembered of the data of both, that of `other` after this."""

@@ -59,7 +59,7 @@ def name_cache(graph: ir.Graph) -> int:
     for (side, layer), pair in found.items():
         for kind, value in pair.items():
             value.name = _CACHE[side] % layer + kind
-            value.shape = _with_sizes(value.shape)
+            value.shape = _with_sizes(value)
     return len(layers)
 
 
@@ -76,12 +76,13 @@ def _drop_windows(graph: ir.Graph) -> None:
             graph.inputs.remove(source)
 
 
-def _with_sizes(shape: ir.Shape | None) -> ir.Shape:
+def _with_sizes(value: ir.Value) -> ir.Shape:
     """Return a shape with numbers where a dimension is a symbol called like one, as torch writes some fixed sizes."""
     import onnx_ir as ir
 
-    assert shape is not None
-    names = [dim if isinstance(dim, int) else dim.value for dim in shape]
+    from quark_fx.export.to_onnx.edit import shape_of
+
+    names = [dim if isinstance(dim, int) else dim.value for dim in shape_of(value)]
     return ir.Shape([int(str(name)) if str(name).isdigit() else name for name in names])
 
 
@@ -99,12 +100,12 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
         filename: of the graph.
         model: of `transformers`, whose configurations say how it generates.
     """
+    from quark_fx.export.to_onnx.edit import shape_of
+
     text = model.config.get_text_config(decoder=True)
     asked, names = model.generation_config, [value.name or "" for value in graph.inputs]
     keys = next(value for value in graph.inputs if (value.name or "").startswith(_CACHE["input"].partition("%")[0]))
     logits = next(value for value in graph.outputs if value.name == "logits")
-    assert keys.shape is not None
-    assert logits.shape is not None
     tokens = {name: token_of(model, name) for name in ("bos_token_id", "eos_token_id")}
     context = require_context_length(model)
     return {
@@ -112,7 +113,7 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
             # The one type of GenAI that stands for no architecture: of the others, some have rules of their own.
             "type": "decoder",
             "context_length": context,
-            "vocab_size": logits.shape[2],
+            "vocab_size": shape_of(logits)[2],
             **{name: token for name, token in tokens.items() if token is not None},
             # GenAI takes tokens of this number at the end of a prompt for padding and skips them. One sequence has
             # none, but may well end in the token that a tokenizer pads with, which often is that of its end.
@@ -122,8 +123,8 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
                 "hidden_size": text.hidden_size,
                 "num_attention_heads": text.num_attention_heads,
                 "num_hidden_layers": sum(name.endswith(".key") for name in names),
-                "num_key_value_heads": keys.shape[1],
-                "head_size": keys.shape[3],
+                "num_key_value_heads": shape_of(keys)[1],
+                "head_size": shape_of(keys)[3],
                 "session_options": _session_options(graph),
                 "inputs": {name: name for name in _FED if name in names} | _templates("past", "input"),
                 "outputs": {"logits": "logits"} | _templates("present", "output"),

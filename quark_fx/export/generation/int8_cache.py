@@ -8,7 +8,7 @@ import onnx_ir as ir
 from quark_fx.data.cache_names import cache_of
 from quark_fx.errors import ExportError
 from quark_fx.export.generation.cache_scales import CacheScales
-from quark_fx.export.to_onnx.edit import add_array
+from quark_fx.export.to_onnx.edit import add_array, operand, producer_of
 
 
 def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
@@ -61,7 +61,7 @@ def _attend_to_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.
 
 def _append_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Value) -> None:
     """Append codes to codes, and dequantize all for those who read them."""
-    codes = _codes(node.inputs[1], scale)
+    codes = _codes(operand(node, 1), scale)
     real = [ir.node("Cast", [output], {"to": ir.DataType.FLOAT})]
     real.append(ir.node("Mul", [real[0].outputs[0], scale]))
     for step in real:
@@ -69,27 +69,23 @@ def _append_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Val
     for use in list(output.uses()):
         if use.node is not real[0]:
             use.node.replace_input_with(use.idx, real[1].outputs[0])
-    assert node.graph is not None
-    node.graph.insert_before(node, codes)
-    node.graph.insert_after(node, real)
+    node.prepend(codes)
+    node.append(real)
     node.replace_input_with(1, codes[-1].outputs[0])
     past.dtype = output.dtype = ir.DataType.INT8
 
 
 def _return_codes(model: ir.Model, output: ir.Value, scale: ir.Value) -> None:
     """Return the codes of keys or values; those who read them in the graph do as before."""
-    index, node = list(model.graph.outputs).index(output), output.producer()
-    assert node is not None
-    codes = _codes(output, scale)
-    model.graph.insert_after(node, codes)
+    index, codes = list(model.graph.outputs).index(output), _codes(output, scale)
+    producer_of(output).append(codes)
     result = codes[-1].outputs[0]
     model.graph.outputs[index] = result
     result.name, output.name = output.name, f"{output.name}_real"
 
 
-def _codes(x: ir.Value | None, scale: ir.Value) -> list[ir.Node]:
+def _codes(x: ir.Value, scale: ir.Value) -> list[ir.Node]:
     """Return the nodes that quantize `x`: `QuantizeLinear` has no scales along two axes."""
-    assert x is not None
     ratio = ir.node("Div", [x, scale])
     whole = ir.node("Round", ratio.outputs)
     low, high = (ir.node("Constant", [], {"value_float": bound}) for bound in (-128.0, 127.0))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import add_array, array_of, erase_unread, made_by, put_node
+from quark_fx.export.to_onnx.edit import add_array, array_of, erase_unread, made_by, operand, put_node, stored_array
 
 _SCALE = re.compile(r"(?:(.+)\.)?parametrizations\.(\w+)\.0\.scale")
 """How `torch.nn.utils.parametrize` calls the scale of a parameter."""
@@ -92,13 +92,11 @@ def look_up_codes(model: ir.Model) -> int:
 
 def _look_up(model: ir.Model, gather: ir.Node, table: ir.Node) -> None:
     """Put `(Cast(Gather(codes)) - zero_point) * scale`, of the same rows, in the place of `gather`."""
-    stored, index = table.inputs[0], gather.inputs[1]
-    assert stored is not None
+    stored, index = operand(table), gather.inputs[1]
     codes = ir.node("Gather", [stored, index], {"axis": 0})
     steps = [codes, ir.node("Cast", [codes.outputs[0]], {"to": ir.DataType.FLOAT})]
     for operator, value in reversed(list(zip(("Mul", "Sub"), table.inputs[1:], strict=False))):
-        array = array_of(value)
-        assert array is not None
+        array = stored_array(value)
         name = f"{stored.name}_{operator.lower()}"
         column = add_array(model, name, array.astype(np.float32).reshape(-1, 1) if array.ndim else array.astype("f4"))
         product = steps[-1].outputs[0]

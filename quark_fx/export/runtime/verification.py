@@ -637,8 +637,8 @@ class _Follower(Interpreter):
 
     def _rounded(self, n: Node, own: Tensor) -> Tensor:
         """Return what ONNX Runtime rounded to blocks, whose codes it does not show; else the node's own value."""
-        assert isinstance(n.args[0], Node)
-        theirs = self.codes.get(n.args[0].name) if _in_blocks(n.args[0]) else None
+        source = n.all_input_nodes[0]
+        theirs = self.codes.get(source.name) if _in_blocks(source) else None
         return own if theirs is None else theirs.to(own)
 
     def _scale(self, n: Node, codes: Tensor) -> Tensor:

@@ -24,7 +24,16 @@ from quark_fx.export.to_onnx.block_functions import (
     values_function,
 )
 from quark_fx.export.to_onnx.block_nodes import DOMAIN, Rounding
-from quark_fx.export.to_onnx.edit import add_array, array_of, drop_unused_initializers, erase_unread, made_by, put_node
+from quark_fx.export.to_onnx.edit import (
+    add_array,
+    array_of,
+    drop_unused_initializers,
+    erase_unread,
+    made_by,
+    operand,
+    put_node,
+    shape_of,
+)
 from quark_fx.export.to_onnx.stored_codes import StoredCodes, dequantized
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT8
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -85,11 +94,8 @@ def _is_better_dequantized(node: ir.Node, table: ir.Value) -> bool:
 
 def _dequantize_before(model: ir.Model, node: ir.Node, gathers: list[ir.Node]) -> None:
     """Swap a node that dequantizes rows and those that look them up, in the codes and in the scales."""
-    table, rows = gathers[0].inputs[0], node.outputs[0].shape
-    assert table is not None
-    assert table.shape is not None
-    assert rows is not None
-    axis = int(node.attributes.get_int("axis", 1) or 0) % len(rows) - (len(rows) - len(table.shape))
+    table, rank = operand(gathers[0]), len(shape_of(node.outputs[0]))
+    axis = int(node.attributes.get_int("axis", 1) or 0) % rank - (rank - len(shape_of(table)))
     attributes = [*(a for a in node.attributes.values() if a.name != "axis"), ir.AttrInt64("axis", axis)]
     values = ir.Node(node.domain, node.op_type, [gather.inputs[0] for gather in gathers], attributes, name=node.name)
     values.outputs[0].shape, values.outputs[0].type = table.shape, node.outputs[0].type
@@ -131,10 +137,7 @@ class _Before:
 
 def spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
     """Put functions of standard operators in the place of a `RoundBlocks`: cut into blocks, round, put together."""
-    rounding, do, (x,) = Rounding.of(node), _Before(model, node), node.inputs
-    dims = node.outputs[0].shape
-    assert x is not None
-    assert dims is not None
+    rounding, do, x, dims = Rounding.of(node), _Before(model, node), operand(node), shape_of(node.outputs[0])
     axis, each, shared = rounding.axis % len(dims), rounding.alone, bool(rounding.group_size)
     size, inner = dims[axis], axis < len(dims) - 1
     known = size if isinstance(size, int) else None

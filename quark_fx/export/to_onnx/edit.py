@@ -57,6 +57,11 @@ def replace_node(node: ir.Node, value: ir.Value) -> None:
     if output.is_graph_output():
         value.name = output.name
     ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
+    remove_node(node)
+
+
+def remove_node(node: ir.Node) -> None:
+    """Remove a node that nothing reads from its graph."""
     assert node.graph is not None
     node.graph.remove(node, safe=True)
 
@@ -65,19 +70,15 @@ def put_node(old: ir.Node, new: ir.Node) -> None:
     """Let `new` make the only output of `old`, under its name and with its shape and type."""
     output = new.outputs[0]
     output.name, output.shape, output.type = old.outputs[0].name, old.outputs[0].shape, old.outputs[0].type
-    assert old.graph is not None
-    old.graph.insert_before(old, [new])
+    old.prepend(new)
     replace_node(old, output)
 
 
 def put_same_behind(value: ir.Value) -> ir.Value:
     """Insert a maximum of `value` alone, which changes nothing, behind the node that makes it; return its result."""
-    node = value.producer()
-    assert node is not None
-    assert node.graph is not None
     same = ir.node("Max", [value])
     same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
-    node.graph.insert_after(node, same)
+    producer_of(value).append(same)
     return same.outputs[0]
 
 
@@ -123,6 +124,32 @@ def keep_names_apart(model: ir.Model) -> None:
             names.add(value.name)
 
 
+def producer_of(value: ir.Value) -> ir.Node:
+    """Return the node that makes a value inside the graph."""
+    producer = value.producer()
+    assert producer is not None
+    return producer
+
+
+def operand(node: ir.Node, index: int = 0) -> ir.Value:
+    """Return an input that the operator requires."""
+    value = node.inputs[index]
+    assert value is not None
+    return value
+
+
+def shape_of(value: ir.Value) -> ir.Shape:
+    """Return the shape of a value; the exporter writes all of them."""
+    assert value.shape is not None
+    return value.shape
+
+
+def dtype_of(value: ir.Value) -> ir.DataType:
+    """Return the element type of a value; the exporter writes all of them."""
+    assert value.dtype is not None
+    return value.dtype
+
+
 def made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
     """Return the node that makes `value` if it is one of `operators`."""
     producer = value.producer() if value is not None else None
@@ -148,6 +175,13 @@ def narrowed(value: ir.Value | None) -> str | None:
 def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     """Return the array of a constant value."""
     return value.const_value.numpy() if value is not None and value.const_value is not None else None
+
+
+def stored_array(value: ir.Value | None) -> np.ndarray[Any, Any]:
+    """Return the array of a value that is known to be constant."""
+    array = array_of(value)
+    assert array is not None
+    return array
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:

@@ -25,7 +25,9 @@ from quark_fx.export.to_onnx.edit import (
     array_of,
     erase_unread,
     made_by,
+    operand,
     permutation,
+    producer_of,
     put_node,
     without_trailing_none,
 )
@@ -208,10 +210,9 @@ def _constant_behind(value: ir.Value | None) -> StoredCodes | None:
 
 
 def _use_product(model: ir.Model, node: ir.Node, weight: StoredCodes, accuracy_level: int) -> None:
-    x = node.inputs[0]
+    x = operand(node)
     turned = weight.turned ^ _require_plain_product(node)
     blocks = read_blocks(weight, axis=0 if turned else 1)
-    assert x is not None
     scale = _in_type_of(x, blocks.scale.numpy(), weight)
     bias, last = _bias(model, node, len(blocks.codes))
     zero_point = packed_zero_point(blocks)
@@ -327,11 +328,8 @@ def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
 
 def _gather_of(node: ir.Node) -> ir.Node:
     """Return the node that looks up codes, or the `Gather` itself that looks up what they stand for."""
-    value = node.inputs[0]
     while node.op_type != "Gather":
-        producer = value.producer() if value is not None else None
-        assert producer is not None
-        node, value = producer, producer.inputs[0]
+        node = producer_of(operand(node))
     return node
 
 

@@ -28,6 +28,8 @@ from quark_fx.export.to_onnx.edit import (
     only_reader,
     permutation,
     put_node,
+    remove_node,
+    stored_array,
     without_trailing_none,
 )
 from quark_fx.export.to_onnx.recurrent import MEASURED
@@ -167,8 +169,7 @@ def _turned(codes: Codes, transpose: ir.Node) -> Codes:
         return codes
     new = ir.node("Transpose", [codes.values], {"perm": [1, 0]})
     new.outputs[0].dtype, new.outputs[0].shape = codes.dtype, ir.Shape(tuple(codes.values.shape)[::-1])
-    assert transpose.graph is not None
-    transpose.graph.insert_before(transpose, [new])
+    transpose.prepend(new)
     return replace(codes, values=new.outputs[0], axis=None if codes.axis is None else 1 - codes.axis % 2)
 
 
@@ -180,23 +181,25 @@ class Result:
         codes: of the output.
         quantizer: the node that makes them.
         clamp: a `Relu` or `Clip` before it, `None` without.
+        bounds: of the clamp.
     """
 
     codes: Codes
     quantizer: ir.Node
     clamp: ir.Node | None
+    bounds: tuple[float, float]
 
 
 def _result(model: ir.Model, node: ir.Node) -> Result:
-    reader, clamp = only_reader(node.outputs[0]), None
-    if reader is not None and reader.op_type in ("Relu", "Clip") and _bounds(reader) is not None:
-        reader, clamp = only_reader(reader.outputs[0]), reader
+    reader, clamp, bounds = only_reader(node.outputs[0]), None, (-np.inf, np.inf)
+    if reader is not None and reader.op_type in ("Relu", "Clip") and (found := _bounds(reader)) is not None:
+        reader, clamp, bounds = only_reader(reader.outputs[0]), reader, found
     if reader is None or reader.op_type != "QuantizeLinear":
         raise DeclinedError("its output is not quantized")
     codes = _codes(model, reader, reader.outputs[0])
     if codes.axis is not None:
         raise DeclinedError("its output has a scale per channel")
-    return Result(codes, reader, clamp)
+    return Result(codes, reader, clamp, bounds)
 
 
 def _bounds(clamp: ir.Node) -> tuple[float, float] | None:
@@ -215,15 +218,11 @@ def _bounds(clamp: ir.Node) -> tuple[float, float] | None:
 
 def _finish(model: ir.Model, result: Result, new: ir.Node) -> None:
     """Put `new` where the output was quantized; a clamp becomes one of codes: both are monotone, so they commute."""
-    graph = result.quantizer.graph
-    assert graph is not None
     if result.clamp is not None:
-        bounds = _bounds(result.clamp)
-        assert bounds is not None
-        low, high = (_code_of(bound, result.codes) for bound in bounds)
+        low, high = (_code_of(bound, result.codes) for bound in result.bounds)
         info = np.iinfo(result.codes.dtype.numpy())
         if (low, high) != (info.min, info.max):
-            graph.insert_before(result.quantizer, [new])
+            result.quantizer.prepend(new)
             new.outputs[0].dtype, new.outputs[0].shape = result.codes.dtype, result.quantizer.outputs[0].shape
             limits = [
                 add_array(model, f"code_{bound}_{result.codes.dtype.name.lower()}", np.asarray(bound, info.dtype))
@@ -312,8 +311,7 @@ def _conv_integer(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> None:
         raise DeclinedError("the zero points of its weight differ by channel")
     one = add_array(model, f"{node.name}_weight_zero_point", zero_point.reshape(-1)[0])
     rank = w.values.shape.rank() if w.values.shape is not None else 0
-    scale = array_of(w.scale)
-    assert scale is not None
+    scale = stored_array(w.scale)
     shape = (-1, *[1] * (rank - 2))
     by_channel = add_array(model, f"{node.name}_weight_scale", scale.reshape(shape) if scale.ndim else scale)
     product = _node("", "ConvInteger", node, [x.values, w.values, x.zero_point, one], _attributes(node))
@@ -328,8 +326,7 @@ def _conv_integer(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> None:
         raise DeclinedError("its bias is no constant")
     for step, dtype in zip(steps, (ir.DataType.INT32, *[ir.DataType.FLOAT] * 4), strict=False):
         step.outputs[0].dtype = dtype
-    assert node.graph is not None
-    node.graph.insert_before(node, steps[:-1])
+    node.prepend(steps[:-1])
     put_node(node, steps[-1])
 
 
@@ -401,12 +398,11 @@ def _lstm(model: ir.Model, node: ir.Node) -> None:
     inputs = [x, *stored, *without_trailing_none(node.inputs)[3:]]
     inputs += [None] * (8 - len(inputs)) + scales
     new = _node(CONTRIB, "DynamicQuantizeLSTM", node, inputs, _attributes(node, "layout"), len(node.outputs))
-    assert node.graph is not None
-    node.graph.insert_before(node, [new])
+    node.prepend(new)
     for old, value in zip(node.outputs, new.outputs, strict=True):
         value.name, value.shape, value.type = old.name, old.shape, old.type
         ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
-    node.graph.remove(node, safe=True)
+    remove_node(node)
 
 
 def _unrounded(node: ir.Node) -> ir.Value | None:
@@ -421,8 +417,7 @@ def _unrounded(node: ir.Node) -> ir.Value | None:
         return real
     again = ir.node("Transpose", [real], moved.attributes)
     again.outputs[0].shape, again.outputs[0].type = moved.outputs[0].shape, moved.outputs[0].type
-    assert node.graph is not None
-    node.graph.insert_before(node, [again])
+    node.prepend(again)
     return again.outputs[0]
 
 
@@ -468,10 +463,9 @@ def _move(model: ir.Model, node: ir.Node) -> None:
     for quantizer in quantizers:
         if quantizer.op_type != "QuantizeLinear" or not _codes(model, quantizer, quantizer.outputs[0]).same_grid(x):
             raise DeclinedError("its output is not quantized on the grid of its input")
-    assert node.graph is not None
     moved = _node(node.domain, node.op_type, node, [x.values, *node.inputs[1:]], _attributes(node))
     moved.outputs[0].dtype, moved.outputs[0].shape = x.dtype, node.outputs[0].shape
-    node.graph.insert_before(node, [moved])
+    node.prepend(moved)
     for quantizer in quantizers:
         _replace_output(quantizer, moved.outputs[0])
 
@@ -482,8 +476,7 @@ def _replace_output(quantizer: ir.Node, value: ir.Value) -> None:
         raise DeclinedError("its codes leave the graph")
     value.name = output.name
     ir.convenience.replace_all_uses_with(output, value)
-    assert quantizer.graph is not None
-    quantizer.graph.remove(quantizer, safe=True)
+    remove_node(quantizer)
 
 
 _MOVERS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "MaxPool", "Gather")

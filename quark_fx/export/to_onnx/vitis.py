@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark_fx.errors import ExportError
-from quark_fx.export.to_onnx.edit import add_array, add_initializer, array_of
+from quark_fx.export.to_onnx.edit import add_array, add_initializer, array_of, dtype_of
 from quark_fx.export.to_onnx.opset import first_with, raised
 from quark_fx.export.to_onnx.rules.cubic_resizes import keep_transpose_from_resize
 from quark_fx.export.to_onnx.rules.float_weights import keep_floats
@@ -57,8 +57,7 @@ def quantize_halves(model: ir.Model) -> int:
         stored = x.dtype in HALVES and (x.const_value is not None or (source is not None and source.op_type in _PAIRS))
         if not narrows and not (stored and target == ir.DataType.FLOAT):
             continue
-        half = target if narrows else x.dtype
-        assert half is not None
+        half = target if narrows else dtype_of(x)
         name = f"{node.name}_zero_{half.name.lower()}"
         zero = add_initializer(model, name, ir.Tensor(np.zeros((), half.numpy()), dtype=half, name=name))
         node.resize_inputs(3)

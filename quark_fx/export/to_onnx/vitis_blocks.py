@@ -16,7 +16,7 @@ from torch import Tensor
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.block_nodes import DOMAIN, Rounding
 from quark_fx.export.to_onnx.blocks import look_up_values, spell_out_rounding, stored_weight
-from quark_fx.export.to_onnx.edit import add_array, drop_unused_initializers, put_node
+from quark_fx.export.to_onnx.edit import add_array, drop_unused_initializers, operand, put_node
 from quark_fx.numbers.formats import INT8, SM3, SM5, SM8, parse_format
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -51,7 +51,7 @@ def use_block_nodes(model: ir.Model, domain: str) -> int:
     done, bad = 0, []
     for node in list(model.graph):
         if _is_rounding(node):
-            x, reason = node.inputs[0], _described(Rounding.of(node))
+            x, reason = operand(node), _described(Rounding.of(node))
             rounding: Rounding | None = Rounding.of(node)
         elif found := stored_weight(node):
             weight, stored = found
@@ -60,7 +60,6 @@ def use_block_nodes(model: ir.Model, domain: str) -> int:
             known += [rounding] if rounding is not None else []
         else:
             continue
-        assert x is not None
         written = _vendor_node(rounding, x, domain)
         if written is None:
             bad.append(f"  {x.name}: {reason}")
@@ -187,8 +186,7 @@ def spell_out_block_nodes(model: ir.Model) -> None:
         ExportError: for a node that this package does not write.
     """
     for node in filter(_is_block_node, list(model.graph)):
-        output, x = node.outputs[0], node.inputs[0]
-        assert x is not None
+        output, x = node.outputs[0], operand(node)
         output.shape = output.shape if output.shape is not None else x.shape
         rounded = _rounding_of(node).node(x)
         put_node(node, rounded)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import add_array, add_initializer, put_node
+from quark_fx.export.to_onnx.edit import add_array, add_initializer, dtype_of, operand, put_node, shape_of, stored_array
 
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
@@ -26,14 +26,11 @@ def settle_quantizers(model: ir.Model, nodes: Sequence[ir.Node]) -> None:
     """Give quantizers and dequantizers their zero point and axis, and codes of less than a byte one of their own."""
     for node in nodes:
         quantizes = node.op_type == "QuantizeLinear"
-        codes, scale = node.outputs[0] if quantizes else node.inputs[0], node.inputs[1]
-        assert codes is not None
-        assert codes.dtype is not None
-        assert scale is not None
-        assert scale.shape is not None
+        codes, scale = node.outputs[0] if quantizes else operand(node), operand(node, 1)
         if len(node.inputs) < 3:
-            kind = codes.dtype.name.lower()
-            zeros = ir.Tensor(np.zeros(scale.shape.numpy(), codes.dtype.numpy()), dtype=codes.dtype)
+            dtype = dtype_of(codes)
+            kind = dtype.name.lower()
+            zeros = ir.Tensor(np.zeros(shape_of(scale).numpy(), dtype.numpy()), dtype=dtype)
             node.resize_inputs(3)
             node.replace_input_with(2, add_initializer(model, f"{node.name}_zero_{kind}", zeros))
         if scale.shape.rank():
@@ -48,19 +45,15 @@ def settle_quantizers(model: ir.Model, nodes: Sequence[ir.Node]) -> None:
 
 def _widen(value: ir.Value) -> None:
     """Store a constant of codes in bytes."""
-    constant = value.const_value
-    assert value.dtype is not None
-    assert constant is not None
-    dtype = _NARROW[value.dtype]
-    value.const_value = ir.Tensor(constant.numpy().astype(dtype.numpy()), dtype=dtype, name=value.name)
+    dtype = _NARROW[dtype_of(value)]
+    value.const_value = ir.Tensor(stored_array(value).astype(dtype.numpy()), dtype=dtype, name=value.name)
     value.dtype = dtype
 
 
 def _clip(model: ir.Model, node: ir.Node) -> None:
     """Keep the codes of a quantizer, now bytes, within what they were."""
     codes = node.outputs[0]
-    narrow = codes.dtype
-    assert narrow is not None
+    narrow = dtype_of(codes)
     codes.dtype = wide = _NARROW[narrow]
     kind = wide.numpy()
     limits = [add_array(model, f"code_{limit}_{kind}", np.asarray(limit, kind)) for limit in (narrow.min, narrow.max)]
@@ -71,8 +64,7 @@ def _clip(model: ir.Model, node: ir.Node) -> None:
     for use in list(codes.uses()):
         if use.node is not clip:
             use.node.replace_input_with(use.idx, clipped)
-    assert node.graph is not None
-    node.graph.insert_after(node, [clip])
+    node.append(clip)
 
 
 def spell_out_codes(model: ir.Model) -> None:
@@ -101,6 +93,5 @@ def _quantize_to_int32(model: ir.Model, node: ir.Node) -> None:
     point = ir.node("Cast", [zero_point], {"to": ir.DataType.DOUBLE})
     steps += [point, ir.node("Add", [steps[-1].outputs[0], point.outputs[0]])]
     steps.append(ir.node("Clip", [steps[-1].outputs[0], *limits]))
-    assert node.graph is not None
-    node.graph.insert_before(node, steps)
+    node.prepend(steps)
     put_node(node, ir.node("Cast", steps[-1].outputs, {"to": ir.DataType.INT32}))

@@ -31,8 +31,7 @@ _PLAIN, _TILED = SwizzleType.NO_SWIZZLE.value, SwizzleType.SWIZZLE_32_4_4.value
 
 def scaled_linear(product: Product) -> None:
     """Multiply codes in E4M3 with a scale for the tensor, or for each token and output."""
-    weight, rounded = product.matrix(), product.rounded
-    assert rounded is not None
+    weight, rounded = product.matrix(), product.read
     if weight.axis not in (None, 0) or weight.block_size:
         raise NoKernelError("its weight has a scale for each group, and its activation one for each token or for all")
     scale = weight.scale.float().reshape(-1 if weight.axis == 0 else ())
@@ -65,8 +64,7 @@ def scaled_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor
 
 def block_linear(product: Product) -> None:
     """Multiply codes in E4M3 with a scale for each 128 inputs of a token, and of an output or of 128 outputs."""
-    weight, rounded = product.matrix(), product.rounded
-    assert rounded is not None
+    weight, rounded = product.matrix(), product.read
     outputs, inputs = weight.codes.shape
     if (weight.axis, weight.block_size, rounded.block_size) != (1, 128, 128):
         raise NoKernelError(
@@ -105,8 +103,7 @@ def block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor)
 
 def small_block_linear(product: Product, *, packs: bool = False) -> None:
     """Multiply codes in E4M3, or E2M1 packed in 4 bits, with an 8-bit scale for 16 or 32 inputs."""
-    weight, rounded, bias = product.matrix(), product.rounded, product.bias()
-    assert rounded is not None
+    weight, rounded, bias = product.matrix(), product.read, product.bias()
     if weight.axis != 1:
         raise NoKernelError("its weight has no groups of inputs")
     kind, of_16 = scale_format(rounded.scale_type), weight.block_size == 16

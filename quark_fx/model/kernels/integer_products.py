@@ -89,8 +89,7 @@ def token_linear(product: Product) -> str:
     """Multiply int8 activations, of a scale for each token, by int8 weights; the scales come after the product."""
     codes, scale = channel_codes(product.matrix())
     require_exact(product, codes)
-    rounded = product.rounded
-    assert rounded is not None
+    rounded = product.read
     if not rounded.is_symmetric:
         raise NoKernelError("its activation has a zero point for each token")
     if not product.packs:
@@ -114,8 +113,7 @@ def token_linear(product: Product) -> str:
 def plain_linear(product: Product) -> str:
     """Multiply integer codes of activations, with any scales and zero points of tokens, by `torch._int_mm`."""
     codes, scale = channel_codes(product.matrix())
-    rounded, bias = product.rounded, product.bias()
-    assert rounded is not None
+    rounded, bias = product.read, product.bias()
     if not rounded.format.is_integer or rounded.format.bits > 8:
         raise NoKernelError(f"its activation is {rounded.format}; integer kernels read at most 8 bits")
     given = (rounded.codes, rounded.scale, rounded.zero_point)

@@ -59,8 +59,7 @@ class Unsigned:
         Raises:
             NoKernelError: for other formats than integers of at most 8 bits.
         """
-        rounded = rounded or product.rounded
-        assert rounded is not None
+        rounded = rounded or product.read
         fmt = rounded.format
         if not fmt.is_integer or fmt.bits > 8:
             raise NoKernelError(f"its activation is {fmt}; integer kernels read at most 8 bits")
@@ -139,9 +138,8 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
     inputs, kernel = codes.shape[1], tuple(range(2, codes.dim()))
     if not adds_pairs(product.packs) or (kernel and inputs == 1 and groups == codes.shape[0]):
         return
-    assert product.rounded is not None
     # To the signed codes of products that are not packed, oneDNN adds 128, whatever their bits.
-    limit = LARGEST_SUM // ((1 << (min(product.rounded.format.bits, 8) if product.packs else 8)) - 1)
+    limit = LARGEST_SUM // ((1 << (min(product.read.format.bits, 8) if product.packs else 8)) - 1)
     if kernel and inputs % 2:
         # Which codes are neighbors there differs from kernel to kernel.
         exact = 2 * int(codes.short().abs().max()) <= limit

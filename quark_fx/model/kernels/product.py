@@ -137,6 +137,13 @@ class Product:
         return Rounded.of(self.activation)
 
     @property
+    def read(self) -> Rounded:
+        """How what it multiplies is rounded; raises `NoKernelError` for floats."""
+        if self.rounded is None:
+            raise NoKernelError("its activation is in float")
+        return self.rounded
+
+    @property
     def rounding(self) -> Activation:
         """How what it multiplies is rounded, in a word."""
         return Activation.FLOAT if self.rounded is None else self.rounded.kind

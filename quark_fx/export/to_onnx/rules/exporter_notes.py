@@ -11,10 +11,10 @@ def settle_sizes(model: ir.Model) -> None:
     """Write the size of a dimension that was to vary and turned out not to: torch leaves the number as its name."""
     values = itertools.chain(model.graph.inputs, *(node.outputs for node in model.graph.all_nodes()))
     for value in values:
-        for axis, size in enumerate(value.shape or ()):
+        shape = value.shape or ir.Shape(())
+        for axis, size in enumerate(shape):
             if isinstance(size, ir.SymbolicDim) and size.value is not None and size.value.isdecimal():
-                assert value.shape is not None
-                value.shape[axis] = int(size.value)
+                shape[axis] = int(size.value)
 
 
 def strip_metadata(model: ir.Model) -> None:

@@ -15,7 +15,16 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import add_array, array_of, constant_of, made_by, only_reader, put_same_behind
+from quark_fx.export.to_onnx.edit import (
+    add_array,
+    array_of,
+    constant_of,
+    made_by,
+    only_reader,
+    operand,
+    put_same_behind,
+    stored_array,
+)
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
 from quark_fx.targets.onnxruntime import MOVES
 
@@ -92,8 +101,7 @@ def _spread_scale(model: ir.Model, node: ir.Node) -> bool:
     reader = node
     while (pad := made_by(reader.inputs[0], "Pad")) is not None:
         reader = pad  # ONNX Runtime makes it a part of the convolution
-    value, source = reader.inputs[0], _dequantizer(reader.inputs[0])
-    assert value is not None
+    value, source = operand(reader), _dequantizer(reader.inputs[0])
     assert source is not None
     weight, scale = node.inputs[1], array_of(source.inputs[1])
     sizes = weight.shape.numpy() if weight is not None and weight.shape is not None else ()
@@ -102,20 +110,17 @@ def _spread_scale(model: ir.Model, node: ir.Node) -> bool:
     channels = int(sizes[0]) if node.op_type == "ConvTranspose" else int(sizes[1]) * node.attributes.get_int("group", 1)
     constants = []
     for given in source.inputs[1:]:
-        array = array_of(given)
-        assert array is not None
+        array = stored_array(given)
         constants.append(add_array(model, f"{node.name}_channel_scale", np.broadcast_to(array.reshape(1), channels)))
-    codes, new = source.inputs[0], []
+    codes, new = operand(source), []
     if value.producer() is not source:
-        assert codes is not None
         again = ir.node("QuantizeLinear", [value, *source.inputs[1:]], domain=source.domain)
         again.outputs[0].shape, again.outputs[0].type = value.shape, codes.type
         codes = again.outputs[0]
         new.append(again)
     apart = ir.node("DequantizeLinear", [codes, *constants], {"axis": 1}, domain=source.domain)
     apart.outputs[0].shape, apart.outputs[0].type = value.shape, value.type
-    assert reader.graph is not None
-    reader.graph.insert_before(reader, [*new, apart])
+    reader.prepend([*new, apart])
     reader.replace_input_with(0, apart.outputs[0])
     return True
 

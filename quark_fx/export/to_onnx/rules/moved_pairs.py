@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from quark_fx.export.to_onnx.edit import operand
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
 from quark_fx.targets.onnxruntime import MOVES
 
@@ -27,8 +28,7 @@ def repeat_moved_pair(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _repeat(model: ir.Model, dequantize: ir.Node, mover: ir.Node) -> bool:
-    codes, *parameters = dequantize.inputs
-    assert codes is not None
+    codes, parameters = operand(dequantize), dequantize.inputs[1:]
     moved = mover.outputs[0]
     leaves = moved.is_graph_output()
     if not leaves and all(use.node.op_type == "QuantizeLinear" for use in moved.uses()):

@@ -29,10 +29,9 @@ def keep_product_from_activation(model: ir.Model, node: ir.Node) -> bool:
     if bias is not None and made_by(bias, "DequantizeLinear") is None and node.attributes.get_float("beta", 1.0) == 1:
         product = ir.node("Gemm", node.inputs[:2], dict(node.attributes))
         add = ir.node("Add", [product.outputs[0], bias])
-        assert node.graph is not None
         for new in (product, add):
             new.outputs[0].shape, new.outputs[0].type = result.shape, result.type
-        node.graph.insert_before(node, [product, add])
+        node.prepend([product, add])
         replace_node(node, add.outputs[0])
         return True
     reader = only_reader(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import add_array, array_of, made_by
+from quark_fx.export.to_onnx.edit import add_array, array_of, made_by, stored_array
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 
@@ -35,9 +35,7 @@ def _spelled_out(model: ir.Model, weight: ir.Node, axis: int) -> ir.Value:
     shape = [-1 if dim == axis else 1 for dim in range(2)]
     parameters = []
     for value in weight.inputs[1:]:
-        array = array_of(value)
-        assert array is not None
-        array = array.astype(np.float32)
+        array = stored_array(value).astype(np.float32)
         parameters.append(add_array(model, f"{weight.name}_parameter", array.reshape(shape) if array.ndim else array))
     steps = [ir.node("Cast", [weight.inputs[0]], {"to": ir.DataType.FLOAT})]
     if len(parameters) > 1:
@@ -45,6 +43,5 @@ def _spelled_out(model: ir.Model, weight: ir.Node, axis: int) -> ir.Value:
     steps.append(ir.node("Mul", [steps[-1].outputs[0], parameters[0]]))
     for step in steps:
         step.outputs[0].shape, step.outputs[0].type = weight.outputs[0].shape, weight.outputs[0].type
-    assert weight.graph is not None
-    weight.graph.insert_after(weight, steps)
+    weight.append(steps)
     return steps[-1].outputs[0]

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.edit import DeclinedError, made_by, permutation, replace_node
+from quark_fx.export.to_onnx.edit import DeclinedError, made_by, operand, permutation, replace_node, shape_of
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 
 @onnx_rule("Transpose")
 def drop_idle_transpose(model: ir.Model, node: ir.Node) -> bool:
     """Remove a `Transpose` that keeps the order of the axes: of a matrix, each one left exchanges rows and columns."""
-    value = node.inputs[0]
-    assert value is not None
+    value = operand(node)
     order = permutation(node, 2 if value.shape is None else value.shape.rank())
     if list(order) != sorted(order):
         return False
@@ -37,10 +36,8 @@ def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
         return False
     if gemm and not (node.attributes.get_int("transB", 0) and dequantize.attributes.get_int("block_size", 0)):
         return False
-    codes = dequantize.inputs[0]
-    assert codes is not None
-    assert codes.shape is not None
-    transpose_dequantized(dequantize, (1, 0) if gemm else permutation(node, codes.shape.rank()))
+    rank = shape_of(operand(dequantize)).rank()
+    transpose_dequantized(dequantize, (1, 0) if gemm else permutation(node, rank))
     if gemm:
         node.attributes["transB"] = ir.AttrInt64("transB", 0)
     else:
@@ -68,9 +65,7 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
     constants = [value for value in node.inputs if value is not None]
     if len(node.outputs[0].uses()) != 1 or not all(_may_transpose(value) for value in constants):
         raise DeclinedError("something else reads the weight as it is")
-    codes = constants[0].shape
-    assert codes is not None
-    rank = codes.rank()
+    rank = shape_of(constants[0]).rank()
     for value in constants:
         tensor = value.const_value
         assert tensor is not None
