@@ -15,8 +15,12 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import ATTENTION, KINDS
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8
 from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.scales import FLOAT32
 
 _CHANNEL = "granularity='channel'"
+
+_SQUARE = 128
+"""Outputs and inputs of a block of FP8 weights, beside activations in groups of as many inputs."""
 
 ELSE = "or target='torch'"
 """The way out that every refusal has."""
@@ -26,6 +30,8 @@ def no_weight(spec: TensorSpec, operand: Operand) -> bool:
     """Tell whether a weight has a format, scales or offsets that no server reads."""
     if operand is not Operand.WEIGHT:
         return False
+    if spec.group_rows > 1:
+        return (spec.format, spec.group_size, spec.group_rows, spec.scale) != (FP8_E4M3, _SQUARE, _SQUARE, FLOAT32)
     if not spec.format.is_integer:
         if spec.group_size is None:
             return spec.format != FP8_E4M3
@@ -40,7 +46,9 @@ def _is_no_activation(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _is_measured_otherwise(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether an activation has scales other than one that is calibrated, or one for each token."""
+    """Tell whether an activation has scales other than one that is calibrated, or those that servers measure."""
+    if spec.dynamic and (spec.format, spec.group_size) == (FP8_E4M3, _SQUARE):
+        return False
     taken = Granularity.TOKEN if spec.dynamic else Granularity.TENSOR
     return operand is Operand.INPUT and spec.granularity is not taken
 
@@ -98,19 +106,33 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
     def refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
         """Return why the server cannot run a weight of a checkpoint beside an activation; empty if it can."""
         is_float = not weight.format.is_integer
-        if kind == "experts" and read is not None:
-            return "experts of a checkpoint read float activations; set input=None"
+        square = weight.group_size if weight.group_rows > 1 else None
+        if kind == "experts" and (read is not None or square):
+            return (
+                f"experts of a checkpoint read float activations, without square blocks; set input=None and {_CHANNEL}"
+            )
         otherwise = "exclude it, or use fp8_e4m3" if is_float else f"set {_CHANNEL} for it"
         if why := undivided_groups(weight, linear, () if is_float else (128, 64, 32), otherwise):
             return why
+        sizes = () if linear is None else (linear.shape[linear.output_axis], linear.shape[linear.input_axis])
+        if square and any(size % square for size in sizes):
+            return f"its outputs or inputs are not a multiple of {square}; exclude it, or use granularity='channel'"
+        if square and (read is None or read.group_size != square):
+            return (
+                f"{server} multiplies square blocks by activations in groups; set input=TensorSpec(format='fp8_e4m3', "
+                f"granularity='group', group_size={square}, dynamic=True)"
+            )
+        if square:
+            return ""
         if read is None:
             whole = not is_float and weight.granularity is Granularity.TENSOR
             return f"{server} has integer weights per channel or group; set granularity='channel'" if whole else ""
-        if weight.group_size is not None or weight.format.bits != 8 or is_float is read.format.is_integer:
+        groups = weight.group_size or read.group_size
+        if groups is not None or weight.format.bits != 8 or is_float is read.format.is_integer:
             return (
                 f"a checkpoint holds no {weight.format} weight per {weight.granularity} beside {read.format} "
-                "activations: both are int8, or fp8_e4m3, and the weight is per channel; set input=None, or another "
-                "weight"
+                f"activations per {read.granularity}: both are int8, or fp8_e4m3, and the weight is per channel; set "
+                "input=None, or another weight"
             )
         if not weight.scheme.symmetric:
             return "weights beside integer activations have no zero points; set symmetry='symmetric'"

@@ -53,7 +53,7 @@ SGLANG = Target(
         Refusal(
             _is_no_weight,
             "SGLang has no weights in {spec.format} with such scales or offsets; use 4 or 8 bits, fp8_e4m3 per channel "
-            "or NVFP4, " + ELSE,
+            "or in blocks of 128x128, or NVFP4, " + ELSE,
         ),
         *refusals("SGLang"),
         Refusal(

@@ -36,6 +36,8 @@ from quark_fx.targets import VLLM
 W4 = W4A16_RTN.replace(target="vllm", group_size=16)
 CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
 TOKEN = TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True)
+GROUPS = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=128, dynamic=True)
+SQUARE = GROUPS.replace(dynamic=False, group_rows=128)
 
 
 class Attention(nn.Module):
@@ -131,16 +133,29 @@ def test_what_reads_one_value_in_another_module_or_decides_is_apart() -> None:
             QuantConfig(weight=CHANNEL, input=TOKEN.replace(format=FP8_E4M3)),
             r"o: a checkpoint holds no int8 weight per channel beside fp8_e4m3 activations",
         ),
+        (QuantConfig(weight=SQUARE, input=GROUPS), r"o: its outputs or inputs are not a multiple of 128; exclude it"),
+        (QuantConfig(weight=CHANNEL, input=GROUPS), r"o: a checkpoint holds no int8 weight .* activations per group"),
         (
             QuantConfig(weight=CHANNEL.replace(symmetry="asymmetric"), input=TOKEN),
             r"o: weights beside integer activations have no zero points; set symmetry='symmetric'",
         ),
     ],
-    ids=["int8 per tensor", "fp8 per tensor", "W4A8", "int8 and fp8", "zero points"],
+    ids=["int8 per tensor", "fp8 per tensor", "W4A8", "int8 and fp8", "blocks", "int8 and groups", "zero points"],
 )
 def test_weights_without_a_kernel_beside_their_activations_are_named(config: QuantConfig, why: str) -> None:
     with pytest.raises(qfx.ConfigError, match=why):
         quantize(block(), config.replace(target="vllm"))
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang"])
+def test_square_blocks_are_multiplied_by_activations_in_groups(target: str) -> None:
+    model, x = nn.Sequential(nn.Linear(256, 128)).eval(), [torch.randn(4, 256)]
+    for read in (None, GROUPS.replace(granularity="token", group_size=None)):
+        with pytest.raises(qfx.ConfigError, match="multiplies square blocks by activations in groups; set input="):
+            qfx.quantize(model, QuantConfig(weight=SQUARE, input=read, target=target), x)  # type: ignore[arg-type]
+    config = QuantConfig(weight=SQUARE, input=GROUPS, target=target)  # type: ignore[arg-type]
+    (row,) = qfx.quantize(model, config, x).report()
+    assert row.weight == str(SQUARE)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -148,6 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "MXFP6": ({"weight": MXFP6_E2M3}, "no weights in fp6_e2m3"),
     "16 bits": ({"weight": TensorSpec(format=INT16)}, "no weights in int16"),
     "blocks of 64": ({"weight": MXFP4.replace(group_size=64)}, "no weights in fp4_e2m1 with such scales or offsets"),
+    "other square blocks": ({"weight": SQUARE.replace(group_size=64)}, "fp8_e4m3 .in blocks, of 128x128"),
     "offsets": ({"weight": Q4_1}, "no weights in uint4 with such scales or offsets"),
     "int16 read": ({"weight": CHANNEL, "input": TensorSpec(format=INT16)}, "no activations in int16"),
     "measured for all": ({"weight": CHANNEL, "input": TensorSpec(format=INT8, dynamic=True)}, "one calibrated scale"),
