@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from quark_fx.mixed_precision.isolated_operators import isolate_operators
 from quark_fx.mixed_precision.program import choose
 from quark_fx.mixed_precision.result import MIXED, Search
 from quark_fx.mixed_precision.space import Space
+from quark_fx.mixed_precision.written import written_size
 from quark_fx.presets import preset
 from quark_fx.session import Session
 
@@ -824,3 +826,13 @@ def test_without_scipy_the_extra_is_named_before_anything_is_run(monkeypatch: py
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(QuarkError, match=r"quark_fx\[search\]"):
         run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=8.0))
+
+
+@pytest.mark.parametrize("output", ["onnx", "saved"])
+def test_a_full_disk_for_temporary_files_is_named(
+    output: Literal["onnx", "saved"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qmodel = quantize(mlp(), "int8_static", tokens(4))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(QuarkError, match=r"where a model is written .*missing.*; make room, or set TMPDIR"):
+        written_size(qmodel, output)
