@@ -50,6 +50,24 @@ def test_results_of_halves_are_halves(tmp_path: Path) -> None:
     assert not differences(HALVES, onnxruntime.InferenceSession(file), x)
 
 
+BYTES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": torch.all,
+    "all along an axis": lambda x: torch.all(x, -1, keepdim=True),
+    "any along axes": lambda x: torch.any(x, (0, 2)),
+    "enlarged": lambda x: F.interpolate(x[None], (7, 5), mode="bilinear"),
+    "by factors, corners aligned": lambda x: F.interpolate(
+        x[None], scale_factor=(1.5, 2.0), mode="bilinear", align_corners=True
+    ),
+}
+
+
+def test_results_of_bytes_are_bytes_and_rounded(tmp_path: Path) -> None:
+    kinds = kinds_of(torch.uint8)
+    file = qfx.export.onnx(quantize(Functions(BYTES).eval(), FLOAT, [kinds["small"]]), tmp_path / "model.onnx")
+    for x in (*kinds.values(), torch.zeros_like(kinds["small"])):
+        assert not differences(BYTES, onnxruntime.InferenceSession(file), x)
+
+
 ATTENTION: dict[str, Callable[[Tensor], Tensor]] = {
     "causal": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
     "rank 4, scale": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], scale=0.5),

@@ -77,6 +77,10 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _in_float32
     if name in _DIVISIONS and (_has_number_first(node) or value_of(gm, node).dtype in _HALVES):
         return _division
+    if name in _TRUTHS and value_of(gm, node).dtype == torch.uint8:
+        return _truth_as_number
+    if name in _BILINEAR and value_of(gm, node).dtype == torch.uint8:
+        return _rounded_pixels
     if name == "aten.mean.dim" and argument(node, 1) is None:
         return _mean_of_all
     if name == "aten.cat.default" and len(_joined(gm, node)) < len(argument(node, 0)):
@@ -94,7 +98,10 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
     return spell_out_layers if name in KINDS else _WITHOUT_LOWERING.get(name)
 
 
-_HALVES = (torch.float16, torch.bfloat16)
+_TRUTHS = frozenset(f"aten.{kind}.{overload}" for kind in ("all", "any") for overload in ("default", "dim", "dims"))
+"""Operators whose result is uint8 for uint8 operands, and bool for all others."""
+
+_BILINEAR = frozenset(("aten.upsample_bilinear2d.default", "aten.upsample_bilinear2d.vec"))
 
 _ANTIALIASED = frozenset(
     f"aten._upsample_{kind}2d_aa.{overload}" for kind in ("bilinear", "bicubic") for overload in ("default", "vec")
@@ -308,6 +315,20 @@ def _division(gm: GraphModule, node: Node) -> Node:
     else:
         made = call(gm, aten.fmod.Tensor if "fmod" in name else aten.remainder.Tensor, *operands, like=node)
     return call(gm, aten.to.dtype, made, dtype, like=node)
+
+
+def _truth_as_number(gm: GraphModule, node: Node) -> Node:
+    truth = call(gm, aten.ne.Scalar, argument(node, 0), 0, like=node)
+    made = call(gm, node.target, truth, *node.args[1:], like=node, **node.kwargs)
+    return call(gm, aten.to.dtype, made, torch.uint8, like=node)
+
+
+def _rounded_pixels(gm: GraphModule, node: Node) -> Node:
+    """Interpolate bytes in float32, and round as torch does: `Resize` of bytes in ONNX Runtime drops the fraction."""
+    wide = call(gm, aten.to.dtype, argument(node, 0), torch.float32, like=node)
+    made = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
+    nearest = call(gm, aten.floor.default, call(gm, aten.add.Tensor, made, 0.5, like=node), like=node)
+    return call(gm, aten.to.dtype, nearest, torch.uint8, like=node)
 
 
 def _mean_of_all(gm: GraphModule, node: Node) -> Node:
