@@ -23,6 +23,7 @@ from quark_fx.numbers import quantized_tensor
 from quark_fx.numbers.formats import Codebook
 from quark_fx.presets import PRESETS
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.system import accelerator
 from quark_fx.system.accelerator import Transfers
 
 LINEAR = 3
@@ -113,6 +114,49 @@ def test_values_that_are_asked_for_twice_are_copied_once(pretend_gpu: PretendGPU
         cache.prefetch("x")
     cache.get("x")
     assert pretend_gpu.streamed.total() == streamed + 1
+    cache.close()
+
+
+def test_few_values_are_in_flight_while_the_host_runs_ahead(pretend_gpu: PretendGPU) -> None:
+    cache, waits = ActivationCache(CacheBudget(device_bytes=0), DEVICE), pretend_gpu.waits.total()
+    for i in range(12):
+        cache.put(i, torch.full((256,), float(i), device=DEVICE))
+    for i in range(12):
+        x = cache.get(i)
+        cache.prefetch([i + 1] if i < 11 else [])
+        cache.put(("twice", i), x * 2)
+        del x
+    assert pretend_gpu.waits.total() == waits
+    assert pretend_gpu.peak_bytes <= 6 * 1024
+    assert [float(cache.get(("twice", i))[0]) for i in range(12)] == [2.0 * i for i in range(12)]
+    cache.prefetch([0])
+    cache.close()
+
+
+def test_without_pinned_memory_values_lie_in_other_host_memory_or_on_disk(
+    pretend_gpu: PretendGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "pinned_bytes", lambda count: None)
+    cache, values = ActivationCache(CacheBudget(device_bytes=2048), DEVICE), [rand(256, seed=i) for i in range(4)]
+    for i in range(3):
+        cache.put(i, values[i].to(DEVICE))
+    real, moved = Tensor.cpu, list[Tensor]()
+
+    def full(x: Tensor) -> Tensor:
+        moved.append(x)
+        if len(moved) == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(x)
+
+    monkeypatch.setattr(Tensor, "cpu", full)
+    cache.put(3, values[3].to(DEVICE))
+    assert cache.spilled_bytes == 1024
+    monkeypatch.setattr(Tensor, "cpu", real)
+    monkeypatch.setattr(cache, "_on_host", lambda value: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cache.offload()
+    for i, value in enumerate(values):
+        assert torch.equal(cache.get(i).cpu(), value)
     cache.close()
 
 

@@ -133,7 +133,11 @@ class _Memory:
 
     def __del__(self) -> None:
         """Find work on other streams that new tensors in this memory would not wait for."""
-        self.gpu.used_bytes -= self.size
+        if self.recorded:  # it is free once these streams are known to be done with what they have now
+            streams = [stream for stream in self.gpu.streams if id(stream) in self.recorded]
+            self.gpu.deferred.append((self.size, [stream.record_event() for stream in streams]))
+        else:
+            self.gpu.used_bytes -= self.size
         for stream, number in [*self.written.items(), *self.read.items()]:
             if stream not in self.recorded and self.home.clock.get(stream, 0) < number:
                 self.gpu.races.append("memory is freed while another stream still uses it; call record_stream")
@@ -219,6 +223,7 @@ class PretendGPU(TorchDispatchMode):
         stream: that operators run on now.
         sync_debug_mode: as in `torch.cuda.set_sync_debug_mode`, `"warn"` or `"error"` for waits and copies that block.
         capability: that it claims; it multiplies codes as CUDA does (`gpu_products.py`).
+        deferred: bytes that are free once the host knows events, because of `record_stream`.
         races: found where nothing could be raised; leaving the block raises the first of them.
     """
 
@@ -234,6 +239,7 @@ class PretendGPU(TorchDispatchMode):
         self.stream = _MAIN
         self.host = _HOST
         self.races: list[str] = []
+        self.deferred: list[tuple[int, list[Clock]]] = []
         self._memories: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
         self._pinned: dict[int, Tensor] = {}
         self._pinned_memories: dict[int, _Memory] = {}
@@ -321,6 +327,12 @@ class PretendGPU(TorchDispatchMode):
         self._tell_of_wait()
         self.waits[_caller()] += 1
         _merge(self.host, stream.clock)
+        waiting = self.deferred
+        self.deferred = [(size, events) for size, events in waiting if not all(map(self._is_known, events))]
+        self.used_bytes -= sum(size for size, _ in waiting) - sum(size for size, _ in self.deferred)
+
+    def _is_known(self, event: Clock) -> bool:
+        return all(self.host.get(stream, 0) >= number for stream, number in event.items())
 
     def _tell_of_wait(self) -> None:
         if self.sync_debug_mode == "error":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quark_fx.errors import CalibrationError
 from quark_fx.system import accelerator
+from quark_fx.system.memory import is_shortage
 from quark_fx.system.options import NonNegativeInt, checked
 
 
@@ -97,11 +98,17 @@ class ActivationCache:
             # A view would keep all of its base alive, and elements that share memory cannot be written back.
             value = value.clone()
         place = self._place(value)
+        if place != "disk":
+            try:
+                self._values[key] = value.to(self.device) if place == "device" else self._on_host(value)
+            except RuntimeError as error:
+                if place == "device" or not is_shortage(error) or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                place = "disk"  # the host has no memory left
         if place == "disk":
             self._values[key] = self._write(value)
             self._laid_out[key] = value.shape, value.stride()
             return
-        self._values[key] = value.to(self.device) if place == "device" else self._on_host(value)
         self._used[place] += value.nbytes  # after the copy, which may find no memory and run again
         self.peak_host_bytes = max(self.peak_host_bytes, self._used["host"])
 
@@ -159,6 +166,12 @@ class ActivationCache:
             ):
                 self._arriving[key] = self._transfers.to_device(value)
 
+    def _receive(self, *keys: Hashable) -> None:
+        """Let go of values that are being copied to the device."""
+        for key in keys:
+            if (arriving := self._arriving.pop(key, None)) is not None and self._transfers is not None:
+                self._transfers.received(arriving)
+
     def rows(self, key: Hashable) -> int:
         """Return the size of dimension 0 of what `key` stands for, without reading it; 0 if it has none."""
         if self._base is not None and key not in self._values:
@@ -171,7 +184,7 @@ class ActivationCache:
         """Forget `key`, if it is known."""
         value = self._values.pop(key, None)
         self._laid_out.pop(key, None)
-        self._arriving.pop(key, None)
+        self._receive(key)
         if isinstance(value, Path):
             value.unlink()
         elif isinstance(value, Tensor):
@@ -184,11 +197,16 @@ class ActivationCache:
         """Move all values on the device to the host or to disk, and keep later ones there; return the bytes."""
         before = self.offloaded_bytes
         self.drop_copies()
-        self._arriving.clear()
+        self._receive(*self._arriving)
         self.budget = replace(self.budget, device_bytes=0)
         for key, value in list(self._values.items()):
             if isinstance(value, Tensor) and not value.is_cpu:
-                self.put(key, value)
+                try:
+                    self.put(key, value)
+                except BaseException:  # what is offloaded later must find it
+                    self._values[key] = value
+                    self._used["device"] += value.nbytes
+                    raise
                 self.offloaded_bytes += value.nbytes
         return self.offloaded_bytes - before + (self._base.offload() if self._base is not None else 0)
 
@@ -205,9 +223,11 @@ class ActivationCache:
         """Forget everything and remove the files."""
         self._values.clear()
         self._laid_out.clear()
-        self._arriving.clear()
+        self._receive(*self._arriving)
         self._copies.clear()
         self._used = {"device": 0, "host": 0}
+        if self._transfers is not None:
+            self._transfers.settle()
         self._transfers = accelerator.Transfers(self.device) if self._transfers is not None else None
         if self._folder is not None:
             self._folder.cleanup()

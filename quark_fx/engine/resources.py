@@ -16,6 +16,7 @@ from quark_fx.config.quant_config import IN_CONFIGURATION
 from quark_fx.engine.activation_cache import CacheBudget
 from quark_fx.engine.checkpoint import Checkpoint
 from quark_fx.errors import ConfigError, ExportError
+from quark_fx.system import accelerator
 from quark_fx.system.options import checked, checked_names
 from quark_fx.system.writable import require_possible
 
@@ -102,6 +103,8 @@ def require_usable(resources: Resources, owner: str = "quantize", names: Collect
                 f"the directory {resources.cache.directory} of the CacheBudget cannot be used: {error}; choose another "
                 "one"
             ) from error
+    if resources.distributed:
+        accelerator.take_own_device()
     if resources.device is not None:
         try:
             torch.empty(0, device=resources.device, dtype=torch.float32)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,10 @@ _SLAB = 64 << 20
 
 _ALIGNED = 512
 """Bytes that a tensor in a slab starts at a multiple of."""
+
+
+_LEAVING = 2
+"""Values that are copied to the host while the device computes: it waits for more."""
 
 
 Check = tuple[Tensor, Callable[[], Exception]]
@@ -126,6 +131,16 @@ def new_generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device)
 
 
+def take_own_device() -> None:
+    """Make the GPU of this process's `LOCAL_RANK` the one that `"cuda"` stands for, unless another one was chosen.
+
+    Otherwise all processes of `torchrun` would use the first GPU, which NCCL refuses.
+    """
+    own = int(os.environ.get("LOCAL_RANK", "0"))
+    if own and own < torch.cuda.device_count() and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(own)
+
+
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of an NVIDIA GPU, `None` for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -154,9 +169,15 @@ def current_stream(device: torch.device) -> Any:
     return torch.accelerator.current_stream(device)
 
 
-def pinned_bytes(count: int) -> Tensor:
-    """Return uninitialized host memory, uint8, that a device reads and writes while the host goes on."""
-    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+def pinned_bytes(count: int) -> Tensor | None:
+    """Return uninitialized host memory, uint8, that a device reads and writes while the host goes on.
+
+    `None` where the system has no more of it, for which CUDA raises a general error.
+    """
+    try:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return None
 
 
 def free_bytes(device: torch.device) -> int:
@@ -180,13 +201,17 @@ class PinnedSlabs:
     _slabs: dict[int, Tensor] = field(default_factory=dict)
     _used: dict[int, int] = field(default_factory=dict)
     _tensors: Counter[int] = field(default_factory=Counter)
+    _is_full: bool = False
 
-    def empty_like(self, x: Tensor) -> Tensor:
-        """Return room for the values of `x`, with its strides, which must be dense."""
+    def empty_like(self, x: Tensor) -> Tensor | None:
+        """Return room for the values of `x`, with its strides, which must be dense; `None` if there is no more."""
         size = -(-x.nbytes // _ALIGNED) * _ALIGNED
         fits = (key for key, slab in self._slabs.items() if self._used[key] + size <= len(slab))
         if (key := next(fits, None)) is None:
-            slab = pinned_bytes(max(_SLAB, size))
+            slab = None if self._is_full else pinned_bytes(max(_SLAB, size))
+            if slab is None:
+                self._is_full = True  # the system is not asked again
+                return None
             key = slab.data_ptr()
             self._slabs[key], self._used[key] = slab, 0
         start = self._used[key]
@@ -206,7 +231,7 @@ class PinnedSlabs:
 
 @dataclass(frozen=True)
 class Arriving:
-    """A tensor on its way to a device.
+    """A tensor on its way to or from a device.
 
     Attributes:
         value: on the device; not to be read before `Transfers.received`.
@@ -222,34 +247,51 @@ class Transfers:
 
     All copies run in the order they were asked for, so the host never waits for one before it asks for the next.
 
+    Device memory belongs to the stream of the computation, which waits for the copies before it uses the memory again:
+    `record_stream` would free it only once the device is done, while the host asks for more and more of it.
+
     Args:
         device: with streams.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream, self._slabs = device, new_stream(device), PinnedSlabs()
+        self._leaving: deque[Arriving] = deque()
 
     def to_host(self, value: Tensor) -> Tensor:
-        """Return room in pinned memory that `value`, dense, is being copied to: for `to_device`, not for the host."""
+        """Return room in pinned memory that `value`, dense, is being copied to: for `to_device`, not for the host.
+
+        Where the system has no more pinned memory, the host waits for the copy.
+        """
         room = self._slabs.empty_like(value)
+        if room is None:
+            return value.cpu()
         self._stream.wait_stream(current_stream(self._device))
         with self._stream:
             room.copy_(value, non_blocking=True)
-        value.record_stream(self._stream)  # its memory must not be used again before it is read
+            self._leaving.append(Arriving(value, self._stream.record_event()))
+        self.settle(_LEAVING)
         return room
 
+    def settle(self, left: int = 0) -> None:
+        """Let go of values that are being copied to the host, but for so many: the device waits, the host does not."""
+        while len(self._leaving) > left:
+            self.received(self._leaving.popleft())
+
     def to_device(self, room: Tensor) -> Arriving:
-        """Begin to copy a tensor of `to_host` back."""
+        """Begin to copy a tensor of `to_host` back; `received` has to follow, also if it is no longer wanted.
+
+        The copy waits for what the device was asked for before, not for what it is asked for from now on.
+        """
+        value = torch.empty_strided(room.shape, room.stride(), dtype=room.dtype, device=self._device)
+        self._stream.wait_stream(current_stream(self._device))
         with self._stream:
-            value = torch.empty_strided(room.shape, room.stride(), dtype=room.dtype, device=self._device)
             value.copy_(room, non_blocking=True)
             return Arriving(value, self._stream.record_event())
 
     def received(self, arriving: Arriving) -> Tensor:
         """Return a tensor that operators on the device may read from now on; the host does not wait."""
-        stream = current_stream(self._device)
-        stream.wait_event(arriving.event)
-        arriving.value.record_stream(stream)
+        current_stream(self._device).wait_event(arriving.event)
         return arriving.value
 
     def drop(self, room: Tensor) -> None:
@@ -277,5 +319,6 @@ __all__ = [
     "require",
     "return_unused",
     "smaller_pieces",
+    "take_own_device",
     "values_at_once",
 ]

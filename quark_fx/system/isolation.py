@@ -1,7 +1,7 @@
 """What a call must not take from its surroundings, and what it must not do to them.
 
-A call gives the same bits under autocast, `no_grad` and `inference_mode`, with another default device, and while other
-threads make calls of their own.
+A call gives the same bits under autocast, `no_grad` and `inference_mode`, with another default device, with products of
+float32 in fewer bits (TF32, bfloat16), and while other threads make calls of their own.
 """
 
 from __future__ import annotations
@@ -41,24 +41,39 @@ def without_warnings() -> Iterator[None]:
         yield
 
 
+_BACKENDS: Any = torch.backends
+
+_PRODUCTS: tuple[tuple[Any, str, Any], ...] = (
+    *((_BACKENDS.cudnn, "allow_tf32", False), (_BACKENDS.cuda.matmul, "fp32_precision", "ieee")),
+    *((_BACKENDS.mkldnn.matmul, "fp32_precision", "ieee"), (_BACKENDS.mkldnn.conv, "fp32_precision", "ieee")),
+    (_BACKENDS.mkldnn.rnn, "fp32_precision", "ieee"),
+)
+"""What multiplies float32, which it may do in fewer bits, and the setting by which it does not.
+
+The default of cuDNN is TF32. Its older flag is set, which `torch.export` reads and wants to agree with newer ones.
+"""
+
+
 _CALLERS: ContextVar[Surroundings | None] = ContextVar("callers", default=None)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The modes of torch that hold for one thread.
+    """The modes of torch that hold for one thread, and how the process multiplies float32.
 
     Attributes:
         grad: gradients are recorded.
         inference: tensors are made without what gradients need.
         autocast: per kind of device, whether operators choose their dtype, and which.
         device: where tensors are made by default; `None` where nobody chose.
+        precisions: of products of float32, by `_PRODUCTS`.
     """
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     device: torch.device | None
+    precisions: tuple[Any, ...]
 
     @classmethod
     def here(cls) -> Surroundings:
@@ -70,6 +85,7 @@ class Surroundings:
             torch.is_inference_mode_enabled(),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
             None if (device := torch.get_default_device()) == torch.device("cpu") else device,
+            tuple(getattr(product, name) for product, name, _ in _PRODUCTS),
         )
 
     @contextmanager
@@ -87,13 +103,16 @@ class Surroundings:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             if now.device != self.device:
                 stack.enter_context(self.device or torch.device("cpu"))
+            if now.precisions != self.precisions:
+                stack.callback(_multiply, now.precisions)
+                _multiply(self.precisions)
             stack.enter_context(torch.set_grad_enabled(self.grad))  # last: inference mode sets it, too
             yield
 
     def plain(self) -> Surroundings:
         """Return those that a new thread starts with."""
         off = tuple((kind, False, dtype) for kind, _, dtype in self.autocast)
-        return Surroundings(True, False, off, None)
+        return Surroundings(True, False, off, None, tuple(whole for _, _, whole in _PRODUCTS))
 
     def during(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield `items`, each made while these hold: a generator's code is the caller's."""
@@ -106,8 +125,13 @@ class Surroundings:
             yield item
 
 
+def _multiply(precisions: tuple[Any, ...]) -> None:
+    for (product, name, _), precision in zip(_PRODUCTS, precisions, strict=True):
+        setattr(product, name, precision)
+
+
 def isolated(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function run as in a new thread, without autocast, inference mode and default device, and alone.
+    """Make a function run as in a new thread, without autocast, inference mode, default device and TF32, and alone.
 
     Calls of other threads wait until it returns. The default dtype belongs to the whole process and stays.
     """

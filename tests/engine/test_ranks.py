@@ -33,6 +33,7 @@ from quark_fx.engine.blocks import Unit
 from quark_fx.engine.checkpoint import Checkpoint
 from quark_fx.engine.context import Context
 from quark_fx.engine.ranks import Ranks
+from quark_fx.engine.resources import Resources, require_usable
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.pass_manager import GraphPass, Stage, graph_pass
 from quark_fx.model.model_directory import tensor_file
@@ -58,6 +59,21 @@ from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 from quark_fx.solvers.starts import Start
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+
+
+@pytest.mark.parametrize(("current", "local", "taken"), [(0, "1", [1]), (0, "0", []), (2, "1", []), (0, "4", [])])
+def test_each_rank_takes_the_gpu_of_its_own(
+    current: int, local: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    require_usable(Resources(device="cpu"))
+    assert found == []
+    require_usable(Resources(device="cpu", distributed=True))
+    assert found == taken
 
 
 class Feed(nn.Module):

@@ -60,6 +60,15 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def fewer_bits() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "inference mode": torch.inference_mode,
@@ -68,6 +77,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
     "meta by default": lambda: default_device("meta"),
     "deterministic": deterministic,
+    "products in bfloat16": fewer_bits,
 }
 
 
@@ -93,6 +103,29 @@ def test_a_call_gives_the_same_bits_in_any_surroundings(config: str) -> None:
         except AssertionError as error:
             error.add_note(f"in {name}")
             raise
+
+
+def test_products_of_float32_have_all_bits_during_a_call_but_not_in_the_generator() -> None:
+    backends: Any = torch.backends
+    kinds = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv)
+    seen: list[tuple[str, ...]] = []
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(tuple(kind.fp32_precision for kind in kinds))
+            return super().forward(x)
+
+    def batches() -> Iterator[Tensor]:
+        seen.append(tuple(kind.fp32_precision for kind in kinds))
+        yield rand(2, 4)
+
+    with fewer_bits():
+        before = tuple(kind.fp32_precision for kind in kinds)
+        quantize(Noting(4, 4).eval(), INT8, batches())
+        assert tuple(kind.fp32_precision for kind in kinds) == before
+    assert before[0] == "tf32"
+    assert set(seen) == {before, ("ieee", "ieee", "none")}
+    assert seen[0] == before
 
 
 @pytest.mark.parametrize("config", ["int8_static", "learned"])
