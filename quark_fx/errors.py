@@ -1,13 +1,13 @@
-"""The one family of errors: what happened, where, and what to do now."""
+"""Errors of the package. Each message says what failed, where, and the next step."""
 
 from __future__ import annotations
 
 
 class QuarkError(Exception):
-    """Base class of every error quark_fx raises about a model, its data or a target.
+    """Base class of every error that quark_fx raises about a model, its data, or a target.
 
-    A bad *argument* (an unknown preset, a contradictory option) is a `ValueError` as in any Python
-    library; `ConfigError` is both, so either `except` clause finds it.
+    A bad *argument* (an unknown preset, a contradictory option) is also a `ValueError`, as in any Python library:
+    `ConfigError` derives from both.
     """
 
 
@@ -28,7 +28,7 @@ class PassError(QuarkError):
 
 
 class CheckpointError(QuarkError):
-    """A stored model that is damaged, incomplete or not what it says, or a directory without room for one."""
+    """A stored model that is damaged, incomplete, or mislabeled, or a disk without space for one."""
 
 
 class ExportError(QuarkError):

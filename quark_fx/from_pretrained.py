@@ -1,6 +1,6 @@
-"""`from_pretrained` of transformers, quantizing what it loads.
+"""`QuarkFxConfig`: quantize a model while `from_pretrained` of transformers loads it.
 
-Not imported by `quark_fx`: it needs transformers.
+`quark_fx` does not import this module, because it needs transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quark_fx.quantization import needs_data, quantize, resolve
 from quark_fx.system.options import require_names
 
 METHOD = "quark_fx"
-"""The name transformers knows this method by."""
+"""Name of the quantization method in transformers."""
 
 _OPTIONS = ("resources", "dynamic_shapes", "verify", "progress")
 """Arguments of `quantize` that are passed on."""
@@ -31,25 +31,25 @@ _RESOURCES = ("device", "cache", "checkpoint", "memory")
 
 
 class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Let `from_pretrained` of transformers quantize what it loads: pass it as `quantization_config`.
+    """Configuration with which `from_pretrained` of transformers quantizes a model: its `quantization_config`.
 
-    The result is the model's own class, as `QuantizedModel.eager` returns it; `model.hf_quantizer.qmodel` is the
-    quantized model, with its report, for `quark_fx.export` and `save`. A `config.json` with the dictionary of one,
-    `{"quant_method": "quark_fx", "config": "int8_dynamic"}`, quantizes float weights, too. A checkpoint that is
-    quantized already is refused by transformers. A model that does not fit into memory is quantized from its directory
-    instead (`open_checkpoint`).
+    The loaded model has the class of the float model, like the result of `QuantizedModel.eager`. For the report,
+    `quark_fx.export`, and `save`, use the quantized model `model.hf_quantizer.qmodel`. Float weights are also quantized
+    if their `config.json` contains the dictionary of a configuration, `{"quant_method": "quark_fx", "config":
+    "int8_dynamic"}`. transformers refuses checkpoints that are quantized already. For a model that does not fit into
+    memory, quantize its directory instead (`open_checkpoint`).
 
     Args:
-        config: a preset's name, a `QuantConfig`, or its `to_dict()`.
-        calibration_data: batches, as `quantize` takes them. A configuration that learns nothing from data needs none
-            if the model reads tokens.
-        kernels: run on the kernels that `compile()` uses, for inference on a CPU; see `QuantizedModel.eager`.
-        options: `resources` (`device`, `cache`, `checkpoint`, and `memory`), `dynamic_shapes`, `verify`, and `progress`
-            of `quantize`.
+        config: Name of a preset, a `QuantConfig`, or its `to_dict()`.
+        calibration_data: Batches, in the forms that `quantize` accepts. A configuration that learns nothing from data
+            needs none if the model reads tokens.
+        kernels: Whether to use the kernels of `compile()`, for inference on a CPU; see `QuantizedModel.eager`.
+        options: Arguments of `quantize`: `resources` (its `device`, `cache`, `checkpoint`, and `memory`),
+            `dynamic_shapes`, `verify`, and `progress`.
 
     Raises:
-        ConfigError: for an unknown preset or option.
-        CalibrationError: for a configuration that needs data, without any.
+        ConfigError: For an unknown preset or option.
+        CalibrationError: If the configuration needs calibration data and gets none.
     """
 
     quant_method: Any = METHOD
@@ -76,12 +76,12 @@ class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return what `to_dict` was called on, without the data."""
-        given = {name: value for name, value in config_dict.items() if name != "quant_method"}
-        return super().from_dict(given, return_unused_kwargs, **kwargs)
+        """Return the configuration that `to_dict` describes, without calibration data."""
+        arguments = {name: value for name, value in config_dict.items() if name != "quant_method"}
+        return super().from_dict(arguments, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the configuration of a model shows, as plain data."""
+        """Return plain data for the model's `config.json`; it does not contain calibration data or options."""
         return {"quant_method": METHOD, "config": self.config.to_dict(), "kernels": self.kernels}
 
     def __deepcopy__(self, memo: Any) -> QuarkFxConfig:
@@ -89,10 +89,10 @@ class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class Quantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers calls once the weights are there.
+    """Quantizer that transformers calls after it loaded the weights.
 
     Attributes:
-        qmodel: the quantized model.
+        qmodel: Quantized model.
     """
 
     quantization_config: QuarkFxConfig
@@ -102,30 +102,30 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs | {"pre_quantized": False})
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Refuse to distribute a model over devices.
+        """Refuse a `device_map` that distributes the model over several devices.
 
         Raises:
-            ConfigError: for such a `device_map`.
+            ConfigError: For such a `device_map`.
         """
         if isinstance(device_map, Mapping):  # "auto" and other words are resolved later
             _require_one_device(device_map)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
-        asked = self.quantization_config
+        config = self.quantization_config
         _require_one_device(getattr(model, "hf_device_map", {}))
-        data = _example(model) if asked.calibration_data is None else asked.calibration_data
-        self.qmodel = quantize(model, asked.config, data, **asked.options)
-        # The caller holds this object: it becomes what `eager` returns.
-        vars(model).update(vars(self.qmodel.eager(kernels=asked.kernels)) | {"hf_quantizer": self})
+        data = _example(model) if config.calibration_data is None else config.calibration_data
+        self.qmodel = quantize(model, config.config, data, **config.options)
+        # The caller holds this object, so it gets all attributes of the result of `eager`.
+        vars(model).update(vars(self.qmodel.eager(kernels=config.kernels)) | {"hf_quantizer": self})
         return model
 
     def is_serializable(self) -> bool:
-        """Tell whether `save_pretrained` writes it: what `eager` returns refuses, and says what does."""
+        """Return False: `save_pretrained` cannot write the model. Its error names the methods that can."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Whether `Trainer` may train it: see `prepare_qat` instead."""
+        """False: `Trainer` cannot train the model; use `prepare_qat` instead."""
         return False
 
     def __deepcopy__(self, memo: Any) -> Quantizer:
@@ -133,11 +133,11 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _require_one_device(places: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if modules lie on several devices: transformers then moves tensors between them in hooks."""
+    """Raise `ConfigError` if modules are on several devices: transformers then moves tensors between them in hooks."""
     if len({*places.values()}) > 1:
-        found = ", ".join(sorted({str(place) for place in places.values()}))
+        devices = ", ".join(sorted({str(place) for place in places.values()}))
         raise ConfigError(
-            f"device_map distributes the model over {found}, and a quantized one lies on one device: load it with "
+            f"device_map distributes the model over {devices}, but a quantized model is on one device: load it with "
             "device_map='cpu', and pass QuarkFxConfig(..., resources=Resources(device='cuda')) to run its blocks there"
         )
 

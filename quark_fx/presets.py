@@ -1,4 +1,4 @@
-"""Ready configurations, as plain values: change one with `.replace(...)`."""
+"""Presets: ready configurations as plain values. Change one with `.replace(...)`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _ACTIVATION = TensorSpec(format=UINT8)
 INT8_STATIC = QuantConfig(
     weight=_WEIGHT, input=_ACTIVATION, output=_ACTIVATION, bias=TensorSpec(format=INT32), passes=_FUSE
 )
-"""int8 weights per channel, uint8 activations calibrated beforehand: what runs fastest on x64 processors."""
+"""int8 weights per channel and calibrated uint8 activations: the fastest preset on x64 processors."""
 
 _CLIPPED = _ACTIVATION.replace(observer=Mse())
 
 INT8_STATIC_MSE = INT8_STATIC.replace(input=_CLIPPED, output=_CLIPPED)
-"""`INT8_STATIC` with the activation ranges of smallest squared error: more accurate where there are outliers."""
+"""`INT8_STATIC` with activation ranges that minimize the squared error: more accurate for activations with outliers."""
 
 INT8_DYNAMIC = QuantConfig(weight=_WEIGHT, input=_ACTIVATION.replace(dynamic=True), passes=_FUSE)
 """int8 weights per channel, uint8 activations whose range is measured at run time; needs no data."""
@@ -51,7 +51,7 @@ INT8_WEIGHT_ONLY = QuantConfig(weight=_WEIGHT, passes=_FUSE)
 """int8 weights per channel, float activations; needs no data."""
 
 INT16_ACT_INT8_WEIGHT = INT8_STATIC.replace(input=TensorSpec(format=INT16), output=TensorSpec(format=INT16))
-"""int8 weights per channel, int16 activations: for accuracy where kernels exist (processors run it in float)."""
+"""int8 weights per channel and int16 activations, for accuracy on hardware with such kernels (CPUs run it in float)."""
 
 INT4_WEIGHT_ONLY = QuantConfig(
     weight=TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32),
@@ -96,23 +96,23 @@ XINT8 = QuantConfig(
     ),
     target=DPU,
 )
-"""int8 everywhere, per tensor, with the power-of-two scales of smallest squared error: for accelerators that shift
-instead of multiply. Where values are rounded, and which scales go together, is what a DPU can do (`docs/dpu.md`)."""
+"""int8 everywhere, per tensor, with power-of-two scales that minimize the squared error, for accelerators that shift
+instead of multiply. Values are rounded, and scales shared, by the rules of AMD's DPU (`docs/dpu.md`)."""
 
 _IN_FLOAT = ("op:embedding", "op:head", "op:router", "op:depthwise")
-"""What language models keep, as a server expects."""
+"""Operators that stay in float in language models, by the conventions of inference servers."""
 
 _GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=128, symmetry=Symmetry.SYMMETRIC_FULL)
 
 W4A16_RTN = QuantConfig(weight=_GROUPS, passes=_FUSE, exclude=_IN_FLOAT)
-"""Language models: int4 weights in groups of 128, rounded to nearest; embedding, head, routers of experts and depthwise
-convolutions in float; needs no data."""
+"""For language models: int4 weights in groups of 128, rounded to nearest. Embeddings, the head, routers of experts, and
+depthwise convolutions stay in float. Needs no data."""
 
 W4A16_GPTQ = W4A16_RTN.replace(passes=(*_FUSE, GPTQ()))
-"""`W4A16_RTN`, rounded by GPTQ."""
+"""`W4A16_RTN` with weights rounded by GPTQ."""
 
 W4A16_AWQ = W4A16_RTN.replace(passes=(*_FUSE, AWQ()))
-"""`W4A16_RTN` after AWQ's scales."""
+"""`W4A16_RTN` with channels scaled by AWQ before rounding."""
 
 _FEEDBACK = GPTQ(asymmetry=0.5, fit_scales=True, sweeps=4)
 
@@ -121,20 +121,21 @@ _GUIDED = replace(_FEEDBACK, guided=True, two_sided=True)
 _SIGN_AWARE = _GROUPS.replace(symmetry=Symmetry.SIGN_AWARE)
 
 W4A16_BEST = W4A16_RTN.replace(weight=_SIGN_AWARE, passes=(*_FUSE, AWQ(feedback=True), _GUIDED))
-"""What is most accurate at the bits of `W4A16_RTN`: scales of either sign that fit the data, AWQ's scales where GPTQ
-loses less with them, and GPTQ half way towards the float model's own activations, guided by the model's predictions,
-where rows make up for each other's errors; experts are swept instead; four to eight times the time of `W4A16_GPTQ`."""
+"""The most accurate preset with the bits of `W4A16_RTN`. Scales have either sign and fit the data; AWQ scales channels
+if GPTQ's error falls. GPTQ aims half way between the quantized and the float model's activations, is guided by the
+model's predictions, and compensates errors between rows (experts are swept instead). Takes four to eight times as long
+as `W4A16_GPTQ`."""
 
 W4A16_BEST_ASYM = W4A16_BEST.replace(weight=_GROUPS.replace(symmetry=Symmetry.ASYMMETRIC))
-"""`W4A16_BEST` with zero points, for 0.03 bits more; experts with zero points have no place in a checkpoint."""
+"""`W4A16_BEST` with zero points, for 0.03 more bits per weight. Checkpoints cannot store experts with zero points."""
 
 W4A16_ROTATED = W4A16_BEST.replace(passes=(*_FUSE, Rotate(streams=False, block=64), _GUIDED))
-"""The bits of `W4A16_BEST`. What operators read is rotated in blocks of 64 at run time, for a few percent more
-multiplications, so that outliers of weights are spread. PyTorch, ONNX and vLLM run it. Other servers have no rotations;
-`Rotate` skips what a target does not rotate, as experts and layers with biases in vLLM."""
+"""The bits of `W4A16_BEST`, with inputs of operators rotated in blocks of 64 at run time, which spreads outliers of
+weights for a few percent more multiplications. PyTorch, ONNX, and vLLM run it; other servers do not support rotations.
+`Rotate` skips operators that the target does not rotate, such as experts and layers with biases in vLLM."""
 
 _NO_TOKENS = Override(pattern="op:conv*", input=None)
-"""Tokens are rows of the last dimension, which those of an image are not."""
+"""Inputs of convolutions stay in float: a row along the last dimension of an image is not a token."""
 
 W8A8_DYNAMIC = QuantConfig(
     weight=_WEIGHT,
@@ -143,7 +144,7 @@ W8A8_DYNAMIC = QuantConfig(
     overrides=(_NO_TOKENS,),
     exclude=_IN_FLOAT,
 )
-"""int8 weights per channel, int8 activations per token at run time, smoothed."""
+"""int8 weights per channel and int8 activations per token at run time, both smoothed."""
 
 _THREE_QUARTERS = Adjusted(ratio=0.75)
 """Rotated values are nearly normal. With 16 codes, the squared error of normal values is smallest where the range ends
@@ -162,8 +163,8 @@ W4A4_DYNAMIC = W4A16_RTN.replace(
     overrides=(_NO_TOKENS,),
 )
 """int4 weights in groups of 128 by GPTQ, with scales of either sign that fit the data, and int4 activations per token
-at run time, in three quarters of the range; both smoothed, and rotated at run time, which spreads the outliers that 4
-bits have no room for."""
+at run time, clipped to three quarters of their range. Both are smoothed, and rotated at run time to spread outliers,
+which 4 bits cannot represent."""
 
 FP8_DYNAMIC = QuantConfig(
     weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),
@@ -176,7 +177,7 @@ FP8_DYNAMIC = QuantConfig(
 
 
 def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
-    """Return a configuration of a block format; the scales of weights in floats are those of smallest squared error."""
+    """Return a configuration of a block format; scales of float weight formats minimize the squared error."""
     return QuantConfig(
         weight=weight if weight.format.is_integer else weight.replace(observer=Mse()),
         input=None if weight_only else weight.replace(dynamic=True),
@@ -186,8 +187,8 @@ def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
 
 
 MXFP8_E4M3 = _block(block_formats.MXFP8_E4M3)
-"""Microscaling E4M3, weights and activations in blocks of 32, embedding, head, routers of experts and depthwise
-convolutions in float; needs no data."""
+"""Microscaling E4M3: weights and activations in blocks of 32. Embeddings, the head, routers of experts, and depthwise
+convolutions stay in float. Needs no data."""
 
 MXFP8_E5M2 = _block(block_formats.MXFP8_E5M2)
 """Microscaling E5M2, otherwise as `MXFP8_E4M3`."""
@@ -202,24 +203,25 @@ MXFP4 = _block(block_formats.MXFP4)
 """Microscaling 4-bit floats, otherwise as `MXFP8_E4M3`."""
 
 MXFP4_WEIGHT_ONLY = _block(block_formats.MXFP4, weight_only=True)
-"""The weights of `MXFP4`, float activations."""
+"""The weights of `MXFP4` with float activations."""
 
 MXFP4_BEST = MXFP4.replace(passes=(*_FUSE, SmoothQuant(rms=True), Rotate(streams=False), GPTQ(asymmetry=0.5)))
-"""What is most accurate at `MXFP4`: smoothed, and rotated at run time, which spreads the outliers that make a power of
-two for 32 values too large for the others, and GPTQ half way towards the float model's own activations."""
+"""The most accurate preset with the bits of `MXFP4`: smoothed, rotated at run time, and rounded by GPTQ half way
+towards the float model's activations. The rotation spreads outliers, which otherwise raise the scale of all 32 values
+of a block."""
 
 MXINT8 = _block(block_formats.MXINT8)
 """Microscaling 8-bit integers, otherwise as `MXFP8_E4M3`."""
 
 NVFP4 = _block(block_formats.NVFP4)
-"""4-bit floats in blocks of 16 with E4M3 scales below one scale per tensor, otherwise as `MXFP8_E4M3`."""
+"""4-bit floats in blocks of 16 with E4M3 scales and one float32 scale per tensor, otherwise as `MXFP8_E4M3`."""
 
 NVFP4_WEIGHT_ONLY = _block(block_formats.NVFP4, weight_only=True)
-"""The weights of `NVFP4`, float activations."""
+"""The weights of `NVFP4` with float activations."""
 
 NVFP4_BEST = NVFP4.replace(passes=(*_FUSE, SmoothQuant(rms=True), GPTQ(asymmetry=0.5, static_groups=False)))
-"""What is most accurate at `NVFP4`: smoothed, and GPTQ half way towards the float model's own activations, which
-chooses each group's scale just before rounding it."""
+"""The most accurate preset with the bits of `NVFP4`: smoothed, and rounded by GPTQ half way towards the float model's
+activations. GPTQ chooses the scale of each group just before it rounds the group."""
 
 BFP16 = _block(block_formats.BFP16)
 """8-bit mantissas in blocks of 8 that share an exponent, otherwise as `MXFP8_E4M3`."""

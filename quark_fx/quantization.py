@@ -79,8 +79,8 @@ def quantize(
             `Session`, which holds such a model and its data for several configurations.
         config: Name of a preset, a `QuantConfig`, or its `to_dict()`.
         calibration_data: Batches: tensors, tuples of positional inputs, or mappings of keywords. The model is captured
-            with the first one. A configuration without static ranges needs only one batch, and none for an
-            `ExportedProgram`.
+            with the first one. A configuration that learns nothing from data needs only this batch; an
+            `ExportedProgram` then needs none.
         resources: Device that blocks run on, limits of memory and disk, and directories of files.
         dynamic_shapes: Argument of `torch.export.export`. Default: batch and sequence dimensions vary.
         verify: Compare outputs on the first batch after every pass that promises to keep the function.
@@ -93,7 +93,7 @@ def quantize(
         ConfigError: For an unknown preset or option, a device or directory that cannot be used, or a limit that is too
             small.
         QuarkError: If the model of a session was changed after the session began.
-        CheckpointError: If the files of a checkpoint are invalid, or there is no room for the result.
+        CheckpointError: If the files of a checkpoint are invalid, or the disk is too full for the result.
         CaptureError: If the model cannot be captured.
         CalibrationError: If calibration data or weights are unusable.
         PassError: If a pass broke its promise (`verify=True`).
@@ -132,18 +132,18 @@ def quantize(
         if rows and all(row.reason for row in rows):
             warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()")
         # The copy holds only tensors that the graph reads, and shares none with the user's model.
-        kept = kept_tensors(gm, stored_tensors(captured.module))
-        source = _source(model, gm, kept) if isinstance(model, nn.Module) else None
+        unchanged = kept_tensors(gm, stored_tensors(captured.module))
+        source = _source(model, gm, unchanged) if isinstance(model, nn.Module) else None
         names = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else None
         gm = copy_graph(gm)
         if shelf is None:
             own_tensors(gm, session.shared())
-        known = None if names is None else frozenset(name for name, _ in names)
+        parameters = None if names is None else frozenset(name for name, _ in names)
         qmodel = QuantizedModel(
             *(gm, captured.signature, config, rows, records, source),
             histograms=context.histograms,
-            kept=kept,
-            parameter_names=known,
+            kept=unchanged,
+            parameter_names=parameters,
             sample=sample,
         )
         if output_dir is not None:
@@ -171,10 +171,10 @@ def _transformed(
     config, progress, ranks = context.config, context.progress, context.ranks
     memory, disk = resources.memory_bytes, resources.disk_bytes
     gm, records = session.rewritten(context, shelf, verify_inputs)
-    _, others = divided(config.passes)
+    _, later = divided(config.passes)
     learns = reads_data_often(config, ranks, by_block=context.by_block) and bool(context.data.batches)
     if memory is not None or disk is not None or (learns and progress):
-        expected = expect(gm, config, context, others, shelf=shelf is not None)
+        expected = expect(gm, config, context, later, shelf=shelf is not None)
         if memory is not None or disk is not None:
             expected = replace(expected, before=max(ranks.gather(expected.before)))  # same advice on all ranks
         require_room(expected, memory, disk)
@@ -187,13 +187,13 @@ def _transformed(
         ranks.require_same(run)
         context.data.keep_share()
         context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
-    floats = [p for p in others if pass_stage(p) is Stage.FLOAT]
+    floats = [p for p in later if pass_stage(p) is Stage.FLOAT]
     gm, rewritten = run_passes(gm, floats, verify_inputs=verify_inputs, context=context, in_place=True)
-    gm, done = run_passes(gm, others[len(floats) :], context=context, in_place=True)
+    gm, done = run_passes(gm, later[len(floats) :], context=context, in_place=True)
     rows = context.rows
     if not rows and context.planned.plan.operators:
         raise PassError("the pass of the settled stage made no report; call `quark_fx.passes.convert` in it")
-    if any(pass_stage(p) is Stage.QUANTIZED for p in others):
+    if any(pass_stage(p) is Stage.QUANTIZED for p in later):
         rows = _with_learned_weights(rows, gm, context)
     return gm, rows, [*records, *rewritten, *done]
 
@@ -250,8 +250,8 @@ def needs_data(config: QuantConfig) -> bool:
     >>> needs_data(preset("int8_static")), needs_data(preset("int8_dynamic"))
     (True, False)
     """
-    read: tuple[QuantConfig | Override, ...] = (config, *config.overrides)
-    specs = [spec for some in read for spec in (some.input, some.output, some.kv_cache)]
+    parts: tuple[QuantConfig | Override, ...] = (config, *config.overrides)
+    specs = [spec for part in parts for spec in (part.input, part.output, part.kv_cache)]
     ranges = any(isinstance(spec, TensorSpec) and spec.is_calibrated for spec in specs)
     return ranges or any(map(learns_from_data, config.passes))
 
@@ -298,8 +298,8 @@ def check(
         branching := [p for p in config.passes if getattr(p, "promise", Promise()).branches]
     ):
         raise ExportError(
-            f"export={export!r} has no place for what {pass_name(branching[0])} computes in float beside layers; leave "
-            "that pass out, or export an ONNX file"
+            f"export={export!r} cannot store the float branches that {pass_name(branching[0])} adds to layers; drop "
+            "that pass, or export an ONNX file"
         )
     config = config.replace(passes=tuple(p for p in config.passes if not needs_context(p)))
     first, _ = peek(calibration_data)
@@ -331,7 +331,7 @@ def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
     names = [name for name, promise in promises.items() if not promise.distributed]
     if names and not ranks.alone:
         raise ConfigError(
-            f"{', '.join(names)} cannot share data between {ranks.count} ranks; run in one process, or leave it out"
+            f"{', '.join(names)} cannot share data between {ranks.count} ranks; run in one process, or drop the pass"
         )
 
 
@@ -342,9 +342,9 @@ def _shared_checkpoint(directory: str | Path, fingerprint: Mapping[str, str], ra
     return Checkpoint(directory, fingerprint, output)
 
 
-def _source(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn.Module | None:
+def _source(model: nn.Module, gm: GraphModule, unchanged: Mapping[str, Tensor]) -> nn.Module | None:
     try:
-        return shell_of(model, gm, kept)
+        return shell_of(model, gm, unchanged)
     except Exception as error:  # copying runs the model's own code, which may raise anything
         logger.debug("the model cannot be copied, so eager() will ask for one: %s", error)
         return None

@@ -79,7 +79,7 @@ class Session:
         resources: Resources = Resources(),
         dynamic_shapes: Any = None,
     ) -> None:
-        """Capture a model, and read all of the data.
+        """Capture a model and read all calibration data.
 
         Args:
             model: Same as in `quantize`.
@@ -107,7 +107,7 @@ class Session:
         dynamic_shapes: Any,
         resources: Resources,
         *,
-        lacking: str,
+        missing: str,
     ) -> Session:
         """Return a session for the arguments of a call; `model` itself if it is a session.
 
@@ -116,20 +116,20 @@ class Session:
             data: Calibration data.
             dynamic_shapes: Same as in `quantize`.
             resources: Resources of the call; only `device` and `cache` apply.
-            lacking: Message of the error if there is no data.
+            missing: Message of the error for missing data.
 
         Raises:
             ConfigError: If data or shapes are given together with a session.
-            CalibrationError: If there is no data.
+            CalibrationError: If data is missing.
         """
         if isinstance(model, Session):
             require_of_session(data, dynamic_shapes, resources)
             if not model.data.batches:
-                raise CalibrationError(lacking)
+                raise CalibrationError(missing)
             return model
         first, batches = peek(data)
         if first is None:
-            raise CalibrationError(lacking)
+            raise CalibrationError(missing)
         self = cls.__new__(cls)
         self._share(model, first, batches, dynamic_shapes, resources)
         return self
@@ -151,7 +151,7 @@ class Session:
         Args:
             model: Same as in `quantize`.
             config: Configuration of the run.
-            first: First batch, `None` if there is none.
+            first: First batch, or `None`.
             batches: All batches.
             dynamic_shapes: Same as in `quantize`.
             resources: Resources of the run.
@@ -160,7 +160,7 @@ class Session:
 
         Raises:
             ConfigError: If the model is already quantized.
-            CalibrationError: If there is no batch, or one is unusable.
+            CalibrationError: If batches are missing or unusable.
         """
         self = cls.__new__(cls)
         self._begin(model, first, batches, dynamic_shapes, resources, shelf, ranks)
@@ -171,8 +171,8 @@ class Session:
             self._keep()
         return self
 
-    def _share(self, model: nn.Module | ExportedProgram | str | Path, *of: Any) -> None:
-        self._begin(model, *of)
+    def _share(self, model: nn.Module | ExportedProgram | str | Path, *rest: Any) -> None:
+        self._begin(model, *rest)
         self._keep()
         self.shares, self._first = True, None
         self._sums = {} if isinstance(model, str | Path) else {key: _sum(t) for key, t in self._tensors().items()}
@@ -188,7 +188,7 @@ class Session:
         ranks: Ranks = ALONE,
     ) -> None:
         if isinstance(model, Session):
-            raise ConfigError("the model is a Session already; pass that to quantize, or make another one of its model")
+            raise ConfigError("the model is a Session already; pass it to quantize, or make another one of its model")
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
         if isinstance(model, nn.Module):
@@ -197,12 +197,12 @@ class Session:
             raise ConfigError(_QUANTIZED)
         if isinstance(model, nn.Module) and is_eager(model):
             raise ConfigError(
-                "the model is what eager() made of a quantized one; quantize the float model it came from"
+                "the model is the eager() form of a quantized model; quantize the float model it came from"
             )
         if first is None and not isinstance(model, ExportedProgram):
             raise CalibrationError(
-                "calibration_data is missing or empty; pass batches of real inputs, the first of which the model is "
-                "captured with (a generator can be read only once; create a new one)"
+                "calibration_data is missing or empty; pass batches of real inputs (the model is captured with the "
+                "first one). A generator can be read only once; create a new one"
             )
         self.model, self.unread, self.shares, self._first = model, batches, False, first
         self.captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
@@ -249,7 +249,7 @@ class Session:
     def run(self, config: QuantConfig, shelf: Shelf | None = None) -> Iterator[Context]:
         """Yield the context of a run, and close its cache at the end.
 
-        A failed run may have left the results that runs share incomplete, so they are dropped.
+        After a failed run, results that runs share are dropped, because they may be incomplete.
 
         Args:
             config: Configuration of the run.
@@ -282,14 +282,14 @@ class Session:
         return context
 
     def known(self, context: Context) -> Known | None:
-        """Return the results that runs with the same float graph and batches share, `None` if this run shares none."""
-        if not self.shares or (made_of := _made_of(context.config)) is None:
+        """Return the results that runs with the same float graph and batches share; `None` if this run cannot share."""
+        if not self.shares or (graph := _float_graph_key(context.config)) is None:
             return None
-        found = self._known.setdefault((made_of, len(context.data.batches)), Known())
+        shared = self._known.setdefault((graph, len(context.data.batches)), Known())
         for other in self._known.values():
-            if other is not found:
+            if other is not shared:
                 other.weights.clear()
-        return found
+        return shared
 
     def rewritten(
         self, context: Context, shelf: Shelf | None = None, verify_inputs: tuple[Any, ...] | None = None
@@ -311,14 +311,14 @@ class Session:
         gm, records, graphs = self.captured.module, list[PassRecord](), dict(self._graphs)
         self._graphs = {}
         for end, p in enumerate(rewrites, 1):
-            made = graphs.get(keys[:end]) or run_passes(gm, [p], context=context)
-            self._graphs[keys[:end]] = made
-            gm, record = made
+            result = graphs.get(keys[:end]) or run_passes(gm, [p], context=context)
+            self._graphs[keys[:end]] = result
+            gm, record = result
             records += record
         return copy_graph(gm, lazy=True), records
 
     def example(self) -> tuple[Any, ...] | None:
-        """Return the flat inputs of the first batch, `None` if there is none."""
+        """Return the flat inputs of the first batch; `None` without batches."""
         if self.shares:
             return tuple(self.data.inputs(0)) if self.data.batches else None
         return None if self._first is None else tuple(flatten(self.captured, self._first))
@@ -330,20 +330,20 @@ class Session:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the current values of the model's tensors that the captured graph reads."""
-        found = {name: t for name, t in stored_tensors(self.captured.module).items() if not t.is_meta}
+        captured = {name: t for name, t in stored_tensors(self.captured.module).items() if not t.is_meta}
         if not isinstance(self.model, nn.Module):
-            return found
-        own: dict[str, Tensor] = {**dict(self.model.named_parameters(remove_duplicate=False))}
-        own |= dict(self.model.named_buffers(remove_duplicate=False))
-        return {name: own.get(name, t) for name, t in found.items()}
+            return captured
+        current: dict[str, Tensor] = {**dict(self.model.named_parameters(remove_duplicate=False))}
+        current |= dict(self.model.named_buffers(remove_duplicate=False))
+        return {name: current.get(name, t) for name, t in captured.items()}
 
     def _require_unchanged(self) -> None:
         now = self._tensors()
-        changed = [name for name, known in self._sums.items() if _sum(now[name]) != known]
+        changed = [name for name, before in self._sums.items() if _sum(now[name]) != before]
         if changed:
             more = f" and {len(changed) - 3} more" * (len(changed) > 3)
             raise QuarkError(
-                f"the model was changed since the session began, in {', '.join(changed[:3])}{more}; make a new Session "
+                f"the model was changed after the session began, in {', '.join(changed[:3])}{more}; make a new Session "
                 "of it"
             )
 
@@ -359,8 +359,8 @@ def _sum(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:
 
 def require_of_session(data: Any, dynamic_shapes: Any, resources: Resources) -> None:
     """Raise `ConfigError` for arguments that a session already has, and for resources that it does not support."""
-    given = {"calibration_data": data, "dynamic_shapes": dynamic_shapes}
-    names = [name for name, value in given.items() if value is not None]
+    arguments = {"calibration_data": data, "dynamic_shapes": dynamic_shapes}
+    names = [name for name, value in arguments.items() if value is not None]
     if names := [*names, *resources.given((*OF_SESSION, "distributed"))]:
         raise ConfigError(
             f"{', '.join(names)} cannot be given with a Session, which has one model, one set of data and one process; "
@@ -384,11 +384,11 @@ def _keys(passes: Sequence[GraphPass], config: QuantConfig) -> tuple[Hashable, .
     return keys
 
 
-def _made_of(config: QuantConfig) -> Hashable:
-    """Return a cache key for the float graph of a configuration, `None` if the graph cannot be shared."""
-    rewrites, others = divided(config.passes)
+def _float_graph_key(config: QuantConfig) -> Hashable:
+    """Return a cache key for the float graph of a configuration; `None` if the graph cannot be shared."""
+    rewrites, later = divided(config.passes)
     ours = {Stage.PLANNED: insert_observers, Stage.OBSERVED: calibrate, Stage.SETTLED: convert}
-    if any(pass_stage(p) is Stage.FLOAT or ours.get(pass_stage(p), p) is not p for p in others):
+    if any(pass_stage(p) is Stage.FLOAT or ours.get(pass_stage(p), p) is not p for p in later):
         return None
     parts: tuple[QuantConfig | Override, ...] = (config, *config.overrides)
     specs = [spec for part in parts for spec in (part.weight, part.input, part.output, part.kv_cache)]
@@ -397,14 +397,14 @@ def _made_of(config: QuantConfig) -> Hashable:
     return _keys(rewrites, config)
 
 
-_OWN = (insert_observers, calibrate, convert)
+_DEFAULTS = (insert_observers, calibrate, convert)
 """Passes of the stages that have exactly one pass; a configuration can replace them."""
 
 
 def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:
     """Return all passes in the order of their stages, split in two before the first one that needs data."""
-    given = {pass_stage(p) for p in passes}
-    passes = [*passes, *(own for own in _OWN if pass_stage(own) not in given)]
+    stages = {pass_stage(p) for p in passes}
+    passes = [*passes, *(default for default in _DEFAULTS if pass_stage(default) not in stages)]
     ordered = sorted(passes, key=lambda p: list(Stage).index(pass_stage(p)))
     rewrites = list(itertools.takewhile(lambda p: not needs_context(p), ordered))
     return rewrites, ordered[len(rewrites) :]
@@ -435,7 +435,7 @@ def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
         or hasattr(data, "__array__")
         or not several
     ):
-        remedy = "pass what it returns: call it" if callable(data) else "wrap a single batch in a list"
+        remedy = "call it and pass the result" if callable(data) else "wrap a single batch in a list"
         raise CalibrationError(f"{purpose}_data is an iterable of batches, not one {type(data).__name__}; {remedy}")
     iterator = as_called(data)
     for first in iterator:
@@ -481,8 +481,8 @@ def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "cal
             if not 0 <= low <= high < count:
                 raise CalibrationError(
                     f"{purpose} batch {index}: input {captured.signature.input_names[position]} holds "
-                    f"{low} to {high} and selects from a table of {count} rows; tokenize with "
-                    "the model's own tokenizer, without marks for positions that are to be ignored"
+                    f"{low} to {high} and selects from a table of {count} rows; tokenize with the model's own "
+                    "tokenizer, and replace marks for ignored positions, such as -100"
                 )
         yield leaves
 
@@ -493,15 +493,15 @@ def _rows_selected(gm: GraphModule) -> dict[int, int]:
     An input counts only if it reaches the table with its values unchanged.
     """
     positions = {node: position for position, node in enumerate(placeholders(gm))}
-    found: dict[int, int] = {}
+    rows: dict[int, int] = {}
     for node in gm.graph.nodes:
         if target_name(node).partition(".default")[0] in _SAME_VALUES and node.args[0] in positions:
             positions[node] = positions[node.args[0]]
         if target_name(node) == EMBEDDING and node.args[1] in positions:
-            rows = int(value_of(gm, node.args[0]).shape[0])
+            count = int(value_of(gm, node.args[0]).shape[0])
             position = positions[node.args[1]]
-            found[position] = min(rows, found.get(position, rows))
-    return found
+            rows[position] = min(count, rows.get(position, count))
+    return rows
 
 
 _SAME_VALUES = {

@@ -244,7 +244,7 @@ X = torch.ones(4, 8)
         ([X, X.numpy()], "batch 1 .* is a ndarray; .* convert it with torch.from_numpy"),
         ([X.numpy()], "is a ndarray; convert it with torch.from_numpy"),
         (X.numpy(), "not one ndarray; wrap a single batch in a list"),
-        (lambda: [X], "not one function; pass what it returns: call it"),
+        (lambda: [X], "not one function; call it and pass the result"),
         (iter([]), "missing or empty; .*a generator can be read only once; create a new one"),
         ([None], "calibration batch 0 is None"),
         ((X, torch.arange(4)), r"a tuple is read as several batches: one batch of several inputs is \[\(x, y\)\]"),

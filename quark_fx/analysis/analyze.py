@@ -104,8 +104,8 @@ def analyze(
             raise ConfigError(f"{name} is a number of at least 1, not {count!r}")
     preset = next((name for name in PRESETS if isinstance(config, str) and PRESETS[name] == resolve(config)), "")
     config = resolve(config)
-    lacking = "analyze compares outputs on data; pass calibration_data, real inputs"
-    session = Session.of(model, calibration_data, dynamic_shapes, resources, lacking=lacking)
+    missing = "analyze compares outputs on data; pass calibration_data, real inputs"
+    session = Session.of(model, calibration_data, dynamic_shapes, resources, missing=missing)
     shown = "{desc}: {n_fmt} configurations measured [{elapsed}]"
     bar = tqdm(desc="analyze", bar_format=shown, disable=not progress, leave=False)
     with bar, session.run(config) as context:

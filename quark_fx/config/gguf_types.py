@@ -74,7 +74,7 @@ _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _MORE_BITS = frozenset({"v_proj", "down_proj"})
 """Matrices that have more bits in some layers."""
 
-_BESIDE_EIGHT_EXPERTS = {"k_proj": Q8_0, "v_proj": Q8_0, "o_proj": Q5_K}
+_WITH_EIGHT_EXPERTS = {"k_proj": Q8_0, "v_proj": Q8_0, "o_proj": Q5_K}
 """Attention types of llama.cpp for models with eight experts per layer, whose experts hold most of the weights."""
 
 _IN_LAYER = re.compile(r"\.(\d+)\.(?:.*\.)?(\w+)$")
@@ -103,22 +103,22 @@ def mixed(model: nn.Module, name: Literal["Q4_K_M", "Q5_K_M"]) -> QuantConfig:
     if name not in _MIXTURES:
         raise unknown("mixture", name, _MIXTURES)
     base = _MIXTURES[name]
-    found = {p: m.weight for p, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    weights = {p: m.weight for p, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     heads = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     stacks = {name: p for name, p in model.named_parameters() if p.dim() == 3 and not name.endswith(".weight")}
-    found |= stacks
-    places = {path: _IN_LAYER.search(path) for path in found}
+    weights |= stacks
+    places = {path: _IN_LAYER.search(path) for path in weights}
     layers = 1 + max((int(place[1]) for place in places.values() if place), default=0)
-    tied = len({id(found[path]) for path, place in places.items() if not place}) == 1
-    beside = _BESIDE_EIGHT_EXPERTS if any(len(stack) == 8 for stack in stacks.values()) else {}
+    tied = len({id(weights[path]) for path, place in places.items() if not place}) == 1
+    exceptions = _WITH_EIGHT_EXPERTS if any(len(stack) == 8 for stack in stacks.values()) else {}
     specs: dict[str, dict[str, TensorSpec | None]] = {}
-    for path, weight in found.items():
+    for path, weight in weights.items():
         place = places[path]
         if place is None:
             spec = Q6_K if tied or path in heads else base
         else:
             more = place[2] in _MORE_BITS and _has_more_bits(int(place[1]), layers)
-            spec = beside.get(place[2], Q6_K if more else base)
+            spec = exceptions.get(place[2], Q6_K if more else base)
         pattern = f"*.{place[2]}" if place else path
         specs.setdefault(pattern, {})[path] = _dividing(spec, weight.shape[-1]) if len(weight) > 1 else None
     overrides = []

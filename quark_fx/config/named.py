@@ -18,10 +18,10 @@ def preset(name: str) -> QuantConfig:
     Raises:
         ConfigError: If the name is unknown; the message lists all names and the closest one.
     """
-    found = PRESETS.get(LONG_NAMES.get(name.lower(), name.lower()))
-    if found is None:
+    value = PRESETS.get(LONG_NAMES.get(name.lower(), name.lower()))
+    if value is None:
         raise PRESETS.unknown(name)
-    return found
+    return value
 
 
 __all__ = ["PRESETS", "preset"]

@@ -192,21 +192,21 @@ class QuantConfig:
             ),
             (
                 any(s.reduce_range for s in activations),
-                "reduce_range is for weights; what saturates is the sum of their products with activations",
+                "reduce_range is for weights; it keeps the sums of their products with activations from saturating",
             ),
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
             (
                 cache is not None and cache.dynamic and cache.granularity is Granularity.TENSOR,
-                "the range of a tensor that grows token by token changes what was rounded before; set "
-                "granularity='token' on `kv_cache`, or drop dynamic=True",
+                "a dynamic range per tensor changes with every token, and with it the tokens that the cache already "
+                "holds; set granularity='token' on `kv_cache`, or drop dynamic=True",
             ),
         ):
             if wrong:
                 raise ConfigError(message + where)
         operands = [Operand(name) for name in (_PER_OPERATOR if override else _SPECS)]
-        given = {operand: getattr(self if operand is Operand.BIAS else specs, operand) for operand in operands}
+        spec_of = {operand: getattr(self if operand is Operand.BIAS else specs, operand) for operand in operands}
         refused = dict[str, list[str]]()
-        for operand, spec in given.items():
+        for operand, spec in spec_of.items():
             if reason := self.target.refusal(spec, operand):
                 refused.setdefault(reason, []).append(f"`{operand}`")
         if refused:
@@ -247,7 +247,7 @@ class QuantConfig:
         """
         if "group_size" in changes:
             if self.weight is None:
-                raise ConfigError("group_size: this configuration has no `weight` spec")
+                raise ConfigError("group_size needs a `weight` spec, which this configuration lacks")
             weight = changes.get("weight", self.weight)
             changes["weight"] = weight.replace(group_size=changes.pop("group_size"), granularity=Granularity.GROUP)
         known_fields(type(self), changes)
@@ -291,14 +291,14 @@ class QuantConfig:
         base = _preset(data.pop("preset")) if "preset" in data else None
         values = known_fields(cls, data)
         for key in _SPECS:
-            if (given := values.get(key)) is not None:
-                own: TensorSpec | None = getattr(base, key, None)
+            if (value := values.get(key)) is not None:
+                spec: TensorSpec | None = getattr(base, key, None)
                 values[key] = (
-                    own.replace(**given) if own and isinstance(given, Mapping) else TensorSpec.from_dict(given)
+                    spec.replace(**value) if spec and isinstance(value, Mapping) else TensorSpec.from_dict(value)
                 )
         for key in ("passes", "overrides"):
-            if not isinstance(given := values.get(key) or (), list | tuple):
-                raise ConfigError(f"{key} is a list, not {brief(given)}; write [{brief(given)}]")
+            if not isinstance(value := values.get(key) or (), list | tuple):
+                raise ConfigError(f"{key} is a list, not {brief(value)}; write [{brief(value)}]")
         parsers = {"passes": PASSES.make, "overrides": Override.from_dict}
         values |= {key: tuple(map(parse, values[key] or ())) for key, parse in parsers.items() if key in values}
         values |= {"exclude": values["exclude"] or ()} if "exclude" in values else {}

@@ -69,7 +69,7 @@ class TensorSpec:
         "sub_group_size": "sub_group_size=n with group_size=m is now group_size=n and "
         "scale=QuantizedScale(format, group_size=m // n, scale=...)",
     }
-    """What replaces a field of earlier versions, by its name."""
+    """Advice for fields of earlier versions, by field name."""
 
     def __post_init__(self) -> None:
         cast = self.is_cast
@@ -114,7 +114,7 @@ class TensorSpec:
             ),
             (
                 self.symmetry is Symmetry.OFFSET and not self.scale.has_offsets,
-                f"scale='{self.scale}' has no offsets; use 'float16' or scales in uint6, or another symmetry",
+                f"scale='{self.scale}' does not support offsets; use 'float16', scales in uint6, or another symmetry",
             ),
             (
                 self.scale.multiples is not None and self.symmetry is not self._symmetry_of_levels,
@@ -122,7 +122,7 @@ class TensorSpec:
             ),
             (
                 self.scale.is_8_bit and self.symmetry not in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL),
-                f"scale='{self.scale}' has no zero points; set symmetry='symmetric'",
+                f"scale='{self.scale}' does not support zero points; set symmetry='symmetric'",
             ),
             (
                 not self.format.is_integer and self.symmetry is Symmetry.ASYMMETRIC,
@@ -135,7 +135,7 @@ class TensorSpec:
             ),
             (
                 cast and (self.granularity is not Granularity.TENSOR or self.scale != FLOAT32),
-                f"{self.format} is reached by a cast and has no scale; drop granularity and scale",
+                f"{self.format} is a cast without scales; drop granularity and scale",
             ),
             (
                 cast != isinstance(self.observer, Placeholder),
@@ -160,11 +160,12 @@ class TensorSpec:
             ),
             (
                 self.dynamic and self.scale != FLOAT32 and not self.scale.is_8_bit,
-                "a dynamic range has float32 scales, or such of 8 bits; drop scale",
+                "a dynamic range needs float32 scales, or 8-bit scales such as 'e8m0_even'; drop scale",
             ),
             (
                 not self.format.signed and self.format.bits > 16,
-                f"unsigned codes have at most 16 bits, as zero points are int32; use uint16 or int{self.format.bits}",
+                f"unsigned codes have at most 16 bits, because zero points are int32; use uint16 or "
+                f"int{self.format.bits}",
             ),
             (
                 self.reduce_range and (self.dynamic or not self.format.is_integer or self.format.bits not in (8, 16)),
@@ -174,15 +175,15 @@ class TensorSpec:
                 self.format.vector > 1 and (self.dynamic or (self.group_size or 0) % self.format.vector != 0),
                 f"{self.format} is for weights, in groups of a multiple of {self.format.vector} values; set group_size",
             ),
-            (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
+            (self.dynamic and cast, f"{self.format} is a cast and needs no range; drop dynamic=True"),
             (
                 self.dynamic and self.observer not in (MinMax(), Adjusted(ratio=self.ratio)),
-                "a dynamic range is the minimum and maximum at run time, or a share of them; drop the observer, or use "
-                "Adjusted(ratio=0.9)",
+                "a dynamic range spans the minimum and maximum at run time, or a fraction of them; drop the observer, "
+                "or use Adjusted(ratio=0.9)",
             ),
             (
                 self.scale.is_8_bit and self.measures_a_share,
-                f"scale='{self.scale}' takes the whole range at run time; drop the observer",
+                f"scale='{self.scale}' uses the whole range at run time; drop the observer",
             ),
         ):
             if wrong:

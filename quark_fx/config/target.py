@@ -58,7 +58,7 @@ class Refusal:
             ) from None
 
 
-_WHY = "this backend reads no {spec.format}; set format='int8'"
+_WHY = "this backend does not support {spec.format}; set format='int8'"
 
 
 def _no(*_: object) -> bool:
@@ -211,9 +211,9 @@ class Target:
     EXECUTORCH: ClassVar[Target]
     """ExecuTorch's XNNPACK kernels, which return quantized outputs; see `quark_fx.export.pt2e`."""
     VLLM: ClassVar[Target]
-    """vLLM, which reads the checkpoints of `quark_fx.export.huggingface` and fuses layers that read one value."""
+    """vLLM, which loads checkpoints of `quark_fx.export.huggingface` and fuses layers with a common input."""
     SGLANG: ClassVar[Target]
-    """SGLang, which reads the checkpoints of `quark_fx.export.huggingface` and fuses layers that read one value."""
+    """SGLang, which loads checkpoints of `quark_fx.export.huggingface` and fuses layers with a common input."""
     TORCH: ClassVar[Target]
     """PyTorch, which runs every graph."""
     DPU: ClassVar[Target]

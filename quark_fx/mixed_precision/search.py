@@ -123,11 +123,11 @@ def search(
     elif timed_batch is not None:
         raise ConfigError("timed_batch= is what a budget of latency is timed with; give one, or leave it out")
     find_solver()
-    lacking = "search compares outputs on data; pass data, batches of real inputs"
+    missing = "search compares outputs on data; pass data, batches of real inputs"
     batches, held_out = _divided(data, validation_data)
     if not isinstance(model, Session) or data is not None:
         data = batches
-    session = Session.of(model, data, dynamic_shapes, resources, lacking=lacking)
+    session = Session.of(model, data, dynamic_shapes, resources, missing=missing)
     if not held_out:
         remedy = "pass two batches or more, or validation_data"
         if isinstance(model, Session):

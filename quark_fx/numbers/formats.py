@@ -83,7 +83,7 @@ class Format(ABC):
         """Round `x`, float32, to the nearest value in place: ties to even, saturating.
 
         Args:
-            x: Values. NaN stays in floats; in a table it is what its code stands for.
+            x: Values. NaN stays NaN in float formats; a table maps it to one of its values.
             limits: Range for integers; default: `self.limits`.
         """
 
@@ -627,8 +627,8 @@ def _made_for_good(values: Any, device: torch.device) -> Tensor:
     """Return a tensor that later calls can use: not one of tracing or of inference mode."""
     with torch.inference_mode(mode=False):
         with _disable_current_modes():
-            found = _made(values, _CPU)
-        return found.to(device)
+            tensor = _made(values, _CPU)
+        return tensor.to(device)
 
 
 def _is_traced(x: Tensor) -> bool:

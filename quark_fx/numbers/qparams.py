@@ -91,7 +91,7 @@ class Scheme:
 
     @property
     def one_more_below(self) -> bool:
-        """True if one more code lies below the zero point than above: two's complement."""
+        """True if the format has one more code below the zero point than above it, as in two's complement."""
         return self.format.is_integer and self.middle - self.qmin > self.qmax - self.middle
 
     @property

@@ -37,7 +37,7 @@ class ScaleFormat:
     """Format of scales: `NumberScale` or `QuantizedScale`."""
 
     bits: int
-    """Bits of a stored scale; of quantized ones, without those of their scales."""
+    """Bits of a stored scale; for a quantized scale, bits of its code alone."""
     format: Format | None = None
     """Format of the codes of quantized scales."""
     group_size: int | None = None
@@ -195,7 +195,7 @@ E8M0_CEIL = NumberScale("e8m0_ceil", _e8m0, 8, "ceil")
 """The smallest power of two in 8 bits at which nothing saturates."""
 
 SCALES: Registry[ScaleFormat, ScaleFormat] = Registry("scale format")
-"""Formats of scales by name, which tensors can have."""
+"""Formats that the scales of a tensor can have, by their names."""
 for _scale in (FLOAT32, FLOAT16, POWER_OF_TWO, E8M0_FLOOR, E8M0_EVEN, E8M0_CEIL):
     SCALES.add(_scale, str(_scale))
 
@@ -386,15 +386,15 @@ def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> Sca
     fmt, _, rest = data.partition("_")
     if rest == str(FLOAT16):
         return QuantizedScale(parse_format(fmt), count, FLOAT16)
-    found = FLOAT20 if data == str(FLOAT20) else SCALES.find(data)
+    scale = FLOAT20 if data == str(FLOAT20) else SCALES.find(data)
     if count is None:
-        return found
-    if found.rule is None:
+        return scale
+    if scale.rule is None:
         raise ConfigError(
             f"scales in {data} do not share a scale: drop sub_group_size={count} of an earlier configuration, or use "
             "integers such as int8_float16, or e8m0_floor"
         )
-    return QuantizedScale(HALVES, count, found)
+    return QuantizedScale(HALVES, count, scale)
 
 
 parsed(

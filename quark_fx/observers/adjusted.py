@@ -1,4 +1,4 @@
-"""Another observer's range with a fixed change: shrunk, or wide enough for a smallest scale."""
+"""Range of another observer, multiplied by a ratio or widened to a smallest scale."""
 
 from __future__ import annotations
 
@@ -36,31 +36,32 @@ class Adjusted(Observer):
     observer: Observer = field(default_factory=MinMax)
     ratio: Annotated[float, Interval("(0, 1]")] = 1.0
     eps: NonNegativeFloat = 0.0
-    seen: Observer | None = state()
+    collected: Observer | None = state()
+    """The wrapped observer with its data."""
 
     def __post_init__(self) -> None:
         if isinstance(self.observer, Placeholder):
             raise ConfigError(f"Adjusted changes the range of an observer that finds one, not {self.observer!r}")
         if self.observer.weights_only:
             raise ConfigError(
-                f"observer {self.observer.name!r} chooses its own scales; Adjusted has no range to change"
+                f"observer {self.observer.name!r} chooses scales, not a range; Adjusted only changes ranges"
             )
 
     def observe(self, x: Tensor) -> Self:
-        return replace(self, seen=(self.seen or self.observer).observe(x))
+        return replace(self, collected=(self.collected or self.observer).observe(x))
 
     def merge(self, other: Self) -> Self:
-        if self.seen is None or other.seen is None:
-            return other if self.seen is None else self
-        return replace(self, seen=self.seen.merge(other.seen))
+        if self.collected is None or other.collected is None:
+            return other if self.collected is None else self
+        return replace(self, collected=self.collected.merge(other.collected))
 
     def reading(self, seen: Observer) -> Self | None:
-        """Return this observer with the values that `seen` saw, if the wrapped observer can use them."""
-        inner = self.observer.reading(seen.seen or seen.observer if isinstance(seen, Adjusted) else seen)
-        return None if inner is None else replace(self, seen=inner)
+        """Return this observer with the data of `seen`, if the wrapped observer can use it."""
+        inner = self.observer.reading(seen.collected or seen.observer if isinstance(seen, Adjusted) else seen)
+        return None if inner is None else replace(self, collected=inner)
 
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
-        low, high = (bound.double() * self.ratio for bound in (self.seen or self.observer).range(scheme))
+        low, high = (bound.double() * self.ratio for bound in (self.collected or self.observer).range(scheme))
         if scheme.symmetric:
             return low, high.clamp(min=self.eps * scheme.largest)
         low, high = low.clamp(max=0), high.clamp(min=0)

@@ -58,7 +58,7 @@ def state() -> Any:
 
 @dataclass(frozen=True)
 class Observer(ABC):
-    """Fold that every observer implements. It does not depend on axes, modules, or, before `range`, on a format."""
+    """Fold that every observer implements, independent of axes and modules, and until `range` of the format."""
 
     weights_only: ClassVar[bool] = False
     """True if it needs the whole tensor at once."""
@@ -118,17 +118,15 @@ def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tenso
 
     def error() -> ValueError:
         places = (~fine).flatten().nonzero().flatten()[:3].tolist()
-        # Of a tensor in groups there are several scales in a channel.
-        return ValueError(
-            f"a value that is not finite was observed, where scale {str(places)[1:-1]} of {fine.numel()} would be used"
-        )
+        # A tensor in groups has several scales per channel.
+        return ValueError(f"observed values are not finite: those for scale {str(places)[1:-1]} of {fine.numel()}")
 
     accelerator.require(fine.all(), error)
     return low, high
 
 
 observer_from_dict = OBSERVERS.make
-"""Builds an observer from its name, or from what `observer_to_dict` returned; the error lists the valid ones."""
+"""Builds an observer from its name or its dictionary (see `observer_to_dict`); the error lists the valid names."""
 observer_to_dict = OBSERVERS.plain
 """Returns `{"name": ..., option: value, ...}`, plain data for JSON and YAML."""
 

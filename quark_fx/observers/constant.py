@@ -18,12 +18,12 @@ _SIXTEENTHS = ((1.0, 16), (1 / 16, 8))
 sixteenths, then eighths of a sixteenth."""
 
 _EXPONENTS = (2.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-"""Shares that are tried where scales are powers of two in 8 bits: one exponent more than the range needs, up to four
-less."""
+"""Fractions to try for 8-bit powers of two as scales: one exponent more than the range needs, up to four less."""
 
 _WIDEST = 1.5
-"""The largest share for floats, whose values lie the farther apart the larger they are: the largest magnitude of a
-block may be rounded to the second largest value instead, as 6 is to 4 in E2M1 (Cook et al. 2025, "Four Over Six")."""
+"""The largest fraction to try for floats. Their steps grow with magnitude, so mapping the largest magnitude of a block
+to the second largest value of the format can have a smaller error: to 4 instead of 6 in E2M1 (Cook et al. 2025, "Four
+Over Six")."""
 
 
 def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
@@ -61,8 +61,8 @@ def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor
     error = _squared_error(x, scheme, *thresholds(best))
     if scheme.scale.rule:
         for power in _EXPONENTS:
-            found = _squared_error(x, scheme, *thresholds(torch.full_like(best, power)))
-            best, error = torch.where(found < error, power, best), torch.minimum(found, error)
+            trial = _squared_error(x, scheme, *thresholds(torch.full_like(best, power)))
+            best, error = torch.where(trial < error, power, best), torch.minimum(trial, error)
         return best
     most = 1.0 if scheme.format.is_integer else _WIDEST
     for width, count in _SIXTEENTHS:
@@ -72,9 +72,9 @@ def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor
             usable = (share > 0) & (share <= most) & (share != center)
             if not bool(usable.any()):
                 continue
-            found = _squared_error(x, scheme, *thresholds(torch.where(usable, share, center)))
-            better = usable & (found < error)
-            best, error = torch.where(better, share, best), torch.where(better, found, error)
+            trial = _squared_error(x, scheme, *thresholds(torch.where(usable, share, center)))
+            better = usable & (trial < error)
+            best, error = torch.where(better, share, best), torch.where(better, trial, error)
     return best
 
 

@@ -69,8 +69,8 @@ class Entropy(HistogramObserver):
             )
         inside = torch.arange(start, available + 1, self.stride, device=low.device)
         read = modelopt_threshold if magnitudes else onnxruntime_threshold
-        found = [read(Bins(edges[None], row[None]), levels, inside) for edges, row in zip(*bins, strict=True)]
-        lower, upper = zip(*found, strict=True)
+        ranges = [read(Bins(edges[None], row[None]), levels, inside) for edges, row in zip(*bins, strict=True)]
+        lower, upper = zip(*ranges, strict=True)
         return torch.stack(lower), torch.stack(upper)
 
 

@@ -19,10 +19,10 @@ class Grid(Protocol):
         ...
 
     def count(self, before: Any, x: Tensor, bins: int, *, skip_zeros: bool) -> Any:
-        """Return the histogram `before`, `None` for none yet, after it saw `x`, shape `(channels, values)`, too."""
+        """Return the histogram `before` (`None` at the start) plus the counts of `x`, shape `(channels, values)`."""
         ...
 
-    def bins(self, seen: Any, *, absolute: bool) -> Bins:
+    def bins(self, histogram: Any, *, absolute: bool) -> Bins:
         """Return the bins of the values, or of their magnitudes; raises `ValueError` if there are none."""
         ...
 
@@ -33,14 +33,14 @@ class Dyadic:
     absolute = False
 
     def count(self, before: Histogram | None, x: Tensor, bins: int, *, skip_zeros: bool) -> Histogram:
-        """Return the histogram after it saw `x`, too."""
+        """Return the histogram that also counts `x`."""
         if before is None:
             return Histogram.of(x, bins, skip_zeros=skip_zeros)
         return before.merge(Histogram.of(x, bins, skip_zeros=skip_zeros, coarse=before.exponent))
 
-    def bins(self, seen: Histogram, *, absolute: bool) -> Bins:
+    def bins(self, histogram: Histogram, *, absolute: bool) -> Bins:
         """Return the bins of the values, or of their magnitudes."""
-        return seen.bins(absolute=absolute)
+        return histogram.bins(absolute=absolute)
 
 
 GRIDS: dict[str, Grid] = {"dyadic": Dyadic(), **{span: PeerGrid(span) for span in SPANS}}

@@ -1,4 +1,4 @@
-"""Zero points of weights that leave few large errors rather than small ones on average; no data is needed."""
+"""Scales and zero points of weights that are robust to outliers; no data is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quark_fx.observers.minmax import MinMax
 from quark_fx.system.options import Interval, PositiveInt
 
 _GROWTH = 1.01
-"""Of the penalty, from one iteration to the next."""
+"""Growth of the penalty per iteration."""
 
 
 @observer
@@ -62,8 +62,8 @@ class Hqq(MinMax):
             codes = (x / scale + zero).round_().clamp_(*limits)
             lost = x - decode(codes, scale, zero)
             size = lost.abs()
-            kept = lost.sign() * (size - size.clamp_min(1e-12) ** (self.norm - 1) / penalty).clamp_min_(0)
-            target = x - kept
+            shrunk = lost.sign() * (size - size.clamp_min(1e-12) ** (self.norm - 1) / penalty).clamp_min_(0)
+            target = x - shrunk
             zero = (codes - target / scale).mean(1, keepdim=True).round_().clamp_(*limits)
             steps = codes - zero
             fitted = (target * steps).sum(1, keepdim=True) / steps.square().sum(1, keepdim=True).clamp_min(1e-12)

@@ -17,7 +17,7 @@ from quark_fx.system.options import Interval
 @observer
 @dataclass(frozen=True)
 class Placeholder(Observer):
-    """No statistics: for tensors that a cast alone takes to float16 or bfloat16."""
+    """No statistics, for tensors that are cast to float16 or bfloat16."""
 
     def observe(self, x: Tensor) -> Self:
         return self
@@ -32,7 +32,7 @@ class Placeholder(Observer):
 @observer
 @dataclass(frozen=True)
 class MinMax(Observer):
-    """The smallest and largest value seen.
+    """The smallest and largest observed value.
 
     The granularity (tensor, channel, group) is the caller's reshape, so this one class is the per-tensor,
     per-channel and per-group min-max observer.

@@ -39,7 +39,7 @@ class Mse(HistogramObserver):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.start_bin >= self.bins:
-            raise ConfigError(f"start_bin={self.start_bin} lies behind the last of bins={self.bins}")
+            raise ConfigError(f"start_bin={self.start_bin} must be less than bins={self.bins}")
 
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         bins = self.collected(absolute=False)

@@ -25,11 +25,11 @@ from quark_fx.system.options import Interval, NonNegativeInt
 @observer
 @dataclass(frozen=True)
 class NonOverflow(MinMax):
-    """The power-of-two scale of the smallest and largest value seen.
+    """The power-of-two scale for the smallest and largest observed value.
 
     Args:
-        rounding: `"ceil"` never overflows. `"nearest"` in the log domain, as Quark's method of this name does,
-            overflows by up to sqrt(2).
+        rounding: Direction of rounding in the log domain: `"ceil"` never overflows; `"nearest"`, which Quark's method
+            of this name uses, overflows by up to sqrt(2).
 
     Raises:
         ConfigError: For another rounding.
@@ -52,7 +52,7 @@ class NonOverflow(MinMax):
 def nearest_exponent(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """Return the exponent of the power of two nearest to the float scale, and the float scale's zero point (int32).
 
-    The zero point is the float scale's: recomputed from the widened minimum `(qmin - zp) * 2**exponent` it is itself.
+    The zero point follows from the float scale; the widened minimum `(qmin - zp) * 2**exponent` has the same one.
     """
     scheme = replace(scheme, scale=FLOAT32)
     if scheme.symmetric:
@@ -68,25 +68,25 @@ def nearest_exponent(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor,
 class PowerOfTwoMinMse(Observer):
     """The power-of-two scale with the smallest squared error.
 
-    Candidates are `2**(e - offset)` with `2**e` the power nearest to the scale of the extremes; of equals the larger
-    scale wins. The zero point follows from the extremes. The sums for the error are kept per bin of a dyadic
-    histogram: rounding cells of a power-of-two scale end where bins end, so the error is exact, not an estimate, for
-    integers of up to 8 bits, in memory that does not grow. Wider ones round within a bin, and are charged
-    `scale**2 / 12` a value for it.
+    Candidates are `2**(e - offset)`, where `2**e` is the power nearest to the scale of the extremes; ties go to the
+    larger scale. The zero point follows from the extremes. Sums for the error are stored per bin of a dyadic histogram.
+    Rounding cells of a power-of-two scale end at edges of bins, so for integers of up to 8 bits the error is exact and
+    memory does not grow with the data. Wider formats round within a bin; each value then counts `scale**2 / 12`.
 
     Args:
-        mode: `"all"` values of all batches together; `"most_common"` of the batches' best scales (of equals the
-            smaller scale), symmetric formats only; `"percentile"`: all values up to the percentile of the magnitudes,
-            of an asymmetric format those between the percentiles that leave out half of the rest on each side.
+        mode: Values that the scale is chosen for. `"all"`: values of all batches together. `"most_common"`: the most
+            frequent of the best scales per batch (ties go to the smaller scale), symmetric formats only.
+            `"percentile"`: values up to the percentile of the magnitudes; for an asymmetric format, values between two
+            percentiles that cut off equal parts on both sides.
         percentile: Percentile of mode `"percentile"`, resolved to a bin.
-        offsets: Distances to try, in order; `(-2, -1, 0, 1, 2)` is Quark's for PyTorch.
-        bins: 0 for the exact error; otherwise the error of the centers of so many bins, as Quark 0.13 has it with
-            2048, symmetric formats only. Its grid is fixed by the first batch.
+        offsets: Exponent offsets to try, in order; Quark for PyTorch uses `(-2, -1, 0, 1, 2)`.
+        bins: 0 for the exact error; otherwise, the number of bins whose centers give the error (Quark 0.13 uses 2048).
+            Symmetric formats only; the first batch fixes the grid.
         vote: Format for which the batches of `"most_common"` choose scales.
         vote_symmetry: Symmetry of that format, `"symmetric"` or `"symmetric_full"`.
 
     Raises:
-        ConfigError: For an unknown mode, no offsets, or `bins` with a mode that has none.
+        ConfigError: For an unknown mode, empty offsets, or `bins` with another mode than `"all"`.
     """
 
     mode: str = "all"
@@ -103,7 +103,7 @@ class PowerOfTwoMinMse(Observer):
         if self.mode not in (modes := ("all", "most_common", "percentile")):
             raise unknown("mode", self.mode, modes)
         if not self.offsets:
-            raise ConfigError("offsets are one or more whole numbers; write offsets=(0, 1)")
+            raise ConfigError("offsets are one or more integers; write offsets=(0, 1)")
         for option, mode in (("percentile", "percentile"), ("vote", "most_common"), ("vote_symmetry", "most_common")):
             if self.mode != mode and getattr(self, option) != type(self).__dataclass_fields__[option].default:
                 raise ConfigError(f"{option} is an option of mode={mode!r}, and means nothing to mode={self.mode!r}")
@@ -119,10 +119,10 @@ class PowerOfTwoMinMse(Observer):
             return replace(self, histogram=PeerGrid("quark").count(self.histogram, x, self.bins, skip_zeros=False))
         # 9 bits from the range to the scale of an 8-bit format, 1 for the nearest rounding and half a cell.
         coarse = self.histogram.exponent if isinstance(self.histogram, Histogram) else None
-        seen = Histogram.of(x, 1 << (10 + max(0, *self.offsets)), sums=True, coarse=coarse)
+        batch = Histogram.of(x, 1 << (10 + max(0, *self.offsets)), sums=True, coarse=coarse)
         if self.mode == "most_common":
-            return self.merge(replace(self, votes=self._ballot(seen)))
-        return self.merge(replace(self, histogram=seen))
+            return self.merge(replace(self, votes=self._ballot(batch)))
+        return self.merge(replace(self, histogram=batch))
 
     def merge(self, other: Self) -> Self:
         if self.votes is not None and other.votes is not None:
@@ -152,14 +152,14 @@ class PowerOfTwoMinMse(Observer):
             bins, sums = histogram.bins(absolute=False), histogram.sums
             assert sums is not None
             if self.mode == "percentile":
-                kept = self._kept(histogram, scheme)
-                bins, sums = bins._replace(counts=bins.counts * kept), sums * kept
+                inside = self._inside_percentiles(histogram, scheme)
+                bins, sums = bins._replace(counts=bins.counts * inside), sums * inside
                 low, high = _outermost(bins.counts, sums)
             exponent, zero_point = _search(Moments.of(bins, sums), low, high, scheme, self.offsets)
         return QParams(power_of_two(exponent), zero_point)
 
-    def _kept(self, histogram: Histogram, scheme: Scheme) -> Tensor:
-        """Return the bins that percentiles (as in `numpy.percentile`) keep: of magnitudes, or on each side."""
+    def _inside_percentiles(self, histogram: Histogram, scheme: Scheme) -> Tensor:
+        """Return a mask of the bins inside the percentiles (as in `numpy.percentile`): of magnitudes, or per side."""
         bins = histogram.bins(absolute=False)
         if scheme.symmetric:
             magnitudes = histogram.bins(absolute=True)
@@ -188,7 +188,7 @@ class PowerOfTwoMinMse(Observer):
                 f'set vote="{scheme.format}" and vote_symmetry="{scheme.symmetry}"'
             )
         if bool((votes[:, 0] > 0).any()):
-            raise ValueError("a value that is not finite was observed")
+            raise ValueError("observed values are not finite")
         exponent = votes.argmax(1).to(torch.int32) - 127
         return QParams(power_of_two(exponent), torch.full_like(exponent, scheme.middle))
 

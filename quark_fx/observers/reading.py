@@ -1,4 +1,4 @@
-"""Base class of observers that read a histogram: options, collection, and the clip to the exact extremes."""
+"""Base class of observers that compute ranges from a histogram, clipped to the exact extremes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class HistogramObserver(Observer):
     def observe(self, x: Tensor) -> Self:
         if x.numel() == 0:
             return self
-        seen = GRIDS[self.grid].count(self.histogram, x, self.bins, skip_zeros=self.skip_zeros)
-        return replace(self, histogram=seen)
+        histogram = GRIDS[self.grid].count(self.histogram, x, self.bins, skip_zeros=self.skip_zeros)
+        return replace(self, histogram=histogram)
 
     def merge(self, other: Self) -> Self:
         if self.histogram is None:
@@ -71,7 +71,7 @@ class HistogramObserver(Observer):
         low, high = finite_range(*((None, None) if histogram is None else (histogram.low, histogram.high)))
         threshold_low, threshold_high = self.read(low.double(), high.double(), scheme)
         low, high = torch.maximum(threshold_low.float(), low), torch.minimum(threshold_high.float(), high)
-        # Of values in one bin the thresholds may cross; the one farther from zero decides, as the range contains zero.
+        # Thresholds can cross if all values are in one bin. The one farther from zero decides: the range contains zero.
         crossed = low > high
         return torch.where(crossed & (low > 0), high, low), torch.where(crossed & (low <= 0), low, high)
 

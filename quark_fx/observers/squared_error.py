@@ -39,7 +39,7 @@ def best_range(bins: Bins, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[T
 
 
 class Moments(NamedTuple):
-    """Prefix sums over equally wide bins, float64, `(channels, n + 1)`, and where the bins lie, `(channels, 1)`."""
+    """Prefix sums over bins of equal width, float64, `(channels, n + 1)`, and the grid's start and width."""
 
     zeroth: Tensor
     first: Tensor
@@ -49,7 +49,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, bins: Bins, sums: Tensor | None = None) -> Moments:
-        """Sum up the bins, each value standing at its bin's center unless `sums` gives the values' sums."""
+        """Sum up the bins; values count as the centers of their bins unless `sums` holds the sums per bin."""
         start, width = bins.edges[:, :1], (bins.edges[:, -1:] - bins.edges[:, :1]) / bins.counts.shape[1]
         if sums is None:
             first, second = bins.counts * bins.centers, bins.counts * bins.centers**2

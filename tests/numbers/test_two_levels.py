@@ -129,7 +129,7 @@ def test_a_type_has_the_bytes_and_rounds_as_well_as_its_bits_allow(name: str) ->
         ("Q4_1", {"format": "int4", "symmetry": "offset"}, "weights in unsigned integers, in groups"),
         ("Q4_1", {"granularity": "channel", "group_size": None}, "weights in unsigned integers, in groups"),
         ("Q4_1", {"observer": "mse"}, "drop the observer"),
-        ("Q4_1", {"scale": "power_of_two"}, "has no offsets"),
+        ("Q4_1", {"scale": "power_of_two"}, "does not support offsets"),
         ("Q4_1", {"dynamic": True}, "weights in unsigned integers"),
     ],
 )

@@ -101,7 +101,7 @@ def state_of(observer: Observer | None) -> list[Tensor]:
     if observer is None:
         return []
     if isinstance(observer, Adjusted):
-        return state_of(observer.seen)
+        return state_of(observer.collected)
     parts = [getattr(observer, f.name) for f in dataclasses.fields(observer) if f.metadata.get("state")]
     return [tensor for tensor in torch.utils._pytree.tree_leaves(parts) if tensor is not None]
 

@@ -248,9 +248,9 @@ def test_outgrowing_the_linear_grid_is_said(grid: str) -> None:
     first = torch.tensor([[0.1, -1.0, 1.0]])
     seen = Percentile(grid=grid, bins=32).observe(first).observe(10 * first)
     assert seen.range(SYMMETRIC)[1] > 5
-    with pytest.raises(ValueError, match='room is for 512: use grid="dyadic"'):
+    with pytest.raises(ValueError, match='the limit is 512: use grid="dyadic"'):
         seen.observe(1000 * first).range(SYMMETRIC)
-    with pytest.raises(ValueError, match="room is for 512"):
+    with pytest.raises(ValueError, match="the limit is 512"):
         seen.observe(1e30 * first).observe(first).range(SYMMETRIC)
 
 

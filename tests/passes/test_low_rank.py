@@ -346,7 +346,7 @@ def test_checkpoints_refuse_branches_by_the_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("export", ["compressed-tensors", "gptq", "gguf"])
 def test_what_holds_no_branches_is_said_before_it_begins(export: str) -> None:
-    with pytest.raises(qfx.ExportError, match="no place for what LowRank computes in float beside layers"):
+    with pytest.raises(qfx.ExportError, match="cannot store the float branches that LowRank adds to layers"):
         qfx.check(seeded(Mlp()), configured(LowRank(rank=8)), data(), export=export)
     qfx.check(seeded(Mlp()), INT8_STATIC.replace(passes=(*INT8_STATIC.passes, LowRank(rank=8))), data(), export="qdq")
 

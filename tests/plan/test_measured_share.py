@@ -59,10 +59,12 @@ def test_kernels_read_the_scale_that_is_measured() -> None:
 
 def test_other_observers_of_a_measured_range_are_refused_with_the_remedy() -> None:
     for observer in (Mse(), Adjusted(observer=Mse(), ratio=0.9), Adjusted(ratio=0.9, eps=1e-3)):
-        with pytest.raises(ConfigError, match=r"or a share of them; drop the observer, or use Adjusted\(ratio=0.9\)"):
+        with pytest.raises(
+            ConfigError, match=r"or a fraction of them; drop the observer, or use Adjusted\(ratio=0.9\)"
+        ):
             measured(observer=observer)
     assert NVFP4.input is not None
-    with pytest.raises(ConfigError, match="takes the whole range at run time"):
+    with pytest.raises(ConfigError, match="uses the whole range at run time"):
         NVFP4.input.replace(observer=SHARE)
 
 

@@ -1,1 +1,1 @@
-"""What reproduces the numbers of other tools: grids that the first batch fixes, and how their bins are read."""
+"""Histograms and thresholds that reproduce the numbers of other tools, on grids that the first batch fixes."""

@@ -14,9 +14,9 @@ def onnxruntime_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tens
     Its divergences are float32 sums, so that it chooses by rounding among candidates that agree to 1e-6.
 
     Args:
-        bins: one row.
-        levels: number of quantized bins over both signs.
-        inside: candidates: how many bins lie inside the threshold on each side of the middle, increasing.
+        bins: Bins of one row.
+        levels: Number of quantized bins over both signs.
+        inside: Candidates: numbers of bins inside the threshold on each side of the middle, increasing.
     """
     pieces = [_onnxruntime_divergence(bins.counts[0], levels, part) for part in torch.split(inside, 256)]
     best = inside[torch.cat(pieces).argmin()]

@@ -28,14 +28,14 @@ SPANS = {
 class LinearHistogram(NamedTuple):
     """Counts on a grid of equal bins, one row per channel.
 
-    Bin `i` holds `edges[i] <= x < edges[i + 1]` (the last one its right edge too), as `numpy.histogram`.
+    Bin `i` holds `edges[i] <= x < edges[i + 1]`, and the last bin its right edge too, like `numpy.histogram`.
 
     Attributes:
-        counts: int64, `(channels, room)`.
-        edges: float32, `(channels, room + 1)`, infinite after the `size`-th.
-        size: number of bins in use, int64, `(channels,)`; above `room` if the data outgrew it.
-        low: exact minimum, float32; NaN or infinite as soon as one value was.
-        high: exact maximum, likewise.
+        counts: Count per bin, int64, `(channels, room)`.
+        edges: Edges of bins, float32, `(channels, room + 1)`; infinite after index `size`.
+        size: Number of bins in use, int64, `(channels,)`; more than `room` if the data outgrew the grid.
+        low: Exact minimum, float32, `(channels,)`; NaN or infinite once a value is.
+        high: Exact maximum, float32, `(channels,)`; NaN or infinite once a value is.
     """
 
     counts: Tensor
@@ -65,18 +65,18 @@ class LinearHistogram(NamedTuple):
         room = CAPACITY * bins
         edges = torch.nn.functional.pad(self.edges, (0, room + 1 - self.edges.shape[1]), value=torch.inf)
         counts = torch.nn.functional.pad(self.counts, (0, room - self.counts.shape[1]))
-        edges, size, left = _grow(edges, self.size, values, span, (self.low == 0) & (self.high == 0))
-        steps = torch.arange(room, device=x.device) + left[:, None]
+        edges, size, added = _grow(edges, self.size, values, span, (self.low == 0) & (self.high == 0))
+        steps = torch.arange(room, device=x.device) + added[:, None]
         moved = torch.zeros_like(counts).scatter_add_(1, steps.clamp(max=room - 1), counts)
         low = torch.minimum(self.low, x.amin(1).float())
         high = torch.maximum(self.high, x.amax(1).float())
         return LinearHistogram(moved + _count(values, edges, size, skip_zeros), edges, size, low, high)
 
     def merge(self, other: LinearHistogram) -> LinearHistogram:
-        """Return the histogram of what both saw.
+        """Return the histogram of the data of both.
 
         Raises:
-            ValueError: if the first batches gave them different grids.
+            ValueError: If the first batches gave them different grids.
         """
         if not (torch.equal(self.size, other.size) and torch.equal(self._used(), other._used())):
             raise ValueError(
@@ -92,15 +92,15 @@ class LinearHistogram(NamedTuple):
         )
 
     def bins(self) -> Bins:
-        """Return edges and counts; rows with fewer bins are continued with empty ones of their width.
+        """Return edges and counts, with empty bins of the same width at the end of shorter rows.
 
         Raises:
-            ValueError: if the data outgrew the grid.
+            ValueError: If the data outgrew the grid.
         """
         count = int(self.size.max())
         if count > self.counts.shape[1]:
             raise ValueError(
-                f"the data needs {count} bins of the first batch's width, room is for {self.counts.shape[1]}: "
+                f"the data needs {count} bins of the first batch's width, but the limit is {self.counts.shape[1]}: "
                 'use grid="dyadic", or a first batch that is representative'
             )
         edges = self.edges[:, : count + 1].double()
@@ -129,7 +129,7 @@ def _limits(values: Tensor, span: str) -> tuple[Tensor, Tensor]:
 
 
 def _limits_without_zeros(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest value that is not zero; 0 and 1 where there is none, as `numpy.histogram`."""
+    """Return the smallest and largest nonzero value per row, or 0 and 1 for a row of zeros, like `numpy.histogram`."""
     low = torch.where(values == 0, torch.inf, values).amin(1)
     high = torch.where(values == 0, -torch.inf, values).amax(1)
     none = low > high
@@ -145,9 +145,9 @@ def _linspace(first: Tensor, last: Tensor, size: Tensor, room: int) -> Tensor:
 
 
 def _grow(edges: Tensor, size: Tensor, values: Tensor, span: str, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the edges and size that also cover `values`, and how many bins came on the left.
+    """Return edges and size that also cover `values`, and the number of bins added on the left.
 
-    `zeros` marks rows that saw nothing but zeros: where the peer's bins have no width yet, these start afresh.
+    `zeros` marks rows with only zeros so far: their range is a single point, and ONNX Runtime and ModelOpt replace it.
     """
     room = edges.shape[1] - 1
     low, high = _limits(values, span)
@@ -171,19 +171,19 @@ def _grow(edges: Tensor, size: Tensor, values: Tensor, span: str, zeros: Tensor)
         reach = torch.where(zeros & (high > 0), high, reach)
         return _linspace(-reach, reach, size + 2 * half, room), size + 2 * half, half
     width = (last - first) / size
-    left = torch.where(low < first, _whole((first - low) / width), none)
-    right = torch.where(high > last, _whole((high - last) / width), none)
+    below = torch.where(low < first, _whole((first - low) / width), none)
+    above = torch.where(high > last, _whole((high - last) / width), none)
     if span == "modelopt":
         fresh = zeros & (high > 0)
-        left, right = none, torch.where(fresh, none, right)
+        below, above = none, torch.where(fresh, none, above)
         last = torch.where(fresh, high, last)
         width = torch.where(fresh, high / size, width)
-    size = size + left + right
-    return _linspace(first - left * width, last + right * width, size, room), size, left
+    size = size + below + above
+    return _linspace(first - below * width, last + above * width, size, room), size, below
 
 
 def _whole(ratio: Tensor) -> Tensor:
-    # Far more bins than there is room for, but few enough for their sums to fit an int64.
+    # The bound is far above the capacity, but sums of such counts still fit an int64.
     return ratio.double().nan_to_num().clamp(0, 1 << 40).ceil().long()
 
 
@@ -205,27 +205,27 @@ class PeerGrid:
     """A grid that the first batch fixes.
 
     Attributes:
-        span: a key of `SPANS`.
+        span: Key of `SPANS`.
     """
 
     span: str
 
     @property
     def absolute(self) -> bool:
-        """Whether it holds magnitudes only."""
+        """True if the grid holds only magnitudes."""
         return self.span in ("modelopt", "onnxruntime_absolute")
 
     def count(self, before: Any, x: Tensor, bins: int, *, skip_zeros: bool) -> LinearHistogram:
-        """Return the histogram after it saw `x`, too."""
+        """Return the histogram that also counts `x`."""
         count = before.extend if isinstance(before, LinearHistogram) else LinearHistogram.of
         return count(x, self.span, bins, skip_zeros=skip_zeros)
 
-    def bins(self, seen: LinearHistogram, *, absolute: bool) -> Bins:
-        """Return the bins of what the grid holds.
+    def bins(self, histogram: LinearHistogram, *, absolute: bool) -> Bins:
+        """Return the bins of a histogram on this grid.
 
         Raises:
-            ValueError: if magnitudes are asked of a grid of signed values.
+            ValueError: If magnitudes are requested from a grid of signed values.
         """
         if absolute and not self.absolute:
             raise ValueError(f'the grid "{self.span}" holds signed values, not magnitudes: use "dyadic" or "modelopt"')
-        return seen.bins()
+        return histogram.bins()

@@ -1,4 +1,4 @@
-"""Percentiles as ONNX Runtime, `HistogramCollector.compute_percentile`, and ModelOpt read them: left edges of bins."""
+"""Percentiles at left edges of bins, as in ONNX Runtime (`HistogramCollector.compute_percentile`) and ModelOpt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quark_fx.observers.histogram import Bins
 
 
 def left_edges(bins: Bins, percentile: float, *, absolute: bool) -> tuple[Tensor, Tensor]:
-    """Return the ends, `(channels,)`, of what holds `percentile` per cent of the values; `absolute`: of magnitudes."""
+    """Return the ends, `(channels,)`, of the range that holds `percentile` percent of the values, or of magnitudes."""
     if absolute:
         limit = _left_edge(bins, percentile / 100)
         return -limit, limit
