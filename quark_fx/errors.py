@@ -1,4 +1,4 @@
-"""Errors of the package. Each message says what failed, where, and the next step."""
+"""Errors of the package. Each message names the failure, its place, and the next step."""
 
 from __future__ import annotations
 

@@ -644,7 +644,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a text too short": (
         lambda llm: ("quantize", llm, "--preset", "fp16", "--data", written("short.txt", "Hello."), "-o", "q"),
-        r"the text has \d tokens, and a window 32; give more text",
+        r"the text has \d tokens, fewer than a window of 32; give more text",
     ),
     "no text": (
         lambda llm: ("quantize", llm, "--preset", "fp16", "--data", binary("noise.txt"), "-o", "q"),
@@ -652,7 +652,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "images of several sizes": (
         lambda _: (*factory("cnn"), "--data", odd_image()),
-        r"images/9.png has 9 x 10 pixels, the images before it 8 x 8; give the size .*--image-size",
+        r"images/9.png has 9 x 10 pixels, the images before it 8 x 8; give a common size .*--image-size",
     ),
     "images of another size": (
         lambda _: (*factory("cnn"), "--data", "images", "--image-size", 12),
@@ -670,7 +670,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
         lambda _: (*factory("cnn"), "--data", damaged_image()),
         r"the image images/0/0.png cannot be read",
     ),
-    "a folder without images": (lambda _: (*factory("cnn"), "--data", empty()), r"empty holds no image"),
+    "a folder without images": (lambda _: (*factory("cnn"), "--data", empty()), r"empty holds no images"),
     "numbers": (lambda _: (*factory("cnn"), "--data", "images", "--mean", "a,b"), r"'a,b' is no list of numbers"),
     "a pickle": (lambda _: (*factory("cnn"), "--data", pickled()), r"objects.npy cannot be read: Object arrays"),
     "no directory": (lambda _: (*factory("with_example")[:-1], "gone/a.onnx"), r"the directory gone does not exist"),
@@ -699,7 +699,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "its own weights": (
         lambda llm: ("quantize", llm, "--preset", "w4a16_rtn", "--format", "compressed-tensors", "-o", llm),
-        r"llm holds model.safetensors, which no config.json there calls quantized and which would be lost",
+        r"llm holds model.safetensors, which would be lost and which no config.json there marks as quantized",
     ),
     "a GGUF file as a model": (
         lambda _: ("quantize", written("llm.gguf", ""), "--preset", "fp16", "-o", "q"),
@@ -734,11 +734,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
             *("--preset", "w4a16_rtn", "-o", "q"),
             *("--data", written("chats.jsonl", '{"messages": [{"role": "user", "content": "a"}]}')),
         ),
-        r"the tokenizer has no chat template",
+        r"the tokenizer lacks a chat template",
     ),
     "no such package": (
         lambda checkpoint: ("quantize", checkpoint, "--preset", "w4a16_rtn", "-o", "q", "--data", "not_here.at:all"),
-        r"no file not_here.at:all, and no installed package not_here.at",
+        r"file not_here.at:all does not exist, and package not_here.at is not installed",
     ),
     "damaged settings": (
         lambda _: ("inspect", others(gptq(dynamic={"+:(": {}}), packed(4, 4))),

@@ -291,7 +291,7 @@ def test_a_quantized_checkpoint_is_read_from_its_directory_alone(tmp_path: Path)
     index = {"weight_map": dict.fromkeys(load_file(file), "../outside/model.safetensors")}
     (tmp_path / "ct" / "model.safetensors.index.json").write_text(json.dumps(index))
     file.unlink()
-    assert "which is no safetensors file beside it" in words_for(tmp_path / "ct", task)
+    assert "which is not a safetensors file next to it" in words_for(tmp_path / "ct", task)
 
 
 def words_for(model: Any, task: Any) -> str:
@@ -354,7 +354,7 @@ def test_windows_are_packed_and_spread_over_the_text() -> None:
     assert spread["input_ids"][:, 0].tolist() == [0, 8]
     (documents,) = qfx.data.text_windows(["1 2", "3"], Words(), length=5)
     assert documents["input_ids"].tolist() == [[1, 2, 9, 3, 9]]
-    with pytest.raises(qfx.CalibrationError, match="the text has 2 tokens, and a window 5"):
+    with pytest.raises(qfx.CalibrationError, match="the text has 2 tokens, fewer than a window of 5"):
         qfx.data.text_windows("1 2", Words(), length=5)
 
 
@@ -398,8 +398,8 @@ def test_text_is_read_by_the_name_of_what_is_installed(tmp_path: Path, monkeypat
     for name, message in {
         "texts_of_a_test:../outside.txt": "neither a file",
         "texts_of_a_test:NUMBER": "neither a file NUMBER nor a text",
-        "not_installed_here:text": "no installed package not_installed_here",
-        "__main__:text": "neither a file|no installed package",
+        "not_installed_here:text": "package not_installed_here is not installed",
+        "__main__:text": "neither a file|is not installed",
         "breaks_when_imported:text": "importing breaks_when_imported raised SystemExit: 3",
         "gone.txt": "gone.txt cannot be read as text",
     }.items():
@@ -457,7 +457,7 @@ def test_lines_of_json_are_texts_or_conversations(lines: list[str], expected: ob
         ("a.csv", "x,y\n1,2\n", qfx.CalibrationError(r"table without a column `text` \(it has x, y\)")),
         ("a.csv", 'text\n"a', qfx.CalibrationError(r"line \d of .* is not valid CSV")),
         ("a.bin", "a\0b", qfx.CalibrationError("zero bytes")),
-        ("a.txt", None, qfx.CalibrationError("cannot be read as text: a.txt is no regular file")),
+        ("a.txt", None, qfx.CalibrationError("cannot be read as text: a.txt is not a regular file")),
     ],
 )
 def test_a_file_is_text_only_if_it_is_no_data(name: str, content: str | None, expected: Any, tmp_path: Path) -> None:
@@ -559,7 +559,7 @@ def test_labels_are_the_numbers_of_folders_or_their_order(tmp_path: Path) -> Non
     Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8)).save(tmp_path / "b" / "x.png")
     with pytest.raises(qfx.ConfigError, match="image_folder has no argument means"):
         qfx.data.labeled_images(tmp_path / "a", means=(0,))
-    with pytest.raises(qfx.CalibrationError, match=r"x\.png lies in no folder of a class"):
+    with pytest.raises(qfx.CalibrationError, match=r"x\.png is not in the folder of a class"):
         qfx.data.labeled_images(tmp_path / "b")
 
 
@@ -572,7 +572,7 @@ def test_hidden_and_empty_folders_are_no_classes(tmp_path: Path) -> None:
     (tmp_path / "notes" / "a.txt").touch()
     (tmp_path / "elsewhere").rename(tmp_path.with_name("elsewhere"))
     (tmp_path / "dog").symlink_to(tmp_path.with_name("elsewhere") / "dog")
-    with pytest.warns(UserWarning, match=r"bee, notes in .* hold no images and count as no classes"):
+    with pytest.warns(UserWarning, match=r"bee, notes in .* hold no images and do not count as classes"):
         pairs = qfx.data.labeled_images(tmp_path)
     assert pairs.class_to_idx == {"ant": 0, "cat": 1, "dog": 2}
     ((batch, labels),) = pairs
@@ -643,7 +643,7 @@ def test_arrays_are_read_in_batches_and_doubles_become_floats(tmp_path: Path) ->
         qfx.data.read_arrays(tmp_path / "odd.npz")
     for name, array in (("number", np.array(3.0)), ("nothing", np.zeros((0, 2)))):
         np.save(tmp_path / f"{name}.npy", array)
-        with pytest.raises(qfx.CalibrationError, match="holds no samples; their dimension is the first"):
+        with pytest.raises(qfx.CalibrationError, match="holds no samples; the first dimension of an array counts"):
             qfx.data.read_arrays(tmp_path / f"{name}.npy")
 
 

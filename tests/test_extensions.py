@@ -726,7 +726,7 @@ def test_a_stored_model_runs_without_the_code_of_its_target(tmp_path: Path, monk
             r"cannot be filled in: 'other'; write it as .* no {spec.format}",
         ),
         (OnnxFiles, {"formats": ()}, "formats of OnnxFiles is empty; name at least one"),
-        (OnnxFiles, {"opsets": 21}, "opsets of OnnxFiles must be a tuple of a whole number and a whole number"),
+        (OnnxFiles, {"opsets": 21}, "opsets of OnnxFiles must be a tuple of an integer and an integer"),
         (OnnxFiles, {"opsets": (17, 19)}, r"opset=21 of OnnxFiles is not within opsets=\(17, 19\)"),
         (OnnxFiles, {"check": "strict"}, "check of OnnxFiles must be a function or None, not 'strict'"),
         (register_target, {"target": "mine"}, r"'mine' is not a Target; write register_target\(Target\(name=...\)\)"),

@@ -1,1 +1,1 @@
-"""Reading checkpoints: shards, tensors that stay on disk, models larger than memory."""
+"""Checkpoints: files of weights, tensors that stay on disk, and models larger than memory."""

@@ -1,4 +1,4 @@
-"""Safetensors files of somebody else, read with suspicion: nothing is unpickled, no path leaves the directory."""
+"""Safetensors files from untrusted sources: nothing is unpickled, and no path leaves the directory."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _OTHERS = {
 _INDEX_LIMIT = 1 << 27
 """Bytes of the largest index that is read."""
 GRAPH_FILE = "graph.json"
-"""What `QuantizedModel.save` writes beside its tensors."""
+"""Name of the file that `QuantizedModel.save` writes next to its tensors."""
 
 
 def link_or_copy(source: Path, place: Path) -> None:
-    """Let a file have a second name: linked where that is allowed (Windows asks for a right of its own), else copied.
+    """Link `place` to a file, or copy the file where links are not allowed (Windows requires a privilege).
 
     Raises:
-        OSError: if there is no room for a copy, or the folder cannot be written.
+        OSError: If the disk is too full for a copy, or the folder cannot be written.
     """
     for link in (Path.symlink_to, Path.hardlink_to):
         try:
@@ -55,11 +55,11 @@ def link_or_copy(source: Path, place: Path) -> None:
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The tensors of a checkpoint: by name, the file each is in.
+    """The tensors of a checkpoint and their files.
 
     Attributes:
-        path: the file or directory that was asked for.
-        files: file of each tensor.
+        path: File or directory that the user passed.
+        files: File of each tensor, by tensor name.
     """
 
     path: Path
@@ -67,51 +67,51 @@ class CheckpointFiles:
 
     @property
     def directory(self) -> Path:
-        """Where the files are, and what describes them."""
+        """The directory of the files, their index, and the configuration."""
         return self.path.parent if self.path.is_file() else self.path
 
     @classmethod
     def of(cls, path: str | Path) -> CheckpointFiles:
-        """Read the index and the headers of a checkpoint, none of its weights.
+        """Read the index and the headers of a checkpoint, but not its weights.
 
         Args:
-            path: a safetensors file, which is read alone, or a directory with `model.safetensors`, with
+            path: Safetensors file, which is read alone, or directory with `model.safetensors`, with
                 `model.safetensors.index.json` and the shards it names, or with any safetensors files.
 
         Raises:
-            CheckpointError: if a file is missing, truncated or damaged, the index points outside of the directory or
-                contradicts the shards, there are pickled weights only, or it is a directory that quark_fx wrote.
+            CheckpointError: If a file is missing, truncated, or damaged, the index points outside of the directory or
+                contradicts the shards, all weights are pickled, or quark_fx wrote the directory.
         """
         path = Path(path)
-        if not os.path.exists(path):  # nor do names that are too long, for which Path.exists raises
+        if not os.path.exists(path):  # Path.exists raises an error for names that are too long
             raise CheckpointError(f"{path} does not exist; pass a directory with safetensors files")
         if path.is_file():
             _require_tensors(path)
             return cls(path, dict.fromkeys(_names(path), path))
         if not path.is_dir():
-            raise CheckpointError(f"{path} is no file or directory; pass a directory with safetensors files")
+            raise CheckpointError(f"{path} is neither file nor directory; pass a directory with safetensors files")
         if (path / GRAPH_FILE).exists():
             raise CheckpointError(
-                f"{path} holds {GRAPH_FILE}, as a model does that quark_fx has quantized; read it with qfx.load, or "
-                "pass the directory of the float checkpoint it was made from"
+                f"{path} holds {GRAPH_FILE}, so quark_fx has quantized this model; read it with qfx.load, or pass the "
+                "directory of its float checkpoint"
             )
         if (path / _INDEX).exists() and not (path / _WHOLE).exists():  # the order of transformers
             return cls(path, _indexed(path))
-        found = [path / _WHOLE] if (path / _WHOLE).exists() else sorted(path.glob("*.safetensors"))
-        if not found:
+        shards = [path / _WHOLE] if (path / _WHOLE).exists() else sorted(path.glob("*.safetensors"))
+        if not shards:
             pickled = any(file.suffix in _PICKLES for file in path.iterdir())
             raise CheckpointError(f"{path} holds {f'only {_DANGER}' if pickled else 'no safetensors file'}; {_STORE}")
         files: dict[str, Path] = {}
-        for file in found:
+        for file in shards:
             _add(files, _names(file), file)
         return cls(path, files)
 
     def lacking(self, missing: Sequence[str], total: int, model: str) -> CheckpointError:
-        """Return the error that tensors of a model are missing here, with what may bring them."""
+        """Return the error for tensors of a model that the checkpoint lacks, with the likely remedy."""
         if self.path.is_file():
             remedy = f"if it is one file of several, pass the directory of all, {self.directory}"
         elif (self.path / _WHOLE).exists() and (self.path / _INDEX).exists():
-            remedy = f"{_WHOLE} hides {_INDEX}: remove the one that does not belong here"
+            remedy = f"{_WHOLE} hides {_INDEX}: remove the file that does not belong to this checkpoint"
         else:
             remedy = "fetch its files again, or pass the checkpoint of this very model"
         return CheckpointError(
@@ -119,29 +119,29 @@ class CheckpointFiles:
         )
 
     def link(self, folder: Path) -> None:
-        """Fill a directory with links to these files and no others, under an index that transformers reads.
+        """Fill a directory with links to these files alone, and with an index that transformers reads.
 
         Raises:
-            OSError: if the directory takes no links.
+            OSError: If links and copies are impossible.
         """
-        found = list(dict.fromkeys(self.files.values()))
-        # The names are ours: transformers unpickles a file whose name has another ending.
-        links = {file: f"model-{i:05}-of-{len(found):05}.safetensors" for i, file in enumerate(found, 1)}
+        shards = list(dict.fromkeys(self.files.values()))
+        # New names are safe: transformers unpickles a file with another suffix.
+        links = {file: f"model-{i:05}-of-{len(shards):05}.safetensors" for i, file in enumerate(shards, 1)}
         for file, link in links.items():
             link_or_copy(file.absolute(), folder / link)
         index = {"metadata": {}, "weight_map": {name: links[file] for name, file in self.files.items()}}
         (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
     def dtypes(self, names: Collection[str]) -> dict[str, str]:
-        """Return the dtypes of some tensors, as safetensors names them."""
-        found = dict[str, str]()
+        """Return the dtypes of the tensors called `names`, in the spelling of safetensors."""
+        dtypes = dict[str, str]()
         for file in {self.files[name] for name in names}:
             with safe_open(file, "pt") as stored:
-                found |= {name: stored.get_slice(name).get_dtype() for name in stored.keys() if name in names}  # noqa: SIM118
-        return found
+                dtypes |= {name: stored.get_slice(name).get_dtype() for name in stored.keys() if name in names}  # noqa: SIM118
+        return dtypes
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, mapped: its values are read when they are used."""
+        """Return a memory-mapped tensor: its values are read when they are used."""
         return self._reader.tensor(self.files[name], name)
 
     @cached_property
@@ -150,14 +150,14 @@ class CheckpointFiles:
 
 
 def is_float(dtype: torch.dtype) -> bool:
-    """Tell whether tensors of a dtype are values by themselves; those of 8 bits and less need a scale."""
+    """Tell whether tensors of a dtype hold values; floats of 8 bits or less are codes, which need a scale."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 class MappedFiles:
     """Safetensors files, each opened and mapped once, whose tensors are read when they are used.
 
-    Its tensors keep the map of their file; there are as many maps as files, however many tensors they hold.
+    Tensors keep the mapping of their file alive. The number of mappings is the number of files, not of tensors.
     """
 
     def __init__(self) -> None:
@@ -167,16 +167,16 @@ class MappedFiles:
         """Return a tensor of a file.
 
         Raises:
-            CheckpointError: if the file cannot be read, or has no such tensor.
+            CheckpointError: If the file cannot be read, or lacks the tensor.
         """
         try:
             if file not in self._open:
                 require_regular(file)
                 self._open[file] = safe_open(file, "pt").__enter__()  # type: ignore[no-untyped-call]
-            found: Tensor = self._open[file].get_tensor(name)
+            tensor: Tensor = self._open[file].get_tensor(name)
         except (OSError, SafetensorError, TypeError, RuntimeError, OverflowError) as error:
             raise CheckpointError(f"{file} cannot be read: {brief(str(error))}") from error
-        return found
+        return tensor
 
 
 def _require_tensors(file: Path) -> None:
@@ -196,11 +196,11 @@ def _indexed(directory: Path) -> dict[str, Path]:
         raise CheckpointError(f"{directory / _INDEX} is damaged: {type(error).__name__}: {error}") from error
     files: dict[str, Path] = {}
     for shard in dict.fromkeys(named.values()):
-        # A link may lead out, as in a cache of downloads; a name may not.
+        # A link may lead out of the directory, for example in a cache of downloads; a name may not.
         plain = Path(shard).name == shard and not {"\\", "\0"} & set(shard) and len(shard) < 256
         if not plain or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{directory / _INDEX} names the shard {brief(shard)}, which is no safetensors file beside it"
+                f"{directory / _INDEX} names the shard {brief(shard)}, which is not a safetensors file next to it"
             )
         names = _names(directory / shard)
         expected = {name for name, file in named.items() if file == shard}
@@ -226,7 +226,7 @@ def _names(file: Path) -> set[str]:
         raise CheckpointError(f"{file} is missing; fetch it again")
     try:
         require_regular(file)
-        with file.open("rb"):  # safetensors says of a file it may not open that it does not exist
+        with file.open("rb"):  # safetensors reports a file without read permission as missing
             pass
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}; allow that, or copy it") from error
@@ -257,7 +257,7 @@ def stored_names(directory: Path) -> set[str]:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first three of many names, cut, and how many more there are, for an error."""
+    """Return the first three names, shortened, and the number of the others, for a message."""
     return ", ".join(name[:200] for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 

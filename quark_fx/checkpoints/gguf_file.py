@@ -1,4 +1,4 @@
-"""Files of llama.cpp's format, GGUF, as the package gguf reads them."""
+"""Files in llama.cpp's format, GGUF, read by the package gguf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quark_fx.errors import CheckpointError
 from quark_fx.system.untrusted import require_regular
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a metadata value by the number of its type; strings and arrays have no fixed size."""
+"""Bytes of a metadata value by type number; the size of strings and arrays varies."""
 _STRING, _ARRAY = 8, 9
 _MOST_VALUES = 1 << 23
 """Metadata values of the largest header that is read: the reader makes several objects for each value. A vocabulary of
@@ -24,7 +24,7 @@ def open_gguf(path: Path) -> Any:
     """Return the `gguf.GGUFReader` of a file.
 
     Raises:
-        CheckpointError: if it is no GGUF file, damaged or cut off, or the package is missing.
+        CheckpointError: If the file is not in GGUF, damaged, or truncated, or the package is missing.
     """
     try:
         package = importlib.import_module("gguf")
@@ -33,7 +33,7 @@ def open_gguf(path: Path) -> Any:
     try:
         require_bounded(path)
         return package.GGUFReader(path)
-    except Exception as error:  # whatever it raises about a damaged file
+    except Exception as error:  # the package can raise anything about a damaged file
         raise CheckpointError(f"{path} cannot be read as a GGUF file: {error}; copy or export it again") from error
 
 
@@ -54,7 +54,7 @@ def require_bounded(path: Path) -> None:
 
 
 class _Header:
-    """A position in the header of a file, and how many metadata values came before it."""
+    """A position in the header of a file, and the number of metadata values before it."""
 
     def __init__(self, content: mmap.mmap) -> None:
         little = struct.unpack_from("<I", content, 4)[0] & 0xFFFF != 0
@@ -82,7 +82,7 @@ class _Header:
             raise ValueError("its header describes more than the file holds")
 
     def _fitting(self, count: int, least: int) -> int:
-        """Return a count of items that take `least` bytes each, if the file has room for them."""
+        """Return a count of items of at least `least` bytes each, if they fit the rest of the file."""
         if count * least > len(self.content) - self.position:
             raise ValueError(f"its header describes {count} items, more than the file holds")
         return count

@@ -1,4 +1,4 @@
-"""A model whose weights stay in the files of a checkpoint until they are used."""
+"""`open_checkpoint`: a model whose weights stay in the files of a checkpoint until they are used."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from quark_fx.system.untrusted import brief, read_json
 _CONFIG_LIMIT = 1 << 24
 """Bytes of the largest configuration that is read."""
 _WEIGHTS = frozenset({".safetensors", ".bin"})
-"""How files of weights of transformers end."""
+"""Suffixes of files with weights of transformers."""
 _CONVERTED = "converted"
-"""Folder of what transformers puts together from parts."""
+"""Folder of weights that transformers assembles from several tensors."""
 _NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
-"""Dtypes of weights, positions and masks, as safetensors names them."""
+"""Dtypes of weights, positions, and masks, in the spelling of safetensors."""
 
 
 @checked_call
@@ -46,30 +46,30 @@ def open_checkpoint(
     dtype: torch.dtype | None = None,
     scratch: str | Path | None = None,
 ) -> nn.Module:
-    """Return a model in eval mode whose weights are read from the files when they are used, and never kept.
+    """Return a model in eval mode whose weights are memory-mapped: read from files when they are used.
 
     Args:
-        path: a safetensors file, which is read alone, or a directory of them; without `factory` a checkpoint of
-            transformers, with its `config.json`. Nothing is unpickled, and no code of the checkpoint is run.
-        factory: makes the model; called without arguments, its parameters take no memory meanwhile.
-        dtype: what floating-point weights are read in; default: what the configuration says, or the factory makes.
-        scratch: a directory on a disk with room for weights that the files hold in another form than the model (experts
-            that are stored one by one, another dtype); default: the system's temporary one.
+        path: Safetensors file, which is read alone, or a directory of them; without `factory`, a checkpoint of
+            transformers with its `config.json`. Nothing is unpickled, and no code of the checkpoint runs.
+        factory: Function without arguments that returns the model; parameters do not take memory while it runs.
+        dtype: Dtype of floating-point weights; default: dtype in the configuration, or of the factory's model.
+        scratch: Directory on a disk with space for weights that files and model store in different forms (experts
+            stored one by one, another dtype); default: the system's temporary directory.
 
     Raises:
-        CheckpointError: if the files are damaged, hold codes instead of weights, or are not those of this model, or if
-            the factory does not make one.
-        ConfigError: if weights cannot have `dtype`.
+        CheckpointError: If the files are damaged, hold codes instead of weights, or belong to another model, or if the
+            factory does not return a model.
+        ConfigError: If weights cannot have `dtype`.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and is_float(dtype)):
         raise ConfigError(f"dtype is {dtype!r}; pass torch.float32, torch.float16 or torch.bfloat16")
     files = CheckpointFiles.of(path)
     shelf = Shelf(scratch or tempfile.gettempdir())
-    model = _pretrained(files, shelf, dtype) if factory is None else _made(files, factory, shelf, dtype)
+    model = _pretrained(files, shelf, dtype) if factory is None else _from_factory(files, factory, shelf, dtype)
     return model.eval().requires_grad_(False)
 
 
-def _made(
+def _from_factory(
     files: CheckpointFiles, factory: Callable[[], nn.Module], shelf: Shelf, dtype: torch.dtype | None
 ) -> nn.Module:
     model = _without_weights(factory)
@@ -77,40 +77,40 @@ def _made(
         model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # `to` makes complex numbers real
     stored = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     tied = {id(stored[name]): name for name in reversed(stored) if name in files.files}
-    found = {name: files.tensor(tied[id(t)]) for name, t in stored.items() if id(t) in tied}
-    if missing := [name for name in stored if name not in found]:
+    tensors = {name: files.tensor(tied[id(t)]) for name, t in stored.items() if id(t) in tied}
+    if missing := [name for name in stored if name not in tensors]:
         raise files.lacking(missing, len(stored), type(model).__name__)
     _warn_unused(files, sorted(files.files.keys() - stored.keys()))
-    _assign(model, found, shelf)
+    _assign(model, tensors, shelf)
     return model
 
 
 def _without_weights(factory: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that a factory makes, with parameters on the meta device.
+    """Return the model of a factory, with parameters on the meta device.
 
     Raises:
-        CheckpointError: if it makes none, or reads parameters.
+        CheckpointError: If the factory does not return a model, or reads parameters.
     """
     if isinstance(factory, nn.Module):
         name = type(factory).__name__
-        raise CheckpointError(f"factory is a {name}; pass what makes one, as in lambda: {name}(...)")
+        raise CheckpointError(f"factory is a {name}; pass a function that returns one, such as lambda: {name}(...)")
     try:
         with _parameters_on_meta():
             model = factory()
-    except Exception as error:  # whatever torch raises about tensors without values
+    except Exception as error:  # torch can raise anything about tensors without values
         if not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
             raise
         raise CheckpointError(
-            f"factory reads weights while it makes the model, when they have no values yet ({error}); leave that "
-            "out, and do it after open_checkpoint"
+            f"factory reads weights while it builds the model, before they have values ({error}); do that after "
+            "open_checkpoint instead"
         ) from error
     if not isinstance(model, nn.Module):
-        raise CheckpointError(f"factory returned {type(model).__name__}; it has to make an nn.Module")
+        raise CheckpointError(f"factory returned {type(model).__name__}; it has to return an nn.Module")
     return model
 
 
 class _MetaParameters:
-    """Replaces `nn.Module.register_parameter` while a factory runs, for the threads whose factories run."""
+    """Replacement of `nn.Module.register_parameter` for the threads in which a factory runs."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -118,7 +118,7 @@ class _MetaParameters:
         self.register: Callable[..., None] = nn.Module.register_parameter
 
     def begin(self) -> Any:
-        """Move this thread's parameters from now on; return what `end` has to put back."""
+        """Move this thread's parameters from now on; return the outer state, which `end` restores."""
         thread = threading.get_ident()
         with self.lock:
             if not self.moved:
@@ -133,7 +133,7 @@ class _MetaParameters:
         return outer
 
     def end(self, outer: Any) -> None:
-        """Undo one `begin`; the last one of the process puts torch's own method back."""
+        """Undo one `begin`; the last call in the process restores torch's method."""
         thread = threading.get_ident()
         with self.lock:
             if outer is not None:
@@ -148,7 +148,7 @@ class _MetaParameters:
         if moved is None or not isinstance(param, nn.Parameter) or param.is_meta:
             return param
         if param not in moved:
-            # Not by a constructor, which a subclass may have changed.
+            # A constructor would fail for subclasses with another signature.
             new = Tensor._make_subclass(type(param), param.detach().to("meta"), param.requires_grad)
             vars(new).update(vars(param))
             moved[param] = new
@@ -160,10 +160,7 @@ _META_PARAMETERS = _MetaParameters()
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move parameters to the meta device when modules register them; what is registered twice stays one.
-
-    What other threads make meanwhile keeps its values.
-    """
+    """Move parameters to the meta device when modules of this thread register them; tied parameters stay tied."""
     outer = _META_PARAMETERS.begin()
     try:
         yield
@@ -184,13 +181,13 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
     transformers, accelerate = _library("transformers"), _library("accelerate")
     config = _configuration(files.directory)
     kind = class_of(config, files.directory, transformers)
-    # The files are mapped: links to them, and what transformers has to convert, are not needed any longer than this.
+    # The folder holds links to the files and converted weights; mappings outlive both, so it is temporary.
     with tempfile.TemporaryDirectory(dir=shelf.directory) as folder, quiet():
         checked, converted = Path(folder, "checked"), Path(folder, _CONVERTED)
         stage(files, config, checked)
         try:
             with limited_modules(config, len(files.files)):
-                model, found = kind.from_pretrained(
+                model, loading = kind.from_pretrained(
                     checked,
                     dtype=dtype or "auto",
                     device_map={"": "disk"},
@@ -200,32 +197,32 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
                     trust_remote_code=False,
                     output_loading_info=True,
                 )
-        except Exception as error:  # whatever transformers raises about a checkpoint
+        except Exception as error:  # transformers can raise anything about a checkpoint
             why = str(error).replace(str(checked), str(files.path))
-            raise CheckpointError(f"{files.path} is no checkpoint of {kind.__name__}: {why}") from error
+            raise CheckpointError(f"{files.path} is not a checkpoint of {kind.__name__}: {why}") from error
         index = _offloaded(model)
         names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
         if missing := [name for name in names if name not in index]:
             raise files.lacking(missing, len(names), kind.__name__)
-        _refuse_converted_codes(model, files, index, found["unexpected_keys"])
+        _refuse_converted_codes(model, files, index, loading["unexpected_keys"])
         accelerate.hooks.remove_hook_from_submodules(model)
-        del model.hf_device_map  # nothing is elsewhere any more
+        del model.hf_device_map  # nothing is on another device any more
         _rename(model, str(checked), str(files.directory))
         files_of = MappedFiles()
         tensors = {place: files_of.tensor(*place) for place in {index[name] for name in names}}
         _assign(model, {name: tensors[index[name]] for name in names}, shelf)
-    _warn_unused(files, sorted(found["unexpected_keys"]))
-    unread = files.files.keys() & {*found["unexpected_keys"], *_skipped(model, files)}
+    _warn_unused(files, sorted(loading["unexpected_keys"]))
+    unread = files.files.keys() & {*loading["unexpected_keys"], *_skipped(model, files)}
     setattr(model, _UNREAD, CheckpointFiles(files.path, {name: files.files[name] for name in sorted(unread)}))
     return model  # type: ignore[no-any-return]
 
 
 _UNREAD = "_quark_fx_unread"
-"""Attribute of an opened model: the tensors in its checkpoint that its class does not have."""
+"""Attribute of an opened model: tensors of its checkpoint that its class does not have."""
 
 
 def _skipped(model: Any, files: CheckpointFiles) -> set[str]:
-    """Return the tensors that the class of a model skips without a warning, such as those of draft layers."""
+    """Return the tensors that the class of a model skips without a warning, such as tensors of draft layers."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     return {
         name for name in files.files.keys() - model.state_dict().keys() if any(re.search(p, name) for p in patterns)
@@ -233,25 +230,26 @@ def _skipped(model: Any, files: CheckpointFiles) -> set[str]:
 
 
 def unread_tensors(model: nn.Module) -> CheckpointFiles | None:
-    """Return the tensors that `open_checkpoint` found and the class does not have, `None` for other models."""
-    found: CheckpointFiles | None = getattr(model, _UNREAD, None)
-    return found
+    """Return the tensors in the checkpoint of an opened model that its class lacks; `None` for other models."""
+    unread: CheckpointFiles | None = getattr(model, _UNREAD, None)
+    return unread
 
 
 @contextmanager
 def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
-    """Stop this thread from making many more modules and parameters than a checkpoint has tensors for.
+    """Limit the modules and parameters that this thread creates to a multiple of the tensors in a checkpoint.
 
-    A configuration can ask for any number of layers, and transformers makes them all before it misses their weights.
+    A configuration can ask for any number of layers; transformers creates all of them before it misses their weights.
 
     Args:
-        config: What `config.json` says; numbers of layers are compared before configurations make lists of them.
+        config: Content of `config.json`. Numbers of layers are checked first, because configurations create lists of
+            that length.
         tensors: Number of tensors in the checkpoint.
 
     Raises:
         CheckpointError: When the limit is reached.
     """
-    most, made, thread = 64 * tensors + 4096, 0, threading.get_ident()
+    most, created, thread = 64 * tensors + 4096, 0, threading.get_ident()
     for key, value in _entries(config):
         if "layer" in key.rpartition(".")[2] and isinstance(value, int) and value > most:
             raise CheckpointError(
@@ -259,9 +257,9 @@ def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
             )
 
     def count(*_: object) -> None:
-        nonlocal made
-        made += threading.get_ident() == thread
-        if made > most:
+        nonlocal created
+        created += threading.get_ident() == thread
+        if created > most:
             raise CheckpointError(
                 f"config.json describes more than {most} modules and parameters, and the checkpoint has {tensors} "
                 "tensors; correct the number of layers there"
@@ -276,24 +274,25 @@ def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
 
 
 def stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
-    """Make a directory that holds what was checked and nothing else.
+    """Create a directory with the checked files and nothing else.
 
-    transformers chooses by itself which files of a directory it reads: an index, an adapter, what `config.json` names.
+    transformers would also read other files of the original directory: an index, an adapter, files that `config.json`
+    names.
 
     Raises:
-        CheckpointError: if there is no room for it.
+        CheckpointError: If the directory cannot be written.
     """
     generation = files.directory / "generation_config.json"
     try:
-        said = read_json(generation, _CONFIG_LIMIT) if generation.exists() else None
+        settings = read_json(generation, _CONFIG_LIMIT) if generation.exists() else None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{generation} cannot be read: {error}; remove it, or fetch it again") from error
     try:
         folder.mkdir()
         files.link(folder)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        if isinstance(said, dict):
-            (folder / generation.name).write_text(json.dumps(said), encoding="utf-8")
+        if isinstance(settings, dict):
+            (folder / generation.name).write_text(json.dumps(settings), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
             f"{folder.parent.parent} cannot hold links to {files.path}: {error}; pass another directory as scratch"
@@ -310,7 +309,7 @@ def _offloaded(model: Any) -> dict[str, tuple[Path, str]]:
 
 
 def _rename(model: Any, old: str, new: str) -> None:
-    """Replace the directory a model says it comes from, in its configurations and in models within it."""
+    """Replace the directory name that a model, its submodels, and their configurations store."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", module)):
             if getattr(owner, "name_or_path", None) == old:
@@ -318,12 +317,12 @@ def _rename(model: Any, old: str, new: str) -> None:
 
 
 def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
-    """Make the tensors the model's parameters and buffers; what is tied stays so.
+    """Assign tensors to the model's parameters and buffers; tied parameters stay tied.
 
     Raises:
-        CheckpointError: if one has another shape than the model's, or codes where that has floats.
+        CheckpointError: If the shape of a tensor differs, or the tensor holds codes for a float parameter.
     """
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, whose identity would be another's otherwise
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensor: its id must not be reused
     for name, tensor in tensors.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -336,41 +335,41 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
             )
         if old.is_floating_point() and tensor.dtype != old.dtype and not is_float(tensor.dtype):
             raise _codes(name, str(tensor.dtype).removeprefix("torch."), model)
-        if id(old) not in made:
+        if id(old) not in replaced:
             value = tensor if tensor.dtype == old.dtype else shelf.put(tensor.to(old.dtype))
             new = nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value.clone()
-            made[id(old)], made[id(new)] = (new, old), (new, new)
-        (module._parameters if leaf in module._parameters else module._buffers)[leaf] = made[id(old)][0]  # type: ignore[assignment]
+            replaced[id(old)], replaced[id(new)] = (new, old), (new, new)
+        (module._parameters if leaf in module._parameters else module._buffers)[leaf] = replaced[id(old)][0]  # type: ignore[assignment]
 
 
 def _codes(name: str, dtype: str, model: nn.Module) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint holds {name} in {dtype}, and {type(model).__name__} computes with floats: codes without their "
-        "scales are not its weights; pass the checkpoint they were made from, in float32, float16 or bfloat16"
+        f"the checkpoint holds {name} in {dtype}, but {type(model).__name__} computes with floats: codes without their "
+        "scales are not weights; pass the original checkpoint in float32, float16 or bfloat16"
     )
 
 
 def _refuse_converted_codes(
     model: nn.Module, files: CheckpointFiles, index: dict[str, tuple[Path, str]], unexpected: set[str]
 ) -> None:
-    """Refuse codes that transformers made floats of, when it put together what is stored in parts.
+    """Refuse codes that transformers cast to floats when it assembled weights from several tensors.
 
     Raises:
-        CheckpointError: naming one of them.
+        CheckpointError: If a tensor holds codes; the message names one.
     """
     if not any(file.parent.name == _CONVERTED for file, _ in index.values()):
-        return  # what else transformers leaves out are masks and positions of earlier versions
-    known = {name for _, name in index.values()} | unexpected | {name for name, _ in model.named_buffers()}
-    for name, dtype in files.dtypes(files.files.keys() - known).items():
+        return  # other unused tensors are masks and positions of earlier versions
+    unconverted = {name for _, name in index.values()} | unexpected | {name for name, _ in model.named_buffers()}
+    for name, dtype in files.dtypes(files.files.keys() - unconverted).items():
         if dtype not in _NO_CODES:
             raise _codes(name, dtype, model)
 
 
 def read_configuration(directory: Path) -> dict[str, Any]:
-    """Return what `config.json` says, if it names a model, and nothing in it leads out of the directory.
+    """Return the content of `config.json`, which must name a model and must not refer to files elsewhere.
 
     Raises:
-        CheckpointError: if it cannot be read, or does.
+        CheckpointError: If the file cannot be read, or breaks these rules.
     """
     file = directory / "config.json"
     try:
@@ -379,48 +378,48 @@ def read_configuration(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise CheckpointError(
             f"{file} does not say which model this is ({type(error).__name__}: {error}); pass "
-            "open_checkpoint(path, factory) for a model that is none of transformers"
+            "open_checkpoint(path, factory) for a model that is not from transformers"
         ) from error
     for key, value in _entries(config):
         # transformers fetches kernels, which are code, for "owner/name".
         if "_implementation" in key and isinstance(value, str) and "/" in value:
             raise CheckpointError(f"{file} asks for code to be fetched: {value}; remove {key}")
-    if others := config.get("configuration_files"):
+    if files := config.get("configuration_files"):
         raise CheckpointError(
-            f"{file} leaves the configuration to {others}; replace it by the one of your transformers"
+            f"{file} leaves the configuration to {files}; replace it with the file for your version of transformers"
         )
-    config.pop("transformers_weights", None)  # which file to read; the files are chosen
+    config.pop("transformers_weights", None)  # the name of a file to read, but the files are already chosen
     return config  # type: ignore[no-any-return]
 
 
 def is_rotated(config: dict[str, Any]) -> bool:
-    """Tell whether a configuration has matrices that rotate activations, which transformers leaves out."""
+    """Tell whether a configuration has matrices that rotate activations, which transformers ignores."""
     return any(key.rpartition(".")[2] == "transform_config" and bool(value) for key, value in _entries(config))
 
 
 def require_unrotated(config: dict[str, Any], path: Path) -> None:
-    """Raise `CheckpointError` for a checkpoint with rotations, of which transformers computes something else."""
+    """Raise `CheckpointError` for a checkpoint with rotations, for which transformers computes wrong results."""
     if is_rotated(config):
         raise CheckpointError(
-            f"{path} rotates activations, which transformers leaves out, so that it computes something else; run it in "
-            "vLLM, or take the quantized model, saved or exported to ONNX"
+            f"{path} rotates activations, which transformers ignores, so its results would be wrong; run it in vLLM, "
+            "or use the quantized model, saved or exported to ONNX"
         )
 
 
 def quantized_by(config: dict[str, Any]) -> str:
-    """Return the key under which a configuration says that its weights are quantized, empty if it does not."""
+    """Return the key under which a configuration says that its weights are quantized; empty if they are not."""
     names = ("quantization_config", "compression_config")
     return next((key for key, value in _entries(config) if key.rpartition(".")[2] in names and value), "")
 
 
 def require_no_weights(directory: Path) -> None:
-    """Refuse to write a quantized checkpoint over weights that may be the float ones it was made from.
+    """Refuse to write a quantized checkpoint over weights that may be its float originals.
 
     Raises:
-        CheckpointError: if the directory holds such weights.
+        CheckpointError: If the directory holds such weights.
     """
-    found = sorted(f.name for f in directory.iterdir() if f.suffix in _WEIGHTS) if directory.is_dir() else []
-    if not found:
+    names = sorted(f.name for f in directory.iterdir() if f.suffix in _WEIGHTS) if directory.is_dir() else []
+    if not names:
         return
     try:
         config = read_json(directory / "config.json", _CONFIG_LIMIT)
@@ -429,8 +428,8 @@ def require_no_weights(directory: Path) -> None:
         earlier = ""
     if not earlier:
         raise CheckpointError(
-            f"{directory} holds {found[0]}, which no config.json there calls quantized and which would be lost; choose "
-            "another directory"
+            f"{directory} holds {names[0]}, which would be lost and which no config.json there marks as quantized; "
+            "choose another directory"
         )
 
 
@@ -439,14 +438,14 @@ def _configuration(directory: Path) -> dict[str, Any]:
     config = read_configuration(directory)
     if key := quantized_by(config):
         raise CheckpointError(
-            f"{directory / 'config.json'} says in {key} that the checkpoint is quantized already; pass the float one "
-            "it was made from"
+            f"{directory / 'config.json'} says in {key} that the checkpoint is quantized already; pass the float "
+            "checkpoint"
         )
     return config
 
 
 def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every entry of nested JSON, after the keys that lead to it."""
+    """Yield every entry of nested JSON, with the keys that lead to it, joined by dots."""
     rest: list[tuple[str, Any]] = list(config.items())
     while rest:
         key, value = rest.pop()
@@ -459,7 +458,7 @@ def class_of(config: dict[str, Any], directory: Path, transformers: Any) -> Any:
     """Return the class of transformers that a configuration names.
 
     Raises:
-        CheckpointError: if this version does not have it.
+        CheckpointError: If this version of transformers does not have the class.
     """
     name = str(config["architectures"][0])
     kind = getattr(transformers, name, None)

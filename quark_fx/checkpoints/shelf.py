@@ -1,4 +1,4 @@
-"""Tensors that live in files and are read when they are needed: for graphs larger than memory."""
+"""`Shelf`: tensors in files that are read when they are used, for graphs larger than memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SMALL = 1 << 16
 
 
 class Shelf:
-    """Puts tensors on disk; the system brings back what is read, and drops it where memory is short.
+    """Storage of tensors on disk: the system loads pages when they are read, and drops them if memory is short.
 
-    The files have no names any more when they are used: their room is free again when the tensor is gone, or the
-    process, however it ended.
+    The files are unlinked before use, so their space is free again once the tensor is deleted or the process ends, even
+    by a crash.
 
     Args:
-        directory: on a disk with room for what is put; made if it does not exist.
+        directory: Directory on a disk with space for the tensors; created if it does not exist.
 
     Raises:
-        CheckpointError: if the directory cannot be made.
+        CheckpointError: If the directory cannot be created.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -32,7 +32,7 @@ class Shelf:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"{directory} cannot be made: {error}; choose another directory") from error
+            raise CheckpointError(f"{directory} cannot be created: {error}; choose another directory") from error
 
     def put(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy on the host, backed by a file unless it is small.
@@ -40,7 +40,7 @@ class Shelf:
         Writing to the result changes memory, not the file.
 
         Raises:
-            CheckpointError: if there is no room.
+            CheckpointError: If the disk is full.
         """
         tensor = tensor.detach().cpu().contiguous()
         if tensor.nbytes < _SMALL:
@@ -50,7 +50,7 @@ class Shelf:
                 rest = tensor.flatten().view(torch.uint8).numpy().data
                 while rest:  # one call writes at most 2 GiB
                     rest = rest[file.write(rest) :]
-                # Unlike Python's, torch's mapping keeps no file open: a model has more tensors than a process may.
+                # Unlike Python's mmap, torch's keeps no file open: a model has more tensors than a process has handles.
                 pages = torch.from_file(file.name, shared=False, size=tensor.nbytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(

@@ -17,7 +17,7 @@ from quark_fx.system.options import PositiveInt, checked_call
 from quark_fx.system.untrusted import require_regular
 
 ARRAY_SUFFIXES = (".npy", ".npz", ".safetensors")
-"""How the names of files end that `read_arrays` reads."""
+"""Suffixes of the files that `read_arrays` reads."""
 
 
 @checked_call
@@ -27,17 +27,17 @@ def read_arrays(
     """Return the samples of a file, along the first dimension of its arrays, in batches. Nothing is unpickled.
 
     Args:
-        path: a `.npy`, `.npz` or `.safetensors` file.
-        count: samples, spread evenly over all; default: all.
-        batch_size: samples of a batch.
+        path: File with suffix `.npy`, `.npz`, or `.safetensors`.
+        count: Number of samples, spread evenly over all; default: all.
+        batch_size: Samples per batch.
 
     Returns:
-        Tensors, where the file holds one array, else dictionaries by the arrays' names: the keywords of the model.
-        float64, which numpy makes unless told otherwise, becomes float32.
+        Tensors if the file holds one array; otherwise, dictionaries from names of arrays to tensors: the keyword
+        arguments of the model. float64, numpy's default, becomes float32.
 
     Raises:
-        CalibrationError: if the file cannot be read, holds nothing or objects, or its arrays differ in their number of
-            samples.
+        CalibrationError: If the file cannot be read, is empty, or holds objects, or if its arrays differ in their
+            number of samples.
     """
     path = Path(path)
     tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in _read(path).items()}
@@ -45,12 +45,12 @@ def read_arrays(
     if not tensors or not all(lengths.values()):
         empty = ", ".join(name for name, length in lengths.items() if not length)
         raise CalibrationError(
-            f"{path} holds no samples{f' in {empty}' if empty else ''}; their dimension is the first"
+            f"{path} holds no samples{f' in {empty}' if empty else ''}; the first dimension of an array counts samples"
         )
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise CalibrationError(
-            f"the arrays of {path} differ in their number of samples ({shown}); make them one length"
+            f"the arrays of {path} differ in their number of samples ({shown}); store arrays of the same length"
         )
     chosen = torch.tensor(spread(range(next(iter(lengths.values()))), count), dtype=torch.int64)
     parts = [{name: tensor[part] for name, tensor in tensors.items()} for part in chosen.split(batch_size)]
@@ -63,8 +63,8 @@ def _read(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             tensors: dict[str, Tensor] = load_file(path)
             return tensors
-        stored = np.load(path, allow_pickle=False)
-        arrays = {"": stored} if isinstance(stored, np.ndarray) else dict(stored)
+        content = np.load(path, allow_pickle=False)
+        arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
         return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
         raise CalibrationError(

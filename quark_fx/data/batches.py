@@ -1,4 +1,4 @@
-"""What all readers share: samples spread evenly over what there is, in batches."""
+"""Helpers of all readers: select samples evenly, and split them into batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def spread(items: Sequence[T], count: int | None) -> list[T]:
-    """Return `count` of the items, spread evenly over them and in their order; all where there are no more.
+    """Return `count` items, spread evenly and in order; all items if there are fewer.
 
     >>> spread("abcdefgh", 3)
     ['a', 'c', 'f']
@@ -20,5 +20,5 @@ def spread(items: Sequence[T], count: int | None) -> list[T]:
 
 
 def in_batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Return the items in parts of `size`, the last of which may be shorter."""
+    """Return the items in batches of `size`; the last one may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]

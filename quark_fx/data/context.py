@@ -1,4 +1,4 @@
-"""How many tokens a language model reads at most, as its configuration says it."""
+"""Context length of a language model, from its configuration."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 def context_length(config: Any) -> int | None:
-    """Return how many tokens a language model reads at most, `None` if its configuration does not say.
+    """Return the largest number of tokens that a language model reads; `None` if its configuration does not say.
 
     Args:
-        config: of a model of transformers, or the JSON object of a checkpoint; one of several parts has it in that of
-            its text.
+        config: Configuration of a transformers model, or the JSON object of a checkpoint. In a multimodal model, the
+            length is in the configuration of the text part.
     """
     if isinstance(config, Mapping):
         text = config.get("text_config")
         config = text if isinstance(text, Mapping) else config
-        found = [config.get(name) for name in _NAMES]
+        lengths = [config.get(name) for name in _NAMES]
     else:
         text = config.get_text_config(decoder=True)
-        found = [getattr(text, name, None) for name in _NAMES]
-    return next((length for length in found if isinstance(length, int)), None)
+        lengths = [getattr(text, name, None) for name in _NAMES]
+    return next((length for length in lengths if isinstance(length, int)), None)
 
 
 __all__ = ["context_length"]

@@ -1,4 +1,4 @@
-"""A language model's own samples, for where there is no text."""
+"""Calibration text that a language model generates itself."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from quark_fx.errors import CalibrationError
 from quark_fx.system.options import PositiveInt, checked_call
 
 _GREEDY = 4
-"""Tokens of largest probability that follow the first one, so that a text begins as one would."""
+"""Number of most probable tokens after the first one, so that a text begins in a typical way."""
 
 
 @checked_call
 def generated_windows(
     model: nn.Module, *, length: PositiveInt = 512, count: PositiveInt = 128, batch_size: PositiveInt = 8, seed: int = 0
 ) -> list[dict[str, Tensor]]:
-    """Return windows of text that the model itself generates, to calibrate on when no text is available.
+    """Return windows of text that the model itself generates, for calibration when no text is available.
 
-    A text begins with a token drawn from the vocabulary, four tokens of largest probability follow, and all others are
-    sampled at temperature 1 (LLM-QAT, https://arxiv.org/abs/2305.17888, section 2.1). Where the model has a token that
-    begins a text, that comes first.
+    The first token is drawn from the vocabulary, the next four are the most probable ones, and all others are sampled
+    at temperature 1 (LLM-QAT, https://arxiv.org/abs/2305.17888, section 2.1). A window begins with the model's
+    beginning-of-text token, if it has one.
 
     Args:
-        model: a causal language model of transformers in eval mode, on any device.
-        length: tokens of a window, the first ones included.
-        count: windows.
-        batch_size: windows of a batch.
-        seed: of what is drawn; the random numbers of the caller are left as they are.
+        model: Causal language model of transformers in eval mode, on any device.
+        length: Tokens per window, including the first ones.
+        count: Number of windows.
+        batch_size: Windows per batch.
+        seed: Seed of the sampling; the caller's random state does not change.
 
     Returns:
         Batches `{"input_ids": (batch_size, length)}` in int64 on the CPU; the last one may have fewer windows.
 
     Raises:
-        CalibrationError: if the model does not generate text, is in training mode, or cannot have windows of `length`.
+        CalibrationError: If the model does not generate text, is in training mode, or does not support windows of
+            `length`.
     """
     config = getattr(model, "config", None)
     can = getattr(model, "can_generate", None)
@@ -69,24 +70,24 @@ def generated_windows(
 
 
 def _continued(model: Any, tokens: Tensor, more: int, *, sample: bool) -> Tensor:
-    """Return `tokens` and exactly `more` tokens after them, which none ends, whatever the model generates with."""
+    """Return `tokens` and exactly `more` generated ones; end-of-text tokens and the model's settings do not matter."""
     import transformers
 
-    own, plain = (
+    settings, plain = (
         model.generation_config,
         transformers.GenerationConfig(
             max_new_tokens=more, min_new_tokens=more, do_sample=sample, temperature=1.0, top_k=0, top_p=1.0
         ),
     )
-    plain.eos_token_id, plain.pad_token_id = own.eos_token_id, 0
-    model.generation_config = transformers.GenerationConfig()  # what a call leaves out is taken from there
+    plain.eos_token_id, plain.pad_token_id = settings.eos_token_id, 0
+    model.generation_config = transformers.GenerationConfig()  # `generate` reads missing settings from it
     try:
-        made: Tensor = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=plain)
+        generated: Tensor = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=plain)
     except (RuntimeError, IndexError, ValueError) as error:  # torch's and transformers' own
         raise CalibrationError(f"the {type(model).__name__} does not generate: {error}") from error
     finally:
-        model.generation_config = own
-    return made
+        model.generation_config = settings
+    return generated
 
 
 __all__ = ["generated_windows"]

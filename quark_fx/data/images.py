@@ -17,17 +17,17 @@ from quark_fx.system.isolation import warn
 from quark_fx.system.options import PositiveInt, checked_call
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
-"""How the names of files end that count as images."""
+"""Suffixes of the files that count as images."""
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's red, green and blue, from 0 to 1: what most networks were trained with."""
+"""Mean and standard deviation of ImageNet's red, green, and blue, from 0 to 1; most networks were trained with them."""
 
 Prepare = Callable[[list[Any]], Any]
-"""Makes a batch of images of Pillow."""
+"""Function from a list of Pillow images to a batch."""
 
 
 class LabeledImages(list[tuple[Any, Tensor]]):
-    """Batches of images with their labels, as `labeled_images` returns them.
+    """Batches of images with their labels: the result of `labeled_images`.
 
     Attributes:
         class_to_idx: Label of each class by the name of its folder, as in torchvision's `ImageFolder`.
@@ -49,27 +49,27 @@ def image_folder(
     batch_size: PositiveInt = 8,
     prepare: Prepare | None = None,
 ) -> list[Any]:
-    """Return the images below a folder in batches, each color less its `mean`, divided by its `std`.
+    """Return the images in a folder and its subfolders in batches, normalized with `mean` and `std` per color.
 
-    Images are turned upright if their EXIF data say how. Hidden files and folders (`.ipynb_checkpoints`, `._a.png`) are
-    skipped.
+    Images are rotated by the orientation in their EXIF data. Hidden files and folders (`.ipynb_checkpoints`,
+    `._a.png`) are skipped.
 
     Args:
         directory: Folder to search, with its subfolders.
-        size: Pixels of a side: the shorter side is scaled to it and the middle of the longer one cut out. By default,
-            images keep their size, which has to be the same for all.
+        size: Side length in pixels: images are scaled so that the shorter side has this length, then cropped to the
+            center. By default, images keep their size, which has to be the same for all.
         mean: Mean of each color, from 0 to 1; one number for grayscale images.
-        std: Standard deviation of each color, the same way.
+        std: Standard deviation of each color, in the same form.
         count: Number of images, spread evenly over all; default: all.
         batch_size: Images per batch.
-        prepare: Function that makes a batch of a list of Pillow images instead, as an image processor of transformers
-            does.
+        prepare: Function from a list of Pillow images to a batch, such as an image processor of transformers; it
+            replaces scaling and normalization.
 
     Returns:
-        Batches `(batch_size, colors, height, width)` in float32, or what `prepare` makes.
+        Batches `(batch_size, colors, height, width)` in float32, or the results of `prepare`.
 
     Raises:
-        CalibrationError: If there is no image, one cannot be read or has transparent pixels, their sizes differ, or
+        CalibrationError: If the folder is empty, an image cannot be read or has transparent pixels, sizes differ, or
             Pillow is missing.
     """
     prepare = prepare or _Prepare(size, tuple(mean), tuple(std))
@@ -80,10 +80,10 @@ def image_folder(
 def labeled_images(
     directory: str | Path, *, count: PositiveInt | None = None, batch_size: PositiveInt = 8, **options: Any
 ) -> LabeledImages:
-    """Return the images of a folder that has one folder for each class, in batches with their labels.
+    """Return the images of a folder that has one folder per class, in batches with their labels.
 
-    A class is a folder with at least one image: hidden and empty folders do not count. If the names of all classes are
-    whole numbers, these are the labels; otherwise labels count the classes from 0 in the order of their names, as in
+    A class is a folder with at least one image; hidden and empty folders do not count. If the names of all classes are
+    integers, these are the labels. Otherwise, labels count the classes from 0 in the order of their names, like
     torchvision's `ImageFolder`. `class_to_idx` of the result maps names to labels.
 
     Args:
@@ -96,12 +96,12 @@ def labeled_images(
         Pairs of a batch and its labels, `(batch_size,)` in int64.
 
     Raises:
-        CalibrationError: As `image_folder` does, and if an image is not in the folder of a class.
+        CalibrationError: For errors of `image_folder`, and if an image is not in the folder of a class.
     """
     directory = Path(directory)
     files = image_files(directory)
     if loose := [file for file in files if file.parent == directory]:
-        raise CalibrationError(f"{loose[0]} lies in no folder of a class; put the images of each class into a folder")
+        raise CalibrationError(f"{loose[0]} is not in the folder of a class; move the images of each class to a folder")
     classes = [file.relative_to(directory).parts[0] for file in files]
     names = sorted(set(classes))
     numbered = all(name.isdecimal() for name in names)
@@ -109,8 +109,8 @@ def labeled_images(
     visible = {entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
     if (empty := sorted(visible - label.keys())) and not numbered:
         warn(
-            f"{', '.join(empty[:3])} in {directory} hold no images and count as no classes; the labels of later "
-            "classes may differ from those the model was trained with: compare class_to_idx of the result"
+            f"{', '.join(empty[:3])} in {directory} hold no images and do not count as classes; the labels of later "
+            "classes may differ from the labels in training: compare class_to_idx of the result"
         )
     labels = torch.tensor([label[name] for name in spread(classes, count)], dtype=torch.int64)
     batches = image_folder(directory, count=count, batch_size=batch_size, **options)
@@ -118,35 +118,35 @@ def labeled_images(
 
 
 class _Prepare:
-    """Makes a tensor of images, all of one size."""
+    """Function from images of the same size to a tensor."""
 
     def __init__(self, size: int | None, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         if len(mean) != len(std) or len(mean) not in (1, 3) or not all(std):
             raise CalibrationError(
                 f"mean has {len(mean)} numbers and std {len(std)}; give three each, for red, green and blue, or one "
-                "for gray, none of std 0"
+                "for gray; std must not be 0"
             )
         self.size, self.mode = size, "L" if len(mean) == 1 else "RGB"
         self.mean, self.std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (mean, std))
         self.first: tuple[int, ...] | None = None
 
     def __call__(self, images: list[Any]) -> Tensor:
-        made = [self._tensor(image) for image in images]
-        for tensor, image in zip(made, images, strict=True):
+        tensors = [self._tensor(image) for image in images]
+        for tensor, image in zip(tensors, images, strict=True):
             self.first = self.first or tuple(tensor.shape)
             if tuple(tensor.shape) != self.first:
                 height, width = self.first[1:]
                 raise CalibrationError(
                     f"{image.filename} has {image.width} x {image.height} pixels, the images before it {width} x "
-                    f"{height}; give the size that all are brought to (size=, on the command line --image-size)"
+                    f"{height}; give a common size (size=, on the command line --image-size)"
                 )
-        return torch.stack(made)
+        return torch.stack(tensors)
 
     def _tensor(self, image: Any) -> Tensor:
         if image.mode[0] in "IF":
             raise CalibrationError(
-                f"{image.filename} has more than 8 bits per value ({image.mode}), which would be cut off; store the "
-                "images as a .npy file of inputs as the model takes them"
+                f"{image.filename} has more than 8 bits per value ({image.mode}), which conversion would lose; store "
+                "inputs of the model in a .npy file instead"
             )
         if image.has_transparency_data:
             image = _opaque(image)
@@ -154,34 +154,34 @@ class _Prepare:
         if self.size is not None:
             scale = self.size / min(picture.size)
             picture = picture.resize([max(self.size, round(scale * side)) for side in picture.size])
-            left, top = ((side - self.size) // 2 for side in picture.size)
-            picture = picture.crop((left, top, left + self.size, top + self.size))
+            x, y = ((side - self.size) // 2 for side in picture.size)
+            picture = picture.crop((x, y, x + self.size, y + self.size))
         values = torch.from_numpy(np.asarray(picture, dtype=np.float32).copy()) / 255
         colors = values[None] if values.dim() == 2 else values.permute(2, 0, 1)
         return (colors - self.mean) / self.std
 
 
 def image_files(directory: Path) -> list[Path]:
-    """Return the images in a folder and its subfolders, in order; hidden ones do not count."""
+    """Return the image files in a folder and its subfolders, sorted, without hidden ones."""
     if not directory.is_dir():
-        raise CalibrationError(f"{directory} is no folder of images")
-    found = []
+        raise CalibrationError(f"{directory} is not a folder; pass a folder of images")
+    files: list[Path] = []
     for folder, subfolders, names in os.walk(directory, followlinks=True):
-        place = Path(folder).resolve()  # a link to a folder around it would be followed again and again
+        place = Path(folder).resolve()  # following a link to a parent folder would never end
         subfolders[:] = [
             name
             for name in subfolders
             if not name.startswith(".") and not place.is_relative_to(Path(folder, name).resolve())
         ]
         visible = (Path(folder, name) for name in names if not name.startswith("."))
-        found += [file for file in visible if file.suffix.lower() in IMAGE_SUFFIXES]
-    if not found:
-        raise CalibrationError(f"{directory} holds no image; their names end with {', '.join(IMAGE_SUFFIXES)}")
-    return sorted(found)
+        files += [file for file in visible if file.suffix.lower() in IMAGE_SUFFIXES]
+    if not files:
+        raise CalibrationError(f"{directory} holds no images; supported suffixes are {', '.join(IMAGE_SUFFIXES)}")
+    return sorted(files)
 
 
 def _opaque(image: Any) -> Any:
-    """Return an image without its alpha channel; refuse one that has transparent pixels."""
+    """Return an image without its alpha channel; raise an error if it has transparent pixels."""
     whole = image.convert("RGBA")
     if whole.getchannel("A").getextrema()[0] < 255:
         raise CalibrationError(
@@ -203,7 +203,7 @@ def _opened(files: Sequence[Path]) -> list[Any]:
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise CalibrationError(f"the image {file} cannot be read: {error}; remove it, or store it anew") from error
+            raise CalibrationError(f"the image {file} cannot be read: {error}; remove or replace it") from error
         images.append(image)
     return images
 

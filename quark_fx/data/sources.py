@@ -1,4 +1,4 @@
-"""Texts and conversations from files, and from installed packages by name."""
+"""Texts and conversations from files and from installed packages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _JSON = (".json", ".jsonl", ".ndjson")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 _ROLES = {"human": "user", "gpt": "assistant"}
-"""What ShareGPT calls those who speak."""
+"""Roles in chat templates by the names that ShareGPT gives them."""
 
 
 def is_installed_name(source: str | Path) -> bool:
-    """Tell whether a source is the name of something in a package, and no file.
+    """Tell whether a source names a file or variable of a package (`module:name`) and not a file on disk.
 
     >>> is_installed_name("pydoc_data.topics:topics")
     True
@@ -38,24 +38,24 @@ def is_installed_name(source: str | Path) -> bool:
 
 @checked_call
 def read_text(source: str | Path) -> str | list[str] | list[Conversation]:
-    """Return the text of a file or of an installed package: whole, as documents, or as conversations.
+    """Return the text of a file or of an installed package: one text, documents, or conversations.
 
     >>> texts = read_text("pydoc_data.topics:topics")  # Python's language reference, which comes with Python
 
     Args:
-        source: a file; or `package.module:name`, a file in the folder of a package or else a variable of a module: a
-            text, texts, or a mapping to texts. JSON (a list, or one value per line) holds strings, objects with a
+        source: File, or `package.module:name`: a file in the folder of a package, or a variable of a module that holds
+            a text, texts, or a mapping to texts. JSON (a list, or one value per line) holds strings, objects with a
             `text`, or objects with `messages` (`role`, `content`) or `conversations` (`from`, `value`). `.csv` and
             `.tsv` files have a column `text`. A byte order mark is dropped.
 
     Raises:
-        CalibrationError: if it is not there, or holds something else.
+        CalibrationError: If the source does not exist, or holds something else.
     """
     if is_installed_name(source):
-        found = _installed(str(source))
-        if not isinstance(found, Path):
-            return found
-        source = found
+        content = _installed(str(source))
+        if not isinstance(content, Path):
+            return content
+        source = content
     path = Path(source)
     try:
         require_regular(path)
@@ -63,7 +63,7 @@ def read_text(source: str | Path) -> str | list[str] | list[Conversation]:
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path} cannot be read as text: {error}") from error
     if "\0" in text:
-        raise CalibrationError(f"{path} holds zero bytes, so it is no text; give a text file in UTF-8")
+        raise CalibrationError(f"{path} is binary: it holds zero bytes; give a text file in UTF-8")
     records = _records(path, text)
     return text if records is None else _samples(path, records)
 
@@ -73,10 +73,10 @@ def _installed(name: str) -> Path | str | list[str]:
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
-        spec = None  # of a parent, or of a module without one
+        spec = None  # a parent package is missing, or the module lacks a spec
     if spec is None:
         raise CalibrationError(
-            f"there is no file {name}, and no installed package {package}; install it, or give a file"
+            f"file {name} does not exist, and package {package} is not installed; install it, or give a file"
         )
     for folder in map(Path, spec.submodule_search_locations or ()):
         file = (folder / part).resolve()
@@ -110,13 +110,13 @@ def _records(path: Path, text: str) -> list[tuple[str, Any]] | None:
     except ValueError:
         if suffix not in _JSON and not isinstance(_first_line(text), dict):
             return None  # plain text that begins with a bracket
-    found: list[tuple[str, Any]] = []
+    records: list[tuple[str, Any]] = []
     for number, line in enumerate(text.split("\n"), 1):  # a string of JSON may hold other separators
         try:
-            found += [(f"line {number}", parse_json(line))] if line.strip() else []
+            records += [(f"line {number}", parse_json(line))] if line.strip() else []
         except ValueError as error:
             raise CalibrationError(f"line {number} of {path} is not valid JSON: {error}") from error
-    return found
+    return records
 
 
 def _first_line(text: str) -> Any:
@@ -143,11 +143,11 @@ def _rows(path: Path, text: str, delimiter: str) -> list[tuple[str, Any]]:
 def _samples(path: Path, records: list[tuple[str, Any]]) -> list[str] | list[Conversation]:
     texts, conversations = list[str](), list[Conversation]()
     for place, sample in records:
-        found = sample if isinstance(sample, dict) else {"text": sample}
-        if isinstance(found.get("text"), str):
-            texts.append(found["text"])
+        record = sample if isinstance(sample, dict) else {"text": sample}
+        if isinstance(record.get("text"), str):
+            texts.append(record["text"])
             continue
-        messages = found.get("messages") or found.get("conversations")
+        messages = record.get("messages") or record.get("conversations")
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
             raise CalibrationError(f"{place} of {path} has neither `text` nor `messages`, a list of objects")
         conversations.append([_message(one) for one in messages])

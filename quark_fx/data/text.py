@@ -1,4 +1,4 @@
-"""Text and conversations as tokens: windows packed from one row of them, or a line a sample."""
+"""Batches of tokens from text and conversations: packed windows, or one line per sample."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def text_windows(
     count: PositiveInt | None = None,
     batch_size: PositiveInt = 8,
 ) -> list[dict[str, Tensor]]:
-    """Return windows of a text's tokens, without padding and without overlap: what language models are calibrated on.
+    """Return windows of a text's tokens, without padding or overlap, to calibrate language models.
 
     Args:
-        text: one text, or documents, behind each of which the tokenizer's end of text is put.
-        tokenizer: of transformers, or any whose call returns `input_ids`.
-        length: tokens of a window.
-        count: windows, spread evenly over the text; default: all.
-        batch_size: windows of a batch.
+        text: One text, or documents; the tokenizer's end-of-text token follows each document.
+        tokenizer: Tokenizer of transformers, or a function that returns `input_ids`.
+        length: Tokens per window.
+        count: Number of windows, spread evenly over the text; default: all.
+        batch_size: Windows per batch.
 
     Returns:
         Batches `{"input_ids": (batch_size, length)}` in int64; the last one may have fewer windows.
 
     Raises:
-        CalibrationError: if the text has fewer tokens than one window.
+        CalibrationError: If the text has fewer tokens than one window.
     """
     if isinstance(text, str):
         tokens = list(_tokens(text, tokenizer))
@@ -55,27 +55,27 @@ def chat_windows(
     count: PositiveInt | None = None,
     batch_size: PositiveInt = 8,
 ) -> list[dict[str, Tensor]]:
-    """Return windows of conversations in the tokenizer's chat template, packed as `text_windows` packs documents.
+    """Return windows of conversations in the tokenizer's chat template, packed like documents in `text_windows`.
 
-    What a model reads in use is not plain text: its template puts roles and special tokens around every message.
+    Chat models do not read plain text: the template puts roles and special tokens around every message.
 
     Args:
-        conversations: lists of messages, `{"role": "user", "content": "..."}`, as the template takes them.
-        tokenizer: of transformers, with a chat template.
-        length: tokens of a window.
-        count: windows, spread evenly over all; default: all.
-        batch_size: windows of a batch.
+        conversations: Lists of messages, `{"role": "user", "content": "..."}`, in the form that the template reads.
+        tokenizer: Tokenizer of transformers with a chat template.
+        length: Tokens per window.
+        count: Number of windows, spread evenly over all; default: all.
+        batch_size: Windows per batch.
 
     Returns:
         Batches `{"input_ids": (batch_size, length)}` in int64; the last one may have fewer windows.
 
     Raises:
-        CalibrationError: if the tokenizer has no chat template, the template refuses a conversation, or there are fewer
-            tokens than one window.
+        CalibrationError: If the tokenizer lacks a chat template, the template refuses a conversation, or the
+            conversations have fewer tokens than one window.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise CalibrationError(
-            "the tokenizer has no chat template; set its chat_template, or pass the messages' texts to text_windows"
+            "the tokenizer lacks a chat template; set its chat_template, or pass the messages' texts to text_windows"
         )
     tokens: list[int] = []
     for index, conversation in enumerate(conversations):
@@ -85,17 +85,17 @@ def chat_windows(
                 f"{'message' if isinstance(conversation, Mapping) else 'string'}; put the messages into one more list"
             )
         try:
-            made = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=True)
+            encoding = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=True)
         except Exception as error:  # whatever a template raises
             raise CalibrationError(f"the chat template refuses conversation {index}: {error}") from error
-        tokens += made["input_ids"]
+        tokens += encoding["input_ids"]
     return _windows(tokens, length, count, batch_size)
 
 
 def _windows(tokens: list[int], length: int, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
     if len(tokens) < length:
         raise CalibrationError(
-            f"the text has {len(tokens)} tokens, and a window {length}; give more text, or windows of fewer tokens"
+            f"the text has {len(tokens)} tokens, fewer than a window of {length}; give more text, or a shorter length"
         )
     windows = torch.tensor(tokens, dtype=torch.int64).unfold(0, length, length)
     chosen = windows[torch.tensor(spread(range(len(windows)), count), dtype=torch.int64)]
@@ -111,24 +111,24 @@ def text_lines(
     count: PositiveInt | None = None,
     batch_size: PositiveInt = 8,
 ) -> list[dict[str, Tensor]]:
-    """Return a sample for each line, padded to the longest of its batch: what encoders of text are calibrated on.
+    """Return one sample per line, padded to the longest of its batch, to calibrate text encoders.
 
     Args:
-        lines: Texts, or one text that is split into its lines; empty ones are left out.
-        tokenizer: of transformers.
-        length: tokens that a line is cut to.
-        count: lines, spread evenly over all; default: all.
-        batch_size: lines of a batch.
+        lines: Texts, or one text that is split into its lines; empty lines are skipped.
+        tokenizer: Tokenizer of transformers.
+        length: Maximum number of tokens; longer lines are truncated.
+        count: Number of lines, spread evenly over all; default: all.
+        batch_size: Lines per batch.
 
     Returns:
-        Batches with all that the tokenizer makes: `input_ids`, `attention_mask`, ..., `(batch_size, tokens)` each.
+        Batches with all results of the tokenizer: `input_ids`, `attention_mask`, ..., `(batch_size, tokens)` each.
 
     Raises:
-        CalibrationError: if there is no line, or the tokenizer cannot pad.
+        CalibrationError: If all lines are empty, or the tokenizer cannot pad.
     """
     texts = spread([line for line in _split(lines) if line.strip()], count)
     if not texts:
-        raise CalibrationError("the text has no line with words; give one sample a line")
+        raise CalibrationError("all lines of the text are empty; give one sample per line")
     options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
     try:
         return [dict(tokenizer(list(part), **options)) for part in in_batches(texts, batch_size)]
@@ -141,7 +141,7 @@ def _split(lines: str | Iterable[str]) -> Iterable[str]:
 
 
 def _tokens(text: str, tokenizer: Any) -> Iterable[int]:
-    # A tokenizer of transformers warns of texts longer than its model reads, which windows are not.
+    # Tokenizers of transformers warn about texts longer than the context of the model, but windows are shorter.
     quiet = {"verbose": False} if hasattr(tokenizer, "eos_token_id") else {}
     tokens: Iterable[int] = tokenizer(text, **quiet)["input_ids"]
     return tokens

@@ -1,1 +1,1 @@
-"""Used by everything else: checked options, locks, memory handed back, files that are not trusted."""
+"""Foundations of all other packages: checked options, registries, locks, memory, devices, and untrusted files."""

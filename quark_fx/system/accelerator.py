@@ -1,4 +1,4 @@
-"""Memory, streams, random generators, and reads of accelerators: no other module asks torch for the first three."""
+"""Memory, streams, random generators, and reads of accelerators; only this module calls torch for the first three."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLAB = 64 << 20
 """Bytes of pinned memory that are allocated together: the system call takes about as long for a kilobyte."""
 
 _ALIGNED = 512
-"""Bytes that a tensor in a slab starts at a multiple of."""
+"""Alignment of a tensor in a slab, in bytes."""
 
 
 _LEAVING = 2
@@ -34,7 +34,7 @@ _LATER: ContextVar[list[Check] | None] = ContextVar("later", default=None)
 
 
 def require(condition: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise an error if a condition, shape (), is false; `checked_later` puts off the wait for the device."""
+    """Raise an error if a condition, shape (), is false; `checked_later` defers the check and the wait for it."""
     later = _LATER.get()
     if later is not None:
         later.append((condition, error))
@@ -44,7 +44,7 @@ def require(condition: Tensor, error: Callable[[], Exception]) -> None:
 
 @contextmanager
 def checked_later() -> Iterator[list[Check]]:
-    """Collect what `require` is asked meanwhile, for `read`."""
+    """Collect the checks of `require` for a later call of `read`."""
     checks: list[Check] = []
     token = _LATER.set(checks)
     try:
@@ -54,19 +54,19 @@ def checked_later() -> Iterator[list[Check]]:
 
 
 def read(values: Sequence[Tensor], checks: Sequence[Check] = ()) -> list[float]:
-    """Return numbers, float32 of shape () on one device, which is waited for once.
+    """Return values, float32 of shape () on one device, as Python numbers, with one wait for the device.
 
     Raises:
-        Exception: of the first check whose condition is false.
+        Exception: Error of the first check whose condition is false.
     """
     flags = [condition.to(torch.float32) for condition, _ in checks]
     if not (values or flags):
         return []
-    found: list[float] = torch.stack([*values, *flags]).tolist()
-    for fine, (_, error) in zip(found[len(values) :], checks, strict=True):
+    numbers: list[float] = torch.stack([*values, *flags]).tolist()
+    for fine, (_, error) in zip(numbers[len(values) :], checks, strict=True):
         if not fine:
             raise error()
-    return found[: len(values)]
+    return numbers[: len(values)]
 
 
 @contextmanager
@@ -113,7 +113,7 @@ _HALVINGS: ContextVar[int] = ContextVar("halvings", default=0)
 
 @contextmanager
 def smaller_pieces(halvings: int) -> Iterator[None]:
-    """Halve the pieces of `values_at_once` so often meanwhile."""
+    """Halve the result of `values_at_once` the given number of times."""
     token = _HALVINGS.set(halvings)
     try:
         yield
@@ -122,7 +122,13 @@ def smaller_pieces(halvings: int) -> Iterator[None]:
 
 
 def values_at_once(like: Tensor, on_cpu: int, doublings: int) -> int:
-    """Return how many values to compute together: on a device that many times twice what suits a processor's caches."""
+    """Return the number of values to compute together.
+
+    Args:
+        like: Tensor on the device of the computation.
+        on_cpu: Result on a CPU, chosen for its caches.
+        doublings: Number of times to double the result on other devices.
+    """
     return on_cpu if like.is_cpu else on_cpu << max(0, doublings - _HALVINGS.get())
 
 
@@ -142,14 +148,14 @@ def take_own_device() -> None:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU, `None` for other devices."""
+    """Return the compute capability of an NVIDIA GPU; `None` for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def cuda_version() -> tuple[int, int]:
-    """Return the version of CUDA that torch was built for; zeros without it."""
+    """Return the version of CUDA that torch was built for; `(0, 0)` without CUDA."""
     major, minor, *_ = [*(torch.version.cuda or "0.0").split("."), "0"]
     return int(major), int(minor)
 
@@ -160,7 +166,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def new_stream(device: torch.device) -> Any:
-    """Return a stream whose work is not ordered with that of other streams of `device`."""
+    """Return a stream that runs independently of the other streams of `device`."""
     return torch.Stream(device=device)
 
 
@@ -181,7 +187,7 @@ def pinned_bytes(count: int) -> Tensor | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of `device` for new tensors, those that torch keeps for reuse included; 0 if unknown."""
+    """Return the bytes of `device` that new tensors can use, including memory that torch caches; 0 if unknown."""
     if not has_streams(device):
         return 0
     free, _ = torch.accelerator.get_memory_info(device)
@@ -189,14 +195,14 @@ def free_bytes(device: torch.device) -> int:
 
 
 def return_unused(device: torch.device) -> None:
-    """Return the device memory that torch keeps for reuse, so that large tensors find room in one piece."""
+    """Return cached memory to the device, so that large contiguous tensors fit."""
     if has_streams(device):
         torch.accelerator.empty_cache()
 
 
 @dataclass
 class PinnedSlabs:
-    """Pinned host memory for tensors, in large pieces that are used again once all tensors in them are dropped."""
+    """Pinned host memory for tensors, in large slabs; a slab is reused once all of its tensors are dropped."""
 
     _slabs: dict[int, Tensor] = field(default_factory=dict)
     _used: dict[int, int] = field(default_factory=dict)
@@ -221,7 +227,7 @@ class PinnedSlabs:
         return values.as_strided(x.shape, x.stride())
 
     def drop(self, x: Tensor) -> None:
-        """Make the room of a tensor free again, if it has room here."""
+        """Free the memory of a tensor if it belongs to a slab."""
         key = x.untyped_storage().data_ptr()
         if key in self._slabs:
             self._tensors[key] -= 1
@@ -234,8 +240,8 @@ class Arriving:
     """A tensor on its way to or from a device.
 
     Attributes:
-        value: on the device; not to be read before `Transfers.received`.
-        event: it has arrived.
+        value: Tensor on the device; call `Transfers.received` before reading it.
+        event: Event that the end of the copy records.
     """
 
     value: Tensor
@@ -245,13 +251,13 @@ class Arriving:
 class Transfers:
     """Copies between a device and pinned host memory, on a separate stream.
 
-    All copies run in the order they were asked for, so the host never waits for one before it asks for the next.
+    Copies run in the order of the calls, and no call waits for a copy.
 
     Device memory belongs to the stream of the computation, which waits for the copies before it uses the memory again:
     `record_stream` would free it only once the device is done, while the host asks for more and more of it.
 
     Args:
-        device: with streams.
+        device: Device with streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -295,7 +301,7 @@ class Transfers:
         return arriving.value
 
     def drop(self, room: Tensor) -> None:
-        """Make the room of a tensor of `to_host` free again."""
+        """Free the memory of a tensor of `to_host`."""
         self._slabs.drop(room)
 
 

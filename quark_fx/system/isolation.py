@@ -1,7 +1,7 @@
-"""What a call must not take from its surroundings, and what it must not do to them.
+"""Isolation of calls from the modes of torch, from other threads, and from logging.
 
-A call gives the same bits under autocast, `no_grad` and `inference_mode`, with another default device, with products of
-float32 in fewer bits (TF32, bfloat16), and while other threads make calls of their own.
+A call gives the same bits under autocast, `no_grad`, and `inference_mode`, with another default device, with float32
+products in fewer bits (TF32, bfloat16), and while other threads make calls.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ONE_CALL = threading.RLock()
-"""Held by the thread whose call runs.
+"""Lock of the thread whose call runs.
 
-`torch.export`, fake tensors, `torch.onnx` and the exporters of transformers keep the modes they trace under in globals
-of the process, and switch oneDNN and the default dtype meanwhile, which changes what other threads compute.
+`torch.export`, fake tensors, `torch.onnx`, and the exporters of transformers store tracing modes in globals of the
+process. They also switch oneDNN and the default dtype while they trace, which changes the results of other threads.
 """
 
 
@@ -59,14 +59,14 @@ _CALLERS: ContextVar[Surroundings | None] = ContextVar("callers", default=None)
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The modes of torch that hold for one thread, and how the process multiplies float32.
+    """The modes of torch in one thread, and how the process multiplies float32.
 
     Attributes:
-        grad: gradients are recorded.
-        inference: tensors are made without what gradients need.
-        autocast: per kind of device, whether operators choose their dtype, and which.
-        device: where tensors are made by default; `None` where nobody chose.
-        precisions: of products of float32, by `_PRODUCTS`.
+        grad: Whether gradients are recorded.
+        inference: Whether inference mode is on.
+        autocast: Kind of device, whether autocast is on for it, and its dtype, for each kind.
+        device: Default device of new tensors; `None` if it was not set.
+        precisions: Precision of float32 products, one for each entry of `_PRODUCTS`.
     """
 
     grad: bool
@@ -76,8 +76,8 @@ class Surroundings:
     precisions: tuple[Any, ...]
 
     @classmethod
-    def here(cls) -> Surroundings:
-        """Return those of this thread, now."""
+    def current(cls) -> Surroundings:
+        """Return the modes of this thread."""
         accelerator = torch.accelerator.current_accelerator()
         kinds = {"cpu", accelerator.type if accelerator is not None else "cpu"}
         return cls(
@@ -90,9 +90,9 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Let these hold meanwhile."""
-        now = Surroundings.here()
-        if now == self:  # no mode is entered that needs not be
+        """Set these modes, and restore the current ones at the end."""
+        now = Surroundings.current()
+        if now == self:  # entering a mode costs time
             yield
             return
         with ExitStack() as stack:
@@ -110,12 +110,12 @@ class Surroundings:
             yield
 
     def plain(self) -> Surroundings:
-        """Return those that a new thread starts with."""
+        """Return the modes of a new thread."""
         off = tuple((kind, False, dtype) for kind, _, dtype in self.autocast)
         return Surroundings(True, False, off, None, tuple(whole for _, _, whole in _PRODUCTS))
 
     def during(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `items`, each made while these hold: a generator's code is the caller's."""
+        """Yield `items`; these modes are set while a generator, which is code of the caller, computes the next one."""
         iterator, end = iter(items), object()
         while True:
             with self.restored():
@@ -131,17 +131,17 @@ def _multiply(precisions: tuple[Any, ...]) -> None:
 
 
 def isolated(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function run as in a new thread, without autocast, inference mode, default device and TF32, and alone.
+    """Run a function without autocast, inference mode, default device, and TF32, one call at a time.
 
     Calls of other threads wait until it returns. The default dtype belongs to the whole process and stays.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        here = Surroundings.here()
-        token = _CALLERS.set(here)
+        caller = Surroundings.current()
+        token = _CALLERS.set(caller)
         try:
-            with _ONE_CALL, here.plain().restored():
+            with _ONE_CALL, caller.plain().restored():
                 return function(*args, **kwargs)
         finally:
             _CALLERS.reset(token)
@@ -150,11 +150,11 @@ def isolated(function: Callable[P, R]) -> Callable[P, R]:
 
 
 _INNER = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", str(contextlib.__file__))
-"""Where the code lies that runs between a caller's line and a warning."""
+"""Start of the paths of files whose frames `warn` skips."""
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the caller's own code, however many calls of this package and of torch lie between."""
+    """Warn at the line of the caller's code: skip the frames of this package and of torch."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
         frame, level = frame.f_back, level + 1
@@ -162,13 +162,13 @@ def warn(message: str) -> None:
 
 
 def as_called(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items`, each made in the surroundings of the caller of an `isolated` function."""
+    """Yield `items`, computed under the modes of the caller of an `isolated` function."""
     caller = _CALLERS.get()
     return iter(items) if caller is None else caller.during(items)
 
 
 class _OfThisThread(logging.Filter):
-    """Drop what one thread logs, up to errors."""
+    """Drop the log records of one thread, up to and including errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,13 +180,13 @@ class _OfThisThread(logging.Filter):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what this thread logs: torch prints whole graphs about errors that are explained here in a line."""
-    known = [logging.root, *list(logging.root.manager.loggerDict.values())]
-    handlers = {id(h): h for logger in known if isinstance(logger, logging.Logger) for h in logger.handlers}
+    """Silence the logs of this thread: torch prints whole graphs for errors that our messages explain in a line."""
+    loggers = [logging.root, *list(logging.root.manager.loggerDict.values())]
+    handlers = {id(h): h for logger in loggers if isinstance(logger, logging.Logger) for h in logger.handlers}
     if logging.lastResort is not None:
         handlers[id(logging.lastResort)] = logging.lastResort
-    # A handler without a stream prints nothing. That of torch's traces finds out on its first record that nobody wants
-    # them; kept from it, torch composes a record for every comparison of sizes.
+    # A handler without a stream prints nothing. Torch's trace handler must see one record: it then turns traces off.
+    # Without it, torch composes a record for every comparison of sizes.
     handlers = {key: h for key, h in handlers.items() if getattr(h, "stream", h) is not None}
     silence = _OfThisThread()
     for handler in handlers.values():

@@ -1,4 +1,4 @@
-"""Return unused memory to the system, and keep small tensors that live long from holding more than their own."""
+"""Return unused memory to the system, and allocate small long-lived tensors without fragmentation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except ImportError:  # Windows
 
 @dataclass
 class _Trim:
-    """The C library's call, and when it is due again."""
+    """Function of the C library that returns memory, and the earliest time of the next call."""
 
     function: Any
     due: float = field(default=0.0)
@@ -37,11 +37,11 @@ class _Trim:
 
 
 def give_back() -> None:
-    """Return free memory between values that stay to the system, where the C library keeps it (glibc).
+    """Return free memory between live allocations to the system, if the C library keeps it (glibc).
 
-    Temporaries of a few megabytes leave holes that nothing hands back before the process ends: a run would take half as
-    much memory again. A call may be made as often as memory becomes free: one that comes too soon after the last does
-    nothing, so that all together take at most a hundredth of the time.
+    Temporaries of a few megabytes leave holes that would stay allocated until the process ends, which would increase
+    the memory of a run by half. Call it whenever memory becomes free. A call too soon after the last one does nothing,
+    so that all calls together take at most a hundredth of the time.
 
     Source:
         https://man7.org/linux/man-pages/man3/malloc_trim.3.html
@@ -51,11 +51,11 @@ def give_back() -> None:
 
 @contextmanager
 def short_memory(short: bool = True) -> Iterator[None]:
-    """Meanwhile return every megabyte to the system as soon as it is free, where the C library keeps it (glibc).
+    """Return blocks of a megabyte or more to the system as soon as they are free, if the C library keeps them (glibc).
 
-    Allocations then cost the system's zeroing of pages. The kernels that oneDNN generates for every shape it meets, of
-    which a product of experts has a new one with every batch, are kept in smaller numbers, unless the process has run a
-    model before: oneDNN reads the variables once. Variables that are set already are left alone.
+    The cost is that the system zeroes the pages of each allocation. oneDNN also caches fewer kernels: it generates one
+    per shape, and matrix products of experts have new shapes in every batch. The cache does not shrink if the process
+    ran a model before: oneDNN reads the environment variables once. Variables that are already set do not change.
 
     Args:
         short: Whether to change anything.
@@ -64,7 +64,7 @@ def short_memory(short: bool = True) -> Iterator[None]:
         https://man7.org/linux/man-pages/man3/mallopt.3.html;
         https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html
     """
-    variables = [name for name in _KERNELS_KEPT if short and name not in os.environ]
+    variables = [name for name in _KERNEL_CACHES if short and name not in os.environ]
     mallopt = _function("mallopt") if short else None
     os.environ.update(dict.fromkeys(variables, str(_KERNELS)))
     if mallopt is not None:
@@ -80,33 +80,33 @@ def short_memory(short: bool = True) -> Iterator[None]:
 
 @dataclass
 class Slabs:
-    """Memory for small tensors that live long, side by side in large pieces.
+    """Memory for small long-lived tensors, next to each other in large pieces.
 
-    Allocated among large temporaries, a small tensor takes the start of a block that one of them freed. The rest no
-    longer fits another one, so each small tensor would cost the memory of a large one.
+    Allocated among large temporaries, a small tensor takes the start of a block that one of them freed. The rest is too
+    small for another one, so each small tensor would cost the memory of a large one.
     """
 
-    _left: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    _free: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def empty_like(self, x: Tensor) -> Tensor:
-        """Return room for the values of `x`, contiguous: in a slab on a CPU, as other allocators have no such holes."""
+        """Return an uninitialized contiguous tensor like `x`; from a slab only on a CPU, where memory fragments."""
         slab, size = _SLAB // x.element_size(), x.numel()
         if not x.is_cpu or size > slab // 2:
             return x.new_empty(x.shape)
-        left = self._left.get(x.dtype)
-        if left is None or len(left) < size:
-            left = x.new_empty(slab)  # pages that nothing is written to take no memory
-        self._left[x.dtype] = left[-(-size // _ALIGNED) * _ALIGNED :]
-        return left[:size].view(x.shape)
+        free = self._free.get(x.dtype)
+        if free is None or len(free) < size:
+            free = x.new_empty(slab)  # pages take memory only when they are written
+        self._free[x.dtype] = free[-(-size // _ALIGNED) * _ALIGNED :]
+        return free[:size].view(x.shape)
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Tell whether an error says that there is no memory left: torch raises a `RuntimeError` for that, too."""
+    """Tell whether an error reports a lack of memory, including the `RuntimeError` that torch raises for it."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def available() -> int | None:
-    """Return the bytes that this process may still take, `None` where the system does not say.
+    """Return the bytes that this process can still allocate; `None` if the system does not say.
 
     Source:
         https://docs.kernel.org/filesystems/proc.html (`MemAvailable`); https://docs.kernel.org/admin-guide/cgroup-v2.html
@@ -127,17 +127,17 @@ def available() -> int | None:
 
 
 def _kilobytes(file: str, name: str) -> int | None:
-    """Return the bytes of a line of a file of the system's that counts in kB, `None` where there is none."""
+    """Return the value of a line such as `VmSize: 12 kB` of a system file, in bytes; `None` without file or line."""
     try:
         lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
-    found = next((line for line in lines if line.startswith(name)), None)
-    return None if found is None else int(found.split()[1]) << 10
+    line = next((line for line in lines if line.startswith(name)), None)
+    return None if line is None else int(line.split()[1]) << 10
 
 
 def occupied() -> int:
-    """Return the bytes of memory that are this process's own (files it maps are not), 0 where the system hides them."""
+    """Return the bytes of memory of this process, without mapped files; 0 if the system does not say."""
     return _kilobytes("/proc/self/status", "RssAnon:") or 0
 
 
@@ -145,21 +145,21 @@ _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.
 """Files with the memory limit of a container, in both versions of cgroups."""
 
 _SLAB = 64 << 20
-"""Bytes of a slab: more than what the C library ever puts into a hole (`DEFAULT_MMAP_THRESHOLD_MAX` of glibc)."""
+"""Bytes of a slab: more than the largest block that glibc allocates from its heap (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 
 _ALIGNED = 64
-"""Elements that a tensor in a slab begins at a multiple of."""
+"""Alignment of a tensor in a slab, in elements."""
 
 _M_MMAP_THRESHOLD = -3
 
 _THRESHOLD = 32 << 20
-"""The largest threshold that glibc chooses by itself (`DEFAULT_MMAP_THRESHOLD_MAX`), as before the first call."""
+"""The threshold to restore: the largest one that glibc chooses by itself (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 
-_KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""What oneDNN, and torch on top of it, read when they are first used: how many kernels each keeps."""
+_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Environment variables with the capacities of the kernel caches of oneDNN and torch; both read them at first use."""
 
 _KERNELS = 64
-"""Instead of 1024, of about half a megabyte each."""
+"""Capacity of a kernel cache, instead of 1024 kernels of about half a megabyte each."""
 
 
 def _function(name: str) -> Any:
@@ -170,7 +170,7 @@ def _function(name: str) -> Any:
 
 
 _PAUSE = 100
-"""Length of the pause after a call, over the call's own."""
+"""Length of the pause after a call, as a multiple of the call's duration."""
 
 _trim = _Trim(_function("malloc_trim"))
 

@@ -27,17 +27,17 @@ def unknown(
     >>> print(unknown("preset", "int8_sttic", ["int8_static", "fp16"]))
     unknown preset 'int8_sttic'; choose one of int8_static, fp16; did you mean 'int8_static'?
     """
-    known = list(dict.fromkeys(map(str, names)))
-    return error(f"unknown {what} {brief(name)}; choose one of {', '.join(known)}{also}{nearest(name, known)}")
+    choices = list(dict.fromkeys(map(str, names)))
+    return error(f"unknown {what} {brief(name)}; choose one of {', '.join(choices)}{also}{nearest(name, choices)}")
 
 
-def absent(owner: str, what: str, names: Iterable[str], known: Iterable[str]) -> ConfigError:
-    """Return the error for arguments, fields, or options that `owner` does not have; it lists those that it has.
+def absent(owner: str, what: str, names: Iterable[str], valid: Iterable[str]) -> ConfigError:
+    """Return the error for arguments, fields, or options that `owner` does not have; it lists the valid ones.
 
     >>> print(absent("pass 'Rotate'", "option", ["sead"], ["seed", "only"]))
     pass 'Rotate' has no option sead; it has seed, only; did you mean 'seed'?
     """
-    missing, existing = sorted(names), list(known)
+    missing, existing = sorted(names), list(valid)
     listed = ", ".join(existing) or "none"
     return ConfigError(f"{owner} has no {what} {', '.join(missing)}; it has {listed}{nearest(missing[0], existing)}")
 
@@ -48,7 +48,7 @@ def nearest(name: object, names: Iterable[str]) -> str:
     >>> nearest("iteration", ["iterations", "seed"])
     "; did you mean 'iterations'?"
     """
-    simple = {re.sub(r"[^a-z0-9]", "", str(known).lower()): str(known) for known in names}
+    simple = {re.sub(r"[^a-z0-9]", "", str(valid).lower()): str(valid) for valid in names}
     near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", str(name).lower()), simple, n=1)
     return f"; did you mean {simple[near[0]]!r}?" if near else ""
 

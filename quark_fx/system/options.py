@@ -1,8 +1,8 @@
-"""What the fields of a configuration may hold: their types and ranges, checked before the dataclass is made.
+"""Checks of the types and ranges of options, before a dataclass is constructed.
 
-The annotation of a field is what is checked. `Annotated[float, Interval("(0, 1]")]` limits a number, `parsed` says how
-a class is made of text or of plain data. Passes and observers, also those of other packages, are checked because
-`graph_pass` and `observer` decorate them; other dataclasses are decorated with `checked`.
+The checks follow the annotations of fields. `Annotated[float, Interval("(0, 1]")]` limits a number; `parsed` registers
+functions that convert text or plain data to a class. `graph_pass` and `observer` add the checks to passes and
+observers, also in other packages; `checked` adds them to other dataclasses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Interval:
-    """Numbers between two bounds, as one writes them; `inf` itself never belongs.
+    """Numbers between two bounds, in mathematical notation; `inf` itself never belongs.
 
     >>> 1 in Interval("(0, 1]"), 0 in Interval("(0, 1]"), str(Interval("[1, inf)"))
     (True, False, 'of at least 1')
@@ -42,7 +42,7 @@ class Interval:
 
     @functools.cached_property
     def bounds(self) -> tuple[float, float]:
-        """The smallest and the largest number, or what they stay above and below."""
+        """The lower and the upper bound."""
         low, high = self.text[1:-1].split(",")
         return float(low), float(high)
 
@@ -67,7 +67,7 @@ NonNegativeFloat = Annotated[float, Interval("[0, inf)")]
 
 
 class _Kind(NamedTuple):
-    """What a field takes: a function that returns a value as the field has it, or `_NO`, and what to call it."""
+    """Values that a field accepts: a function that returns the field's value, or `_NO`, and words for messages."""
 
     read: Callable[[Any], Any]
     words: tuple[str, ...]
@@ -104,9 +104,9 @@ def parsed(
 
 
 def plain(value: Any) -> Any:
-    """Return a value as data for JSON and YAML: what `parsed` says for its class, lists, mappings, and scalars.
+    """Return a value as data for JSON and YAML: lists, mappings, scalars, and the forms that `parsed` registers.
 
-    A value of any other class is returned as it is.
+    A value of any other class is returned unchanged.
     """
     if isinstance(value, Stored):
         return value.plain
@@ -141,44 +141,44 @@ def plain_fields(value: Any, default: Any = None) -> dict[str, Any]:
 
 
 def checked(cls: C) -> C:
-    """Check the arguments of a dataclass whenever it is made; fields that `state()` declares are left alone.
+    """Check the arguments of a dataclass whenever it is constructed, except fields that `state()` declares.
 
-    Text becomes the enum's member, a list a tuple, a number of numpy one of Python.
+    Text becomes the member of an enum, a list becomes a tuple, and a numpy number becomes a Python number.
 
     Raises:
-        ConfigError: when an instance is made, for an unknown field, with the nearest name, or a value the annotation
-            does not allow, with what it allows.
+        ConfigError: When an instance is constructed: for an unknown field (with the nearest name), or for a value that
+            the annotation does not allow (with the allowed ones).
     """
     if not is_dataclass(cls):
         return cls  # pyright: ignore[reportReturnType]
     init = cls.__init__
-    known = [f for f in fields(cls) if f.init]
-    positional = [f.name for f in known if not f.kw_only]
-    required = [f.name for f in known if f.default is MISSING and f.default_factory is MISSING]
+    arguments = [f for f in fields(cls) if f.init]
+    positional = [f.name for f in arguments if not f.kw_only]
+    required = [f.name for f in arguments if f.default is MISSING and f.default_factory is MISSING]
 
     @functools.wraps(init)
-    def checked_init(self: Any, *args: Any, **given: Any) -> None:
+    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > len(positional):
             raise ConfigError(
-                f"{cls.__name__} takes its fields by name: write {cls.__name__}({known[len(positional)].name}=...)"
-                if len(known) > len(positional)
+                f"{cls.__name__} takes keyword arguments: write {cls.__name__}({arguments[len(positional)].name}=...)"
+                if len(arguments) > len(positional)
                 else f"{cls.__name__} has {len(positional)} field(s), and {len(args)} values were given"
             )
-        given = dict(zip(positional, args, strict=False)) | known_fields(cls, given)
-        if missing := [name for name in required if name not in given]:
+        values = dict(zip(positional, args, strict=False)) | known_fields(cls, kwargs)
+        if missing := [name for name in required if name not in values]:
             raise ConfigError(f"{cls.__name__} needs {', '.join(missing)}: write {cls.__name__}({missing[0]}=...)")
-        init(self, **_checked_fields(cls, given))
+        init(self, **_checked_fields(cls, values))
 
     cls.__init__ = checked_init  # type: ignore[method-assign]
     return cls  # pyright: ignore[reportReturnType]
 
 
 def checked_call(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the arguments of a function as `checked` does fields; those whose annotation cannot be read are left alone.
+    """Check the arguments of a function like `checked` checks fields, except annotations only type checkers can read.
 
     Raises:
-        ConfigError: when it is called, for an argument it does not have, with the nearest name, or a value the
-            annotation does not allow.
+        ConfigError: When the function is called: for an unknown argument (with the nearest name), or for a value that
+            the annotation does not allow.
     """
     signature = inspect.signature(function)
 
@@ -188,7 +188,7 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            return function(*args, **kwargs)  # whose own error names it
+            return function(*args, **kwargs)  # Python's error names the argument
         for name, kind in _argument_kinds(function).items():
             if name in bound.arguments:
                 _value(function, name, kind, bound.arguments[name])
@@ -198,17 +198,17 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that checks names and number of the arguments of a function, as `checked_call` does.
+    """Return a decorator that checks the names and the number of a function's arguments.
 
     Args:
-        elsewhere: by name of an argument that belongs elsewhere, what to write instead.
+        elsewhere: Advice for arguments that belong to another call, by argument name.
     """
 
     def checking(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
         names = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"]
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return function  # which hands them to another function, whose names are checked there
+            return function  # the function that gets these keywords checks their names
         owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         placed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -229,7 +229,7 @@ def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
 def _too_many(
     owner: str, placed: Sequence[str], by_name: Sequence[str], extra: int, elsewhere: Mapping[str, str]
 ) -> ConfigError:
-    """Return the error for values without a name that a call does not take."""
+    """Return the error for too many positional arguments."""
     return ConfigError(
         f"{owner} takes {len(placed)} argument(s) without a name, {', '.join(placed)}, and {len(placed) + extra} were "
         "given"
@@ -245,11 +245,11 @@ def require_names(owner: str, given: Iterable[str], names: Collection[str], else
         owner: Name of the call, for the message.
         given: Names of the arguments.
         names: Names that the call has.
-        elsewhere: What to write instead of an argument that belongs elsewhere, by its name.
+        elsewhere: Advice for arguments that belong to another call, by argument name.
     """
     if missing := sorted(set(given) - set(names)):
-        if found := [elsewhere[name] for name in missing if name in elsewhere]:
-            listed, places = ", ".join(missing), "".join(found)
+        if advice := [elsewhere[name] for name in missing if name in elsewhere]:
+            listed, places = ", ".join(missing), "".join(advice)
             raise ConfigError(f"{owner} has no argument {listed}; it has {', '.join(names)}{places}")
         raise absent(owner, "argument", missing, names)
 
@@ -261,9 +261,9 @@ def _argument_kinds(function: Callable[..., Any]) -> dict[str, _Kind]:
 
 
 def _value(owner: Any, name: str, kind: _Kind, given: Any) -> Any:
-    found = kind.read(given)
-    if found is not _NO:
-        return found
+    value = kind.read(given)
+    if value is not _NO:
+        return value
     advice = ""
     if isinstance(given, type) and is_dataclass(given):
         advice = f"; write {given.__name__}()"
@@ -284,7 +284,7 @@ def _kinds(cls: type) -> dict[str, _Kind]:
 
 
 def _annotated(owner: Any, names: Set[str], namespace: dict[str, Any]) -> Iterator[tuple[str, _Kind]]:
-    """Yield what the annotations of some names allow, but for those that only a type checker can read."""
+    """Yield the kinds that annotations of some names allow, without annotations that only a type checker can read."""
     for name, annotation in inspect.get_annotations(owner).items():
         if name not in names:
             continue
@@ -294,7 +294,7 @@ def _annotated(owner: Any, names: Set[str], namespace: dict[str, Any]) -> Iterat
 
 
 def _kind(hint: Any) -> _Kind:
-    """Return what a type annotation allows."""
+    """Return the kind of value that a type annotation allows."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _limited(_kind(arguments[0]), [limit for limit in arguments[1:] if isinstance(limit, Interval)])
@@ -308,7 +308,7 @@ def _kind(hint: Any) -> _Kind:
         return _Kind(lambda value: value if value in arguments else _NO, tuple(map(repr, arguments)))
     if hint is Path or origin is os.PathLike:
         return _instance(os.PathLike, "a path")
-    if origin is get_origin(Iterable[Any]):  # or what has no more than items by number, as data sets do
+    if origin is get_origin(Iterable[Any]):  # also an object with `__getitem__` alone, such as a data set
         return _Kind(lambda value: value if _is_iterable(value) else _NO, ("an iterable",))
     if hint is Any:
         return _instance(object, "anything")
@@ -332,7 +332,7 @@ def _kind(hint: Any) -> _Kind:
 
 
 def _built(cls: type, value: Any) -> Any:
-    """Return an instance of a dataclass, or the one whose fields a mapping has: what `plain` wrote."""
+    """Return an instance of a dataclass as it is, and build one from a mapping of its fields, the result of `plain`."""
     if isinstance(value, cls):
         return value
     return cls(**_checked_fields(cls, known_fields(cls, value))) if isinstance(value, Mapping) else _NO
@@ -356,15 +356,15 @@ def _is_iterable(value: Any) -> bool:
 
 def _limited(kind: _Kind, limits: list[Interval]) -> _Kind:
     def read(value: Any) -> Any:
-        found = kind.read(value)
-        return found if found is not _NO and all(found in limit for limit in limits) else _NO
+        number = kind.read(value)
+        return number if number is not _NO and all(number in limit for limit in limits) else _NO
 
     return _Kind(read, (" ".join((str(kind), *map(str, limits))),))
 
 
 def _any_of(kinds: list[_Kind]) -> _Kind:
     def read(value: Any) -> Any:
-        return next((found for kind in kinds if (found := kind.read(value)) is not _NO), _NO)
+        return next((result for kind in kinds if (result := kind.read(value)) is not _NO), _NO)
 
     return _Kind(read, tuple(dict.fromkeys(word for kind in kinds for word in kind.words)))
 
@@ -374,17 +374,17 @@ def _items_of(container: type, item: _Kind) -> _Kind:
     plain = (list, tuple) if container is tuple else (list, tuple, Set)
 
     def read(value: Any) -> Any:
-        found = container(map(item.read, value)) if isinstance(value, plain) else (_NO,)
-        return _NO if _NO in found else found
+        items = container(map(item.read, value)) if isinstance(value, plain) else (_NO,)
+        return _NO if _NO in items else items
 
     return _Kind(read, (f"a {container.__name__} whose items are each {item}",))
 
 
 def _fixed_tuple(items: list[_Kind]) -> _Kind:
     def read(value: Any) -> Any:
-        given = value if isinstance(value, list | tuple) and len(value) == len(items) else ()
-        found = tuple(item.read(part) for item, part in zip(items, given, strict=False))
-        return found if found and _NO not in found else _NO
+        parts = value if isinstance(value, list | tuple) and len(value) == len(items) else ()
+        result = tuple(item.read(part) for item, part in zip(items, parts, strict=False))
+        return result if result and _NO not in result else _NO
 
     return _Kind(read, (f"a tuple of {' and '.join(map(str, items))}",))
 
@@ -410,7 +410,7 @@ def _real(value: Any) -> Any:
 
 _PLAIN = {
     bool: _Kind(lambda value: value if isinstance(value, bool) else _NO, ("True or False",)),
-    int: _Kind(_whole, ("a whole number",)),
+    int: _Kind(_whole, ("an integer",)),
     float: _Kind(_real, ("a number",)),
     str: _instance(str, "a string"),
     type(None): _Kind(lambda value: _NO if value is not None else None, ("None",)),
@@ -418,7 +418,7 @@ _PLAIN = {
 
 
 def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `data`, whose keys must be fields of the dataclass `cls`; raises `ConfigError` with the nearest."""
+    """Return `data`, whose keys must be fields of the dataclass `cls`; raises `ConfigError` with the nearest name."""
     names = [f.name for f in fields(cls) if f.init]
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
@@ -431,7 +431,7 @@ def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def enum_member(enum: type[StrEnum], value: str) -> Any:
-    """Return the member of `enum` with that value; raises `ConfigError` with the nearest and all of them."""
+    """Return the member of `enum` with a value; raises `ConfigError` with the nearest value and all values."""
     try:
         return enum(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What processor this is, as Linux says it."""
+"""Name and instruction sets of the processor, read from Linux."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def this_processor() -> tuple[str, frozenset[str]]:
-    """Return this processor's name and the names of its instruction sets; none where there is no Linux to ask."""
+    """Return the processor's name and the names of its instruction sets; without Linux, the set of names is empty."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

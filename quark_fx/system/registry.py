@@ -1,7 +1,7 @@
-"""The registry of everything that configurations and files refer to by name: passes, observers, targets, presets, …
+"""`Registry`: names of passes, observers, targets, presets, and other entries of configurations and files.
 
-A registry is a dictionary that protects its names. A module can redefine its own entry, which is what running a
-notebook cell twice does; an entry of another module, such as a built-in, is never replaced.
+A registry is a dictionary that protects its names. A module can redefine its own entry, for example in a notebook cell
+that runs twice; an entry of another module, such as a built-in, is never replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ V = TypeVar("V")
 
 
 class Registry(dict[str, E], Generic[E, V]):
-    """Entries of one kind by name.
+    """Entries of one kind, with their names as keys.
 
     `E` is the type of an entry, such as an observer class; `V` is the type of the values that configurations hold, such
     as observers. Both are the same if entries are values (targets, presets, formats).
@@ -66,7 +66,7 @@ class Registry(dict[str, E], Generic[E, V]):
 
         Args:
             entry: Class, function, or value.
-            name: Name; by default that of the class or function.
+            name: Name; default: the name of the class or function.
             depth: Stack frames between this call and the module that owns a value.
 
         Raises:
@@ -80,8 +80,8 @@ class Registry(dict[str, E], Generic[E, V]):
             owner = (sys._getframe(depth).f_globals.get("__name__", ""), "")
         if name in self and _definition(self._owners.get(name, owner)) != _definition(owner):
             raise self.error(
-                f"{_place(owner)} registers {self.what} {name!r}, and {self.owner(name)} has that name; "
-                "configurations and files find it by name, so give yours another one"
+                f"{_place(owner)} registers {self.what} {name!r}, but {self.owner(name)} has that name, which "
+                "configurations and files refer to; choose another name"
             )
         self[name], self._owners[name] = entry, owner
         if hasattr(entry, "__qualname__"):
@@ -125,13 +125,13 @@ class Registry(dict[str, E], Generic[E, V]):
     def _made(self, name: str, options: Mapping[str, Any]) -> V:
         entry: Any = self.find(name)
         builds = isinstance(entry, type)
-        known = [f.name for f in fields(entry) if not f.metadata.get("state")] if builds and is_dataclass(entry) else []
-        if missing := set(map(str, options)) - set(known):
-            raise absent(f"{self.what} {name!r}", "option", missing, known)
+        valid = [f.name for f in fields(entry) if not f.metadata.get("state")] if builds and is_dataclass(entry) else []
+        if missing := set(map(str, options)) - set(valid):
+            raise absent(f"{self.what} {name!r}", "option", missing, valid)
         return cast(V, entry(**options) if builds else entry)
 
     def name_of(self, value: Any) -> str:
-        """Return the name of a value: that under which its class or function was registered.
+        """Return the name under which the class or function of a value was registered.
 
         Raises:
             ConfigError: If its class or function is not registered, and another one has the name.
@@ -145,8 +145,8 @@ class Registry(dict[str, E], Generic[E, V]):
         if name in self and self[name] is not definition:
             place = _place((definition.__module__, definition.__qualname__))
             raise self.error(
-                f"{place} is not registered, and {self.owner(name)} has its name, {name!r}; configurations and files "
-                "find it by name, so register yours under another one"
+                f"{place} is not registered, and {self.owner(name)} has its name, {name!r}, which configurations and "
+                "files refer to; register yours under another name"
             )
         return name
 

@@ -1,4 +1,4 @@
-"""Reading files that anyone may have written: regular files of a bounded size, data of a bounded depth."""
+"""Read files from untrusted sources: regular files of limited size, with data of limited depth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_DEPTH = 64
 YAML_LIMIT = 1 << 18
 """Characters of the longest YAML text that is read."""
 YAML_VALUES = 1 << 15
-"""Values of the largest YAML document that is read, aliases written out."""
+"""Values of the largest YAML document that is read, with expanded aliases."""
 
 
 _MOST_BITS = 1 << 12
@@ -28,26 +28,26 @@ _MOST_BITS = 1 << 12
 def require_regular(path: Path) -> None:
     """Raise `OSError` unless `path` is a regular file or a link to one: opening a pipe can block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path.name} is no regular file")
+        raise OSError(f"{path.name} is not a regular file")
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
     """Return the contents of a regular file.
 
     Args:
-        path: the file; a link is followed.
-        limit: the largest size in bytes.
+        path: File; links are followed.
+        limit: Largest size in bytes.
 
     Raises:
-        OSError: if it cannot be read, or is a directory, a pipe or a device.
-        ValueError: if it is larger than `limit`.
+        OSError: If the file cannot be read, or is a directory, a pipe, or a device.
+        ValueError: If the file is larger than `limit`.
     """
     require_regular(path)
-    # Between the two looks the file can be replaced by a pipe: without waiting, opening that returns at once.
+    # A pipe can replace the file between the two checks: O_NONBLOCK keeps `open` from waiting for its writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path.name} is no regular file")
+            raise OSError(f"{path.name} is not a regular file")
         content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"{path.name} is larger than {limit / 2**20:g} MiB, the most that is read")
@@ -55,15 +55,16 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Return the JSON in a regular file; arguments and errors as `read_bytes`, `ValueError` for anything malformed."""
+    """Return the JSON in a regular file. Raises the errors of `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path, limit))
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return what JSON in UTF-8 says.
+    """Return the value of JSON in UTF-8.
 
     Raises:
-        ValueError: if it is malformed, nested more than `MAX_DEPTH` levels deep, or holds a number of too many digits.
+        ValueError: If the text is malformed, nested more than `MAX_DEPTH` levels deep, or holds a number with too many
+            digits.
     """
     try:
         value = json.loads(content if isinstance(content, str) else content.decode("utf-8"))
@@ -88,11 +89,11 @@ def _items(value: dict[Any, Any] | list[Any]) -> list[Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what YAML says, of plain types only.
+    """Return the value of YAML, which may hold plain types only.
 
     Raises:
-        ValueError: if it is malformed, has a key twice in one mapping, is longer than `YAML_LIMIT`, nested more than
-            `MAX_DEPTH` levels deep, or says much more than it is long: aliases of aliases.
+        ValueError: If the text is malformed, has a key twice in one mapping, is longer than `YAML_LIMIT`, is nested
+            more than `MAX_DEPTH` levels deep, or has more than `YAML_VALUES` values once aliases are expanded.
     """
     if len(text) > YAML_LIMIT:
         raise ValueError(f"it is longer than {YAML_LIMIT} characters, the most that is read")
@@ -109,24 +110,24 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:  # of a scalar
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:  # from a scalar
         raise ValueError(f"{type(error).__name__}: {brief(str(error))}") from error
 
 
 def _require_short_numbers(value: Any) -> None:
-    """Raise `ValueError` for an integer that Python cannot write: JSON refuses it, YAML takes it in hexadecimal."""
-    level, seen = [value], set[int]()
+    """Raise `ValueError` for an integer that Python cannot print: JSON refuses it, but YAML reads it in hexadecimal."""
+    level, visited = [value], set[int]()
     while level:
         item = level.pop()
         if isinstance(item, int) and item.bit_length() > _MOST_BITS:
             raise ValueError(f"it holds {brief(item)}; the largest that is read has {_MOST_BITS}")
-        if isinstance(item, dict | list) and id(item) not in seen:
-            seen.add(id(item))
+        if isinstance(item, dict | list) and id(item) not in visited:
+            visited.add(id(item))
             level += [*item, *_items(item)]
 
 
 def _require_small(node: Any) -> None:
-    """Raise `ValueError` if a YAML document is too deep or large with its aliases written out, or contains itself."""
+    """Raise `ValueError` if a YAML document with expanded aliases is too deep or too large, or contains itself."""
     sizes: dict[int, int] = {}
     open_: set[int] = set()
 
@@ -140,20 +141,20 @@ def _require_small(node: Any) -> None:
             sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inner)
             open_.remove(id(node))
         if sizes[id(node)] > YAML_VALUES:
-            raise ValueError(f"it says more than {YAML_VALUES} values, by aliases of aliases")
+            raise ValueError(f"it has more than {YAML_VALUES} values once its aliases are expanded")
         return sizes[id(node)]
 
     size(node, 0)
 
 
 def _require_distinct_keys(document: Any) -> None:
-    """Raise `YAMLError` for a key that a mapping has twice, of which YAML's reader keeps the last."""
-    pending, seen = [document], set[int]()
+    """Raise `YAMLError` for a key that a mapping has twice; YAML's reader would keep the last value."""
+    pending, visited = [document], set[int]()
     while pending:
         node = pending.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        if id(node) in visited or not isinstance(node, yaml.CollectionNode):
             continue
-        seen.add(id(node))
+        visited.add(id(node))
         if not isinstance(node, yaml.MappingNode):
             pending += node.value
             continue
@@ -167,7 +168,7 @@ def _require_distinct_keys(document: Any) -> None:
 
 
 class _Repr(reprlib.Repr):
-    """Shortens what a message quotes; Python refuses to write integers of more than 4,300 digits."""
+    """Short `repr` for messages; Python refuses to print integers of more than 4,300 digits."""
 
     def repr_int(self, x: int, level: int) -> str:
         return super().repr_int(x, level) if x.bit_length() < 1 << 12 else f"a number of {x.bit_length()} bits"
@@ -178,7 +179,7 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
 
 
 def brief(value: Any) -> str:
-    """Return `repr(value)`, shortened to what a message can hold whatever the value is."""
+    """Return `repr(value)`, shortened for messages; works for every value."""
     return _REPR.repr(value)
 
 

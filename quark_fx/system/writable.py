@@ -22,7 +22,7 @@ def require_possible(path: str | os.PathLike[str]) -> None:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        pass  # what is missing, or in the way, has words of its own
+        pass  # callers report missing directories and files in the way
     except (OSError, ValueError, TypeError) as error:
         raise ExportError(f"{str(path)!r} cannot be written: {error}; choose another path") from error
 
@@ -30,13 +30,13 @@ def require_possible(path: str | os.PathLike[str]) -> None:
 def require_writable(path: Path) -> None:
     """Raise `ExportError` for a file or directory that could not be written once the work is done."""
     require_possible(path)
-    # A file is written beside and moved, so that its directory has to be writable, too.
+    # A file is written next to its path and then moved, so its directory must be writable, too.
     place = path if path.is_dir() else next(p for p in path.absolute().parents if p.exists())
     if not place.is_dir():
         raise ExportError(f"{path} cannot be written: {place} is a file; choose another path")
-    for there in (place, path):
-        if there.exists() and not os.access(there, os.W_OK):
-            raise ExportError(f"{path} cannot be written: {there} is not writable; choose another path")
+    for needed in (place, path):
+        if needed.exists() and not os.access(needed, os.W_OK):
+            raise ExportError(f"{path} cannot be written: {needed} is not writable; choose another path")
 
 
 def require_file_place(path: Path) -> None:
@@ -58,7 +58,7 @@ def replace_synced(new: Path, path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames in a directory last, where the system can."""
+    """Make renames in a directory durable, if the system can."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -174,7 +174,7 @@ def new_directory(directory: Path, *, replaces: Callable[[str], bool], last: str
         last: Name of the file that readers need first.
 
     Raises:
-        OSError: When there is no room, or something else is in the way; the directory is then unchanged.
+        OSError: If the disk is full or another file is in the way; the directory is then unchanged.
     """
     directory = directory.resolve()
     created = [folder for folder in directory.parents if not folder.exists()]
@@ -225,8 +225,9 @@ def _exchange(one: Path, other: Path) -> bool:
         function = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
         return False
-    here, exchange = -100, 2
-    return bool(function(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+    working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    names = os.fsencode(one), os.fsencode(other)
+    return bool(function(working_directory, names[0], working_directory, names[1], exchange) == 0)
 
 
 def _link_tree(source: Path, place: Path) -> None:

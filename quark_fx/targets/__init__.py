@@ -1,4 +1,4 @@
-"""The built-in backends, one file each. To add one from outside, register a `Target` in any module that is imported."""
+"""The built-in backends, one file each. To add one outside of the package, call `register_target` in your module."""
 
 from quark_fx.config.target import (
     TARGETS,
@@ -21,8 +21,8 @@ from quark_fx.targets.sglang import SGLANG
 from quark_fx.targets.tensorrt import TENSORRT
 from quark_fx.targets.vllm import VLLM
 
-for own in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH, DPU):
-    setattr(Target, own.name.upper(), register_target(own))
+for target in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH, DPU):
+    setattr(Target, target.name.upper(), register_target(target))
 
 __all__ = [
     "DPU",

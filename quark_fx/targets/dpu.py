@@ -1,4 +1,4 @@
-"""AMD's DPU: all scales are powers of two, and every operator reads and makes codes (`docs/dpu.md`)."""
+"""AMD's DPU: all scales are powers of two, and every operator reads and writes codes (`docs/dpu.md`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
 
 
-def _is_no_shift(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether the scale of a spec is something else than a number of shifts."""
+def _needs_multiplication(spec: TensorSpec, operand: Operand) -> bool:
+    """Tell whether a DPU cannot apply the scale of a spec by a shift."""
     return not (
         spec.scale == POWER_OF_TWO
         and spec.symmetry in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL)
@@ -27,14 +27,14 @@ def _is_no_shift(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _is_computed(linear: Linear) -> bool:
-    """Tell whether a DPU computes the operator: a convolution, or a product of two dimensions."""
+    """Tell whether a DPU computes the operator: a convolution, or a product with a result of two dimensions."""
     return bool(linear.kernel) or (linear.kind == "linear" and linear.node.meta["val"].dim() == 2)
 
 
 def continues(node: Node, user: Node) -> bool:
-    """Tell whether a DPU computes `user` on what it has of `node` before that is rounded.
+    """Tell whether a DPU computes `user` on the result of `node` before it rounds that result.
 
-    So it does a leaky relu, and the factor that makes up for its arithmetic after an average or a hard sigmoid.
+    It does so for a leaky ReLU, and for the factor that corrects its arithmetic after an average or a hard sigmoid.
     """
     if len(node.users) != 1 or user.args[:1] != (node,):
         return False
@@ -56,9 +56,9 @@ DPU = Target(
     refuses=(
         *ONNX_TYPES,
         Refusal(
-            _is_no_shift,
-            "a DPU multiplies by shifts: scale='power_of_two', symmetric integers, one static scale per tensor "
-            "(as the preset 'xint8'), or another target",
+            _needs_multiplication,
+            "a DPU multiplies by shifts: use symmetric integers with scale='power_of_two' and one static scale per "
+            "tensor, like the preset 'xint8', or another target",
         ),
     ),
     placement=Placement(

@@ -1,8 +1,8 @@
 """ExecuTorch with XNNPACK, which reads the program of `quark_fx.export.pt2e`
 (https://docs.pytorch.org/executorch, "XNNPACK Quantization").
 
-Its integer kernels return quantized outputs: a convolution or product whose result is not rounded is computed in
-floats. It adds products of 8 bits in 32 bits on every processor.
+Its integer kernels return quantized outputs: a convolution or product whose result is not rounded runs in float. It
+adds 8-bit products in 32 bits on every processor.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ EXECUTORCH = Target(
     refuses=(
         Refusal(
             _is_no_weight,
-            "XNNPACK's kernels take int8 and int4 weights without zero points, not {spec.symmetry} {spec.format}; use "
-            "those, or target='torch'",
+            "XNNPACK's kernels support int8 and int4 weights without zero points, not {spec.symmetry} {spec.format}; "
+            "use those, or target='torch'",
         ),
         Refusal(
             _is_no_activation,
-            "XNNPACK's kernels take activations in int8 or uint8, not {spec.format}; use those, or target='torch'",
+            "XNNPACK's kernels support activations in int8 or uint8, not {spec.format}; use those, or target='torch'",
         ),
         Refusal(
-            _is_no_bias, "XNNPACK's kernels take biases in int32, not {spec.format}; set format='int32' or bias=None"
+            _is_no_bias, "XNNPACK's kernels support biases in int32, not {spec.format}; set format='int32' or bias=None"
         ),
         Refusal(_has_small_scales, "XNNPACK has scales in float32; drop scale, or use target='torch'"),
         Refusal(
@@ -73,7 +73,7 @@ EXECUTORCH = Target(
         ),
         Refusal(
             _is_cache_by_channel,
-            "PT2E has one scale for an activation, or one for each token; set granularity='tensor' of kv_cache, or use "
+            "PT2E supports one scale per activation or per token; set granularity='tensor' of kv_cache, or use "
             "target='torch'",
         ),
     ),

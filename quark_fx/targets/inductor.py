@@ -1,9 +1,9 @@
-"""Inductor on x64 processors: quantizers are where the kernels of `QuantizedModel.compile` read codes.
+"""Inductor on x64 processors: quantizers are placed where the kernels of `QuantizedModel.compile` read codes.
 
-oneDNN's integer kernels return floats as well as codes, so a result that anything reads in float is not rounded.
-If a convolution feeds an addition, its sums are not rounded first: the kernel adds the codes of the other operand to
-them. Other additions and pools between quantized operators run in loops that Inductor fuses, which read and write a
-quarter of the bytes in codes.
+oneDNN's integer kernels return floats or codes, so a result with a float consumer is not rounded. If a convolution
+feeds an addition, its sums are not rounded first: the kernel adds the codes of the other operand to them. Other
+additions and pools between quantized operators run in loops that Inductor fuses; codes take a quarter of their memory
+traffic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _has_kernel(kind: str, spec: TensorSpec) -> bool:
 def adds_to_sums(node: Node, user: Node) -> bool:
     """Tell whether the kernel of the convolution `node` also computes the addition `user`.
 
-    The other operand must be computed first: of two convolutions whose results are added, the later one adds.
+    The other operand must be computed first; if both operands are convolutions, the kernel of the later one adds.
     """
     row = row_by_target(node)
     if target_name(user) != "aten.add.Tensor" or row is None or row.kind != "conv" or len(node.users) != 1:
@@ -37,7 +37,7 @@ def adds_to_sums(node: Node, user: Node) -> bool:
     other = second if first is node else first
     if user.kwargs.get("alpha", 1) != 1 or not isinstance(other, Node) or not other < node:
         return False
-    value, added = (given.meta.get("val") for given in (node, other))
+    value, added = (operand.meta.get("val") for operand in (node, other))
     if not isinstance(value, Tensor) or not isinstance(added, Tensor) or value.dtype != torch.float32:
         return False
     return value.dim() == 4 and value.shape == added.shape

@@ -1,4 +1,4 @@
-"""ONNX Runtime's CPU provider: files whose int8 sums saturate on no processor, and files for those with VNNI."""
+"""ONNX Runtime's CPU provider: files whose int8 sums never saturate, and files for processors with VNNI."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from quark_fx.numbers.formats import UINT8
 from quark_fx.numbers.qparams import Symmetry
 
 MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice"})
-"""Operators of ONNX that runtimes move quantizers past: their output values are input values."""
+"""Operators of ONNX that runtimes move quantizers across: all of their output values are input values."""
 
 
 def _has_no_type(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether ONNX has no type for the format, and the export builds none, as it does for weights and groups."""
+    """Tell whether ONNX lacks a type for the format and the export cannot build one from other operators."""
     fmt, constant = spec.format, operand is Operand.WEIGHT
     if operand is Operand.BIAS:
         return False
     if fmt.has_onnx_type:
-        # A dequantizer takes no zero points of 32 bits.
+        # DequantizeLinear does not support zero points of 32 bits.
         return fmt.bits >= 32 and spec.symmetry is Symmetry.ASYMMETRIC
     if fmt.onnx_container != fmt:
-        # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
+        # Codes of an activation are clipped, and runtimes have clip kernels for whole bytes only.
         return fmt.bits > 16 or (not constant and fmt.activation_container.bits != 8)
     if fmt.vector > 1 or fmt.bits > 8:
         return True
@@ -48,22 +48,22 @@ def _has_offsets(spec: TensorSpec, operand: Operand) -> bool:
 
 
 ONNX_TYPES = (
-    Refusal(_has_offsets, "offsets between codes have no place in ONNX; set symmetry='asymmetric', or target='torch'"),
+    Refusal(_has_offsets, "ONNX cannot store offsets; set symmetry='asymmetric', or target='torch'"),
     Refusal(_has_no_type, "{spec.format} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'"),
     Refusal(
         _measures_lone_8_bit_scales,
-        "scales of 8 bits are measured per group in ONNX; set granularity='group', or target='torch'",
+        "ONNX computes 8-bit scales at run time per group only; set granularity='group', or target='torch'",
     ),
     Refusal(
         _groups_with_zero_points,
-        "activations in groups have no zero points in ONNX; set symmetry='symmetric', or target='torch'",
+        "ONNX does not support zero points for activations in groups; set symmetry='symmetric', or target='torch'",
     ),
     Refusal(
         _measures_a_share_of_groups,
-        "activations in groups are measured in their whole range in ONNX; drop the observer, or use target='torch'",
+        "ONNX uses the whole range of activations in groups; drop the observer, or use target='torch'",
     ),
 )
-"""What no ONNX file holds."""
+"""Specs that ONNX files cannot store."""
 
 ARITHMETIC = frozenset(
     {
@@ -71,17 +71,17 @@ ARITHMETIC = frozenset(
         *("aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default", "aten.avg_pool1d.default"),
     }
 )
-"""Operators with integer kernels that are worth it only between quantized operators: a residual add of a
-convolutional network qualifies, that of a transformer (whose output is normalized in float) does not."""
+"""Operators whose integer kernels pay off only between quantized operators: the residual add of a convolutional network
+qualifies, the residual add of a transformer (whose output is normalized in float) does not."""
 
 
 def _is_convolution(linear: Linear) -> bool:
-    """Tell whether the integer kernels of an operator exist only with a quantized output, as measured."""
+    """Tell whether the integer kernels of an operator need a quantized output; measured in ONNX Runtime."""
     return linear.kind == "conv"
 
 
 def _is_read_in_integers(kind: str, spec: TensorSpec) -> bool:
-    """Tell whether an operator of a kind reads codes: of recurrent layers, an LSTM alone, which measures its input."""
+    """Tell whether an operator reads codes; the only recurrent layer that does is an LSTM, with a dynamic input."""
     if kind not in RECURRENT:
         return True
     return kind == "lstm" and spec.ratio == 1 and spec.replace(observer=None) == TensorSpec(format=UINT8, dynamic=True)

@@ -1,9 +1,9 @@
 """OpenVINO on a CPU, which reads the standard pairs of an ONNX file (https://docs.openvino.ai, "Low Precision
 Transformations").
 
-Its kernels add products of 8 bits in pairs in 16 bits on processors without VNNI, as ONNX Runtime's do. A convolution
-is summed in integers whatever reads its result, so its result needs no codes. Additions stay in float: with codes in
-front of them, OpenVINO's results are further from the graph's, at the same speed (`benchmarks.in_openvino` has both).
+Like ONNX Runtime, it adds pairs of 8-bit products in 16 bits on processors without VNNI. The output of a convolution
+does not need codes: sums are integers either way. Additions stay in float: with quantizers before them, OpenVINO's
+results differ more from the graph, at the same speed (`benchmarks.in_openvino` measures both).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _check(model: ir.Model) -> None:
-    """Refuse groups of which the last one is shorter: its reader takes none."""
+    """Raise `ExportError` for groups that do not divide their dimension, which OpenVINO cannot load."""
     bad = []
     for node in model.graph.all_nodes():
         block, codes = node.attributes.get_int("block_size", 0), node.inputs[0] if node.inputs else None
@@ -42,7 +42,7 @@ def _check(model: ir.Model) -> None:
             bad.append(f"  {node.name}: {size} values in groups of {block}")
     if bad:
         raise ExportError(
-            "OpenVINO reads no groups that do not divide the dimension they lie along:\n"
+            "OpenVINO does not support groups that do not divide their dimension:\n"
             + "\n".join(bad)
             + "\nGive these operators another group_size or granularity='channel' by an override."
         )
@@ -59,18 +59,18 @@ OPENVINO = Target(
         *ONNX_TYPES,
         Refusal(
             _is_small_float_or_block,
-            "OpenVINO reads no blocks, and computes floats of 8 bits otherwise than the graph ({spec.format}); use "
-            "integers with scales in float32",
+            "OpenVINO does not support block formats, and its 8-bit floats differ from the graph ({spec.format}); use "
+            "integers with float32 scales",
         ),
         Refusal(
             _is_measured,
-            "OpenVINO multiplies {spec.format} codes measured at run time in float; calibrate them (drop "
-            "dynamic=True), or quantize weights alone",
+            "OpenVINO multiplies dynamic {spec.format} activations in float; calibrate them (drop dynamic=True), or "
+            "quantize only weights",
         ),
     ),
     placement=Placement(
         arithmetic=ARITHMETIC - {"aten.add.Tensor", "aten.mul.Tensor"},
-        in_float=RECURRENT,  # OpenVINO reads their weights as constants alone
+        in_float=RECURRENT,  # OpenVINO supports only constants as their weights
         refuses=_refuses,
     ),
     limits_pairs=True,

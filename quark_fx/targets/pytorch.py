@@ -1,4 +1,4 @@
-"""PyTorch, which runs the graph itself and refuses nothing. Quantizers are where ONNX Runtime has kernels."""
+"""PyTorch, which runs the graph itself and supports every spec. Quantizers are placed as for ONNX Runtime."""
 
 from __future__ import annotations
 

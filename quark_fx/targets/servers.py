@@ -1,7 +1,7 @@
-"""What servers of language models share that read the checkpoints of `quark_fx.export.huggingface`: vLLM, SGLang.
+"""Rules common to vLLM and SGLang, servers that load the checkpoints of `quark_fx.export.huggingface`.
 
-The rules are those of vLLM 0.32: its configuration parsers (`CompressedTensorsConfig`, `AutoGPTQConfig`,
-`AutoAWQConfig`) and the layers that it builds. `benchmarks.in_sglang` shows what SGLang makes of what they refuse.
+The rules follow vLLM 0.32: its configuration parsers (`CompressedTensorsConfig`, `AutoGPTQConfig`, `AutoAWQConfig`) and
+the layers that it builds. `benchmarks.in_sglang` shows how SGLang loads checkpoints that these rules refuse.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quark_fx.numbers.scales import FLOAT32
 _CHANNEL = "granularity='channel'"
 
 _SQUARE = 128
-"""Outputs and inputs of a block of FP8 weights, beside activations in groups of as many inputs."""
+"""Outputs and inputs of a block of FP8 weights, and the group size of their activations."""
 
 ELSE = "or target='torch'"
-"""The way out that every refusal has."""
+"""Alternative that every error names."""
 
 
 def no_weight(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether a weight has a format, scales or offsets that no server reads."""
+    """Tell whether a weight has a format, scales, or offsets that no server supports."""
     if operand is not Operand.WEIGHT:
         return False
     if spec.group_rows > 1:
@@ -46,11 +46,11 @@ def _is_no_activation(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _is_measured_otherwise(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether an activation has scales other than one that is calibrated, or those that servers measure."""
+    """Tell whether an activation has other scales than one calibrated scale, or the dynamic scales of servers."""
     if spec.dynamic and (spec.format, spec.group_size) == (FP8_E4M3, _SQUARE):
         return False
-    taken = Granularity.TOKEN if spec.dynamic else Granularity.TENSOR
-    return operand is Operand.INPUT and spec.granularity is not taken
+    supported = Granularity.TOKEN if spec.dynamic else Granularity.TENSOR
+    return operand is Operand.INPUT and spec.granularity is not supported
 
 
 def _measures_a_share(spec: TensorSpec, operand: Operand) -> bool:
@@ -68,16 +68,16 @@ def _is_no_cache(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def refusals(server: str) -> tuple[Refusal, ...]:
-    """Return the specs that a server does not take, apart from weights."""
+    """Return the specs of activations, biases, and caches that a server does not support."""
     return (
         Refusal(
             _is_no_activation,
-            f"{server} has no activations in {{spec.format}}; use int8, uint8 or fp8_e4m3, input=None, {ELSE}",
+            f"{server} does not support activations in {{spec.format}}; use int8, uint8, fp8_e4m3, input=None, {ELSE}",
         ),
         Refusal(
             _is_measured_otherwise,
-            f"an activation in {server} has one calibrated scale, or one for each token that is measured at run time; "
-            "set granularity='tensor', or 'token' with dynamic=True",
+            f"{server} supports activations with one calibrated scale, or with one dynamic scale per token; set "
+            "granularity='tensor', or 'token' with dynamic=True",
         ),
         Refusal(
             _measures_a_share,
@@ -85,26 +85,26 @@ def refusals(server: str) -> tuple[Refusal, ...]:
         ),
         Refusal(
             _is_rounded_late,
-            f"{server} rounds what an operator reads, and neither outputs nor biases; set output=None and bias=None",
+            f"{server} rounds only the inputs of operators, not outputs or biases; set output=None and bias=None",
         ),
         Refusal(
             _is_no_cache,
-            f"a cache in {server} is fp8_e4m3 with one calibrated scale for keys and one for values, not "
+            f"{server} supports caches in fp8_e4m3 with one calibrated scale for keys and one for values, not "
             "{spec.format} per {spec.granularity}; set kv_cache=TensorSpec(format='fp8_e4m3')",
         ),
     )
 
 
 def placement(server: str) -> Placement:
-    """Return where a server has codes: neither embeddings nor routers, and one scheme for the layers that it fuses."""
-    # Many of its models build embeddings and routers in float whatever the configuration says.
+    """Return the placement of a server: embeddings and routers in float, one scheme for layers that it fuses."""
+    # Many models of the servers build embeddings and routers in float, whatever the configuration says.
     in_float = (KINDS - {"linear", "experts", ATTENTION.kind}) | {"router"}
     return Placement(in_float=in_float, refuses=_refuses(server), fuses=True, branches=False)
 
 
 def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linear | None], str]:
     def refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
-        """Return why the server cannot run a weight of a checkpoint beside an activation; empty if it can."""
+        """Return why the server cannot multiply a weight by an activation; empty if it can."""
         is_float = not weight.format.is_integer
         square = weight.group_size if weight.group_rows > 1 else None
         if kind == "experts" and (read is not None or square):
@@ -126,17 +126,17 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
             return ""
         if read is None:
             whole = not is_float and weight.granularity is Granularity.TENSOR
-            return f"{server} has integer weights per channel or group; set granularity='channel'" if whole else ""
+            return f"{server} needs integer weights per channel or group; set granularity='channel'" if whole else ""
         groups = weight.group_size or read.group_size
         if groups is not None or weight.format.bits != 8 or is_float is read.format.is_integer:
             return (
-                f"a checkpoint holds no {weight.format} weight per {weight.granularity} beside {read.format} "
-                f"activations per {read.granularity}: both are int8, or fp8_e4m3, and the weight is per channel; set "
+                f"{server} cannot multiply {weight.format} weights per {weight.granularity} by {read.format} "
+                f"activations per {read.granularity}: both must be int8 or fp8_e4m3, with weights per channel; set "
                 "input=None, or another weight"
             )
         if not weight.scheme.symmetric:
-            return "weights beside integer activations have no zero points; set symmetry='symmetric'"
-        # The scales of fused weights become one.
+            return "weights must not have zero points if activations are integers; set symmetry='symmetric'"
+        # A fused layer has one scale for all of its weights.
         again = is_float and weight.granularity is Granularity.TENSOR
         return f"{server} rounds FP8 weights per tensor again when it fuses them; set granularity='channel'" * again
 
@@ -144,7 +144,7 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
 
 
 def unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -> str:
-    """Return why no server reads a checkpoint with a `quantization_config`; empty if one does."""
+    """Return why no server loads a checkpoint with this `quantization_config`; empty if one does."""
     if not form.startswith("gptq"):
         return ""
     if not config["sym"]:

@@ -1,7 +1,7 @@
-"""SGLang, which reads the checkpoints of `quark_fx.export.huggingface` on GPUs.
+"""SGLang, which loads the checkpoints of `quark_fx.export.huggingface` on GPUs.
 
-The rules are those of SGLang 0.5.23: `CompressedTensorsConfig`, `GPTQMarlinConfig`, `AWQMarlinConfig`, and the layers
-that it builds. `benchmarks.in_sglang` has its own code read checkpoints without a GPU.
+The rules follow SGLang 0.5.23: `CompressedTensorsConfig`, `GPTQMarlinConfig`, `AWQMarlinConfig`, and the layers that it
+builds. `benchmarks.in_sglang` loads checkpoints with SGLang's code, without a GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FUSED = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-"""What its models call layers that they load into one (`stacked_params_mapping`)."""
+"""Names of fused layers, each with the layers that its models load into it (`stacked_params_mapping`)."""
 
 
 def _is_no_weight(spec: TensorSpec, operand: Operand) -> bool:
     if operand is not Operand.WEIGHT:
         return False
-    taken = spec.format.bits in (4, 8) if spec.format.is_integer else not spec.scale.rule
-    return not taken or no_weight(spec, operand)
+    supported = spec.format.bits in (4, 8) if spec.format.is_integer else not spec.scale.rule
+    return not supported or no_weight(spec, operand)
 
 
 def _is_calibrated(spec: TensorSpec, operand: Operand) -> bool:
@@ -38,13 +38,13 @@ def _unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -
     if form == "awq" and config["lm_head"]:
         return "AWQ with a quantized head; add 'op:head' to exclude, or use format='compressed-tensors'"
     if form.startswith("gptq") and left_experts:
-        # It takes every mixture for a quantized one, whatever `dynamic` says.
+        # SGLang loads all experts as quantized ones, even if `dynamic` in the configuration excludes them.
         return "GPTQ with experts in float; use format='compressed-tensors' or 'awq'"
     return unread(form, config, left_experts)
 
 
 def _unrotated(*_: object) -> str:
-    return "SGLang rotates nothing at run time; target='vllm' does"
+    return "SGLang does not rotate inputs at run time; target='vllm' does"
 
 
 SGLANG = Target(
@@ -52,13 +52,13 @@ SGLANG = Target(
     refuses=(
         Refusal(
             _is_no_weight,
-            "SGLang has no weights in {spec.format} with such scales or offsets; use 4 or 8 bits, fp8_e4m3 per channel "
+            "SGLang does not support weights in {spec.format} with such scales or offsets; use 4 or 8 bits, fp8_e4m3 per channel "
             "or in blocks of 128x128, or NVFP4, " + ELSE,
         ),
         *refusals("SGLang"),
         Refusal(
             _is_calibrated,
-            "SGLang does not load calibrated {spec.format} activations, because a fused layer has room for one scale; "
+            "SGLang does not load calibrated {spec.format} activations, because a fused layer stores only one scale; "
             "use granularity='token' with dynamic=True, fp8_e4m3, " + ELSE,
         ),
     ),

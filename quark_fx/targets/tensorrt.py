@@ -1,6 +1,7 @@
-"""TensorRT on NVIDIA GPUs, which reads the quantize and dequantize pairs of an ONNX file, without zero points.
+"""TensorRT on NVIDIA GPUs, which reads pairs of QuantizeLinear and DequantizeLinear without zero points.
 
-Weights and activations are int8, or weights alone int4, in blocks of 64 or 128 inputs of a matrix product.
+Weights and activations are int8. Weights of matrix products can be int4 in blocks of 64 or 128 inputs instead, with
+float activations.
 
 This was not run in TensorRT: the rules come from its documentation, and `check` tests a file against them.
 
@@ -47,17 +48,17 @@ Tile TopK Transpose Trilu Unsqueeze Upsample Where Xor
 """
 
 OPERATORS = frozenset(_READ.split())
-"""Operators of ONNX that its parser reads."""
+"""Operators of ONNX that its parser supports."""
 
 OPSETS = (9, 24)
-"""The oldest and the newest opset it reads."""
+"""Oldest and newest opset that it supports."""
 
 _CODES = ("INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1")
 _BLOCKS = ("INT4", "FLOAT4E2M1")
-"""Types of codes, and those that may have a scale for each block."""
+"""Types of codes, and types that can have a scale per block."""
 
 _BLOCK_SIZES = (64, 128)
-"""Weights of a matrix that share a scale, of int4."""
+"""Numbers of int4 weights that can share a scale."""
 
 _ATTRIBUTES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("LSTM", "input_forget"): (0,),
@@ -68,30 +69,30 @@ _ATTRIBUTES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("ScatterND", "reduction"): ("none",),
     ("TopK", "sorted"): (1,),
 }
-"""Values it takes of attributes; an attribute that is not there has one of them."""
+"""Supported values of attributes; all defaults are supported."""
 
 _DILATED, _ONE_OUTPUT = ("AveragePool", "LpPool", "MaxPool"), ("LayerNormalization", "MaxPool")
-"""Operators that it reads without dilations, and with their first output alone."""
+"""Operators that it supports without dilations only, and operators whose first output alone can be used."""
 
 _MATRIX_PRODUCTS = ("Gemm", "MatMul")
 _PRODUCTS = ("Conv", "ConvTranspose", *_MATRIX_PRODUCTS)
 
 
 def check(model: ir.Model) -> None:
-    """Raise `ExportError` for a model that TensorRT does not read, according to its documentation.
+    """Raise `ExportError` for a model that TensorRT does not support, according to its documentation.
 
         Target.TENSORRT.onnx.check(onnx_ir.load("model.onnx"))
 
     Args:
-        model: of any tool.
+        model: ONNX model from any tool.
 
     Raises:
-        ExportError: naming every node that it does not read, and why.
+        ExportError: If TensorRT does not support the model; the message names every such node and the reason.
     """
-    if found := list(offenses(model)):
+    if lines := list(offenses(model)):
         raise ExportError(
-            "TensorRT does not read\n  " + "\n  ".join(found) + "\nQuantize with target='tensorrt', and leave what it "
-            "has no kernel for in float by an override."
+            "TensorRT does not support\n  " + "\n  ".join(lines) + "\nQuantize with target='tensorrt', and keep "
+            "operators without a kernel in float with an override."
         )
 
 
@@ -99,7 +100,7 @@ def offenses(model: ir.Model) -> Iterator[str]:
     """Yield a line for each node of a model that breaks a rule of the documentation."""
     opset = model.opset_imports.get("")
     if opset is not None and not OPSETS[0] <= opset <= OPSETS[1]:
-        yield f"opset {opset}: it reads {OPSETS[0]} to {OPSETS[1]}"
+        yield f"opset {opset}: it supports {OPSETS[0]} to {OPSETS[1]}"
     functions = {(function.domain, function.name) for function in model.functions.values()}
     for owner in (model.graph, *model.functions.values()):
         for node in owner.all_nodes():
@@ -115,7 +116,7 @@ def _offense(node: ir.Node) -> str | None:
         return "its parser does not have this operator"
     for (operator, name), allowed in _ATTRIBUTES.items():
         if operator == node.op_type and name in node.attributes and _value(node, name) not in allowed:
-            return f"{name}={_value(node, name)}; it reads {' or '.join(map(str, allowed))}"
+            return f"{name}={_value(node, name)}; it supports {' or '.join(map(str, allowed))}"
     if node.op_type in _DILATED and any(size != 1 for size in node.attributes.get_ints("dilations", [])):
         return "a pool with dilations"
     if node.op_type in _ONE_OUTPUT and any(_is_read(output) for output in node.outputs[1:]):
@@ -138,10 +139,10 @@ def _is_read(value: ir.Value) -> bool:
 
 
 def _pair(node: ir.Node) -> str | None:
-    """Return what is wrong with a quantizer or dequantizer: its type, zero points, or scales."""
+    """Return the fault of a quantizer or dequantizer: its type, zero points, or scales; `None` without fault."""
     codes, scale = _code_type(node), _array(_input(node, 1))
     if codes not in _CODES:
-        return f"codes of {codes}; it has {', '.join(_CODES)}"
+        return f"codes of {codes}; it supports {', '.join(_CODES)}"
     if (points := _input(node, 2)) is not None:
         zeros = _array(points)
         if zeros is None or zeros.astype("f4").any():
@@ -153,22 +154,22 @@ def _pair(node: ir.Node) -> str | None:
     if codes == "INT4":
         return _int4(node, scale)
     if scale.ndim > 1 or node.attributes.get_int("block_size", 0):
-        return None if codes in _BLOCKS else f"{codes} in blocks; it has {' and '.join(_BLOCKS)} in blocks"
+        return None if codes in _BLOCKS else f"{codes} in blocks; it supports {' and '.join(_BLOCKS)} in blocks"
     if scale.size > 1 and _array(_input(node, 0)) is None and not _is_of_weight(node):
-        return "an activation with a scale for each channel; it has one for the tensor"
+        return "an activation with a scale per channel; it supports one per tensor"
     return None
 
 
 def _int4(node: ir.Node, scale: Any) -> str | None:
-    """Return what is wrong with a quantizer or dequantizer of int4: what it is of, or its blocks."""
+    """Return the fault of an int4 quantizer or dequantizer: its operand or its blocks; `None` without fault."""
     if _array(_input(node, 0)) is None and not _is_of_weight(node):
-        return "an activation in INT4, which it has for weights alone"
+        return "an activation in INT4, which it supports only for weights"
     size, rank = node.attributes.get_int("block_size", 0), scale.ndim
     if size not in _BLOCK_SIZES:
         what = f"blocks of {size}" if size else "no blocks"
-        return f"INT4 with {what}; it has blocks of {' or '.join(map(str, _BLOCK_SIZES))}"
+        return f"INT4 with {what}; it supports blocks of {' or '.join(map(str, _BLOCK_SIZES))}"
     if not rank:
-        return f"INT4 in blocks of {size} with one scale; it has a scale for each block"
+        return f"INT4 in blocks of {size} with one scale; it needs a scale per block"
     axis = node.attributes.get_int("axis", 1) % rank
     if axis < rank - 2:
         return "INT4 in blocks along another dimension than the last two"
@@ -180,7 +181,7 @@ def _int4(node: ir.Node, scale: Any) -> str | None:
 
 
 def _code_type(node: ir.Node) -> str:
-    """Return the name of the type of the codes that a node makes or reads."""
+    """Return the name of the type of the codes that a node writes or reads."""
     import onnx_ir as ir
 
     points = _input(node, 2)
@@ -188,14 +189,14 @@ def _code_type(node: ir.Node) -> str:
         return str(read.dtype.name)
     if points is not None and points.dtype is not None:
         return str(points.dtype.name)
-    # TensorRT makes int8 where ONNX says uint8, and so would compute something else than the file says.
+    # TensorRT replaces ONNX's default, uint8, by int8, which would change the results of the file.
     return str(ir.DataType(node.attributes.get_int("output_dtype", 0) or ir.DataType.UINT8).name)
 
 
 def _is_of_weight(node: ir.Node) -> bool:
-    """Tell whether a dequantizer reads what a quantizer makes of a constant."""
-    made = _producer(_input(node, 0), "QuantizeLinear")
-    return made is not None and _array(_input(made, 0)) is not None
+    """Tell whether a dequantizer reads a quantized constant."""
+    quantizer = _producer(_input(node, 0), "QuantizeLinear")
+    return quantizer is not None and _array(_input(quantizer, 0)) is not None
 
 
 def _input(node: ir.Node, index: int) -> ir.Value | None:
@@ -208,14 +209,14 @@ def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
 
 
 def _moved(value: ir.Value | None) -> ir.Value | None:
-    """Return what a value was before operators that only move or select values, which quantizers pass."""
+    """Return the value before operators that only move or select values; quantizers can move across these."""
     while value is not None and (node := value.producer()) is not None and node.op_type in MOVES:
         value = _input(node, 0)
     return value
 
 
 def _array(value: ir.Value | None) -> Any:
-    """Return the array of a value that is stored or that a `Constant` makes, `None` for any other."""
+    """Return the array of a constant (an initializer or the output of a `Constant`); `None` for other values."""
     import onnx_ir as ir
 
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
@@ -226,7 +227,7 @@ def _array(value: ir.Value | None) -> Any:
 
 
 def _product(node: ir.Node) -> str | None:
-    """Return what is wrong with a product whose weight is dequantized: what it reads, or the axis of its scales."""
+    """Return the fault of a product with a dequantized weight: its inputs or the axis of its scales."""
     weight, order = _input(node, 1), None
     if (turned := _producer(weight, "Transpose")) is not None:
         weight, order = _input(turned, 0), turned.attributes.get_ints("perm", [])
@@ -235,11 +236,11 @@ def _product(node: ir.Node) -> str | None:
         return None
     if _code_type(codes) == "INT4":
         if node.op_type not in _MATRIX_PRODUCTS:
-            return f"an int4 weight, which it has for {' and '.join(_MATRIX_PRODUCTS)}"
+            return f"an int4 weight, which it supports for {' and '.join(_MATRIX_PRODUCTS)}"
         rounded = _producer(_moved(_input(node, 0)), "DequantizeLinear") is not None
-        return "an int4 weight beside an activation in codes; it multiplies one in float" if rounded else None
+        return "an int4 weight with a quantized activation; it supports float activations only" if rounded else None
     if _code_type(codes) == "INT8" and _producer(_moved(_input(node, 0)), "DequantizeLinear") is None:
-        return "an int8 weight beside an activation in float; weights alone are int4"
+        return "an int8 weight with a float activation; it supports weight-only quantization in int4"
     scale, shape = _array(_input(codes, 1)), weight.shape if weight is not None else None
     if scale is None or scale.size < 2 or scale.ndim != 1 or codes.attributes.get_int("block_size", 0):
         return None
@@ -251,13 +252,13 @@ def _product(node: ir.Node) -> str | None:
         return None
     kind = "input" if node.op_type == "ConvTranspose" else "output"
     return (
-        f"a weight with scales along axis {axis}; its kernels have one for each {kind} channel, along axis {expected} "
-        "(granularity='tensor' has one)"
+        f"a weight with scales along axis {axis}; its kernels need scales per {kind} channel, along axis {expected}, "
+        "or one scale (granularity='tensor')"
     )
 
 
 def _axis(node: ir.Node, rank: int) -> int:
-    """Return the dimension of a weight along which TensorRT takes scales."""
+    """Return the dimension of a weight along which TensorRT supports scales."""
     if node.op_type == "MatMul":
         return rank - 1
     if node.op_type == "Gemm":
@@ -273,8 +274,8 @@ def _is_bias(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _is_other_format(spec: TensorSpec, operand: Operand) -> bool:
-    is_taken = spec.format == INT8 or (spec.format == INT4 and operand is Operand.WEIGHT)
-    return not is_taken or spec.scale.is_8_bit
+    is_supported = spec.format == INT8 or (spec.format == INT4 and operand is Operand.WEIGHT)
+    return not is_supported or spec.scale.is_8_bit
 
 
 def _has_other_blocks(spec: TensorSpec, operand: Operand) -> bool:
@@ -295,8 +296,8 @@ def _has_signed_scales(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _has_other_scales(spec: TensorSpec, operand: Operand) -> bool:
-    taken = (Granularity.TENSOR, Granularity.CHANNEL) if operand is Operand.WEIGHT else (Granularity.TENSOR,)
-    return spec.format == INT8 and spec.granularity not in taken
+    supported = (Granularity.TENSOR, Granularity.CHANNEL) if operand is Operand.WEIGHT else (Granularity.TENSOR,)
+    return spec.format == INT8 and spec.granularity not in supported
 
 
 def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
@@ -304,15 +305,15 @@ def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
-    """Return why TensorRT cannot run a weight beside an activation; empty if it can."""
+    """Return why TensorRT cannot multiply a weight by an activation; empty if it can."""
     if weight.format != INT4:
         if read is None:
-            return "TensorRT has no int8 weights beside activations in float; set an input in int8, or weight=None"
+            return "TensorRT multiplies int8 weights by int8 activations only; set an input in int8, or weight=None"
         return _scales_by_output(weight, linear) if kind == "conv_transpose" else ""
     if kind != "linear":
         return (
-            "TensorRT has int4 weights for products of matrices alone; set weight=None for it, or int8 with an input "
-            "in int8"
+            "TensorRT supports int4 weights only in matrix products; set weight=None for it, or int8 with an input in "
+            "int8"
         )
     if read is not None:
         return "TensorRT multiplies int4 weights by activations in float; set input=None"
@@ -323,12 +324,12 @@ def _scales_by_output(weight: TensorSpec, linear: Linear | None) -> str:
     """Return why TensorRT cannot read the scales of a transposed convolution; empty if it can."""
     if weight.granularity is Granularity.TENSOR or linear is None:
         return ""
-    # With groups, channels of an output lie along the inputs' dimension.
+    # With groups, output channels are along the dimension of the inputs.
     if linear.output_groups > 1 or linear.shape[linear.output_axis] == 1:
         return ""
     return (
-        "TensorRT has scales of a transposed convolution along its inputs; set granularity='tensor' for its weight "
-        "(Override(pattern=..., weight=config.weight.replace(granularity='tensor')))"
+        "TensorRT needs the scales of a transposed convolution along its inputs; set granularity='tensor' for its "
+        "weight (Override(pattern=..., weight=config.weight.replace(granularity='tensor')))"
     )
 
 
@@ -338,31 +339,31 @@ TENSORRT = Target(
         Refusal(_is_bias, "TensorRT adds biases in float; set bias=None"),
         Refusal(
             _is_other_format,
-            "TensorRT takes int8, or int4 for weights; got {spec.format}; set format='int8', or 'int4' for weights",
+            "TensorRT supports int8, and int4 for weights, not {spec.format}; set format='int8', or 'int4' for weights",
         ),
-        Refusal(_has_zero_points, "TensorRT takes no zero points; set symmetry='symmetric'"),
-        Refusal(_has_signed_scales, "TensorRT takes no negative scales; set symmetry='symmetric'"),
+        Refusal(_has_zero_points, "TensorRT does not support zero points; set symmetry='symmetric'"),
+        Refusal(_has_signed_scales, "TensorRT does not support negative scales; set symmetry='symmetric'"),
         Refusal(
             _has_other_scales,
-            "TensorRT has one int8 scale for an activation, and one for a weight or each of its channels, not per "
-            "{spec.granularity}; set granularity='tensor', or 'channel' for weights",
+            "TensorRT supports int8 scales per tensor, and per channel for weights, not per {spec.granularity}; set "
+            "granularity='tensor', or 'channel' for weights",
         ),
         Refusal(
             _has_other_blocks,
-            "TensorRT has int4 weights in blocks of 64 or 128; set granularity='group', and group_size=128",
+            "TensorRT needs int4 weights in blocks of 64 or 128; set granularity='group', and group_size=128",
         ),
         Refusal(
             _has_computed_scales,
-            "scales in {spec.scale} are cast in the file, and TensorRT reads constants; set scale='float32'",
+            "scales in {spec.scale} are cast in the file, and TensorRT needs constants; set scale='float32'",
         ),
-        Refusal(_is_measured, "TensorRT reads scales in the file; calibrate them (drop dynamic=True)"),
+        Refusal(_is_measured, "TensorRT needs constant scales in the file; calibrate them (drop dynamic=True)"),
     ),
     placement=Placement(
         arithmetic=frozenset({"aten.add.Tensor", "aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default"}),
         in_float=RECURRENT | {"embedding"},
         refuses=_refuses,
     ),
-    # Opset 20 is read by every release of TensorRT 10; int4 needs 21.
+    # Every release of TensorRT 10 supports opset 20; int4 needs opset 21.
     onnx=OnnxFiles(formats=("qdq",), opset=20, opsets=(14, OPSETS[1]), check=check),
 )
 

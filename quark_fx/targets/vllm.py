@@ -1,6 +1,6 @@
-"""vLLM, which reads the checkpoints of `quark_fx.export.huggingface`, on any processor.
+"""vLLM, which loads the checkpoints of `quark_fx.export.huggingface`, on any processor.
 
-Which format has a kernel on which processor, its documentation says (https://docs.vllm.ai, "Quantization").
+Its documentation lists the processors that have kernels for each format (https://docs.vllm.ai, "Quantization").
 `benchmarks.in_vllm` runs it on a CPU.
 """
 
@@ -12,16 +12,16 @@ from quark_fx.config.target import CheckpointFiles, Refusal, Target
 from quark_fx.targets.servers import ELSE, no_weight, placement, refusals, unread
 
 _LARGEST = 1024
-"""The largest matrix that it multiplies by. It takes matrices as a whole, where the graph has two factors of one."""
+"""Size of the largest rotation. vLLM multiplies by the whole matrix; the graph multiplies by its two factors."""
 
 
 def _unrotated(kinds: Sequence[str], has_bias: bool, size: int) -> str:
     if "linear" not in kinds or "head" in kinds:
-        return "vLLM rotates at run time what linear layers read, but no heads, experts or keys"
+        return "vLLM rotates inputs of linear layers at run time, but not of heads, experts, or keys"
     if has_bias:
-        return "vLLM rotates nothing at run time that a layer with a bias reads"
+        return "vLLM does not rotate inputs of layers with a bias at run time"
     if size > _LARGEST:
-        return f"vLLM has no matrix of size {size} at run time, only up to {_LARGEST}; set block=64 of Rotate"
+        return f"vLLM supports rotations of size up to {_LARGEST} at run time, not {size}; set block=64 of Rotate"
     return ""
 
 
@@ -30,7 +30,7 @@ VLLM = Target(
     refuses=(
         Refusal(
             no_weight,
-            "vLLM has no weights in {spec.format} with such scales or offsets; use int2 to int8, fp8_e4m3 (in "
+            "vLLM does not support weights in {spec.format} with such scales or offsets; use int2 to int8, fp8_e4m3 (in "
             "blocks, of 128x128), NVFP4, MXFP4 or MXFP8, " + ELSE,
         ),
         *refusals("vLLM"),

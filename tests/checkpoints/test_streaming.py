@@ -387,7 +387,7 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unlisted": (lambda d: change_index(d, lambda index: index.popitem()), r"does not list .*, which the shards hold"),
     "outside": (
         lambda d: change_index(d, lambda index: index.update({"x": "../../etc/passwd.safetensors"})),
-        r"names the shard '\.\./\.\./etc/passwd.safetensors', which is no safetensors file beside it",
+        r"names the shard '\.\./\.\./etc/passwd.safetensors', which is not a safetensors file next to it",
     ),
     "absolute": (lambda d: change_index(d, lambda i: i.update({"x": "/etc/passwd.safetensors"})), "names the shard"),
     "other kind": (lambda d: change_index(d, lambda index: index.update({"x": "shard.bin"})), "names the shard"),
@@ -411,7 +411,7 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "result": (lambda d: (d / "graph.json").write_text("{}"), "holds graph.json, as .*; read it with qfx.load"),
     "versions": (lambda d: configured(d, configuration_files=["config.1.0.json"]), "leaves the configuration to"),
-    "shape": (widen, "is no checkpoint of LlamaForCausalLM|expects"),
+    "shape": (widen, "is not a checkpoint of LlamaForCausalLM|expects"),
     "tensor": (drop_tensor, "lacks "),
     "many layers": (lambda d: configured(d, num_hidden_layers=100_000), "asks for num_hidden_layers=100000, and the"),
     "layers beyond memory": (lambda d: configured(d, num_hidden_layers=10**15), "asks for num_hidden_layers=1000000"),
@@ -720,7 +720,9 @@ def test_a_factory_that_cannot_be_called_so_is_refused(tmp_path: Path) -> None:
     def fails() -> nn.Module:
         raise KeyError("metadata")
 
-    with pytest.raises(CheckpointError, match=r"factory is a Tied; pass what makes one, as in lambda: Tied\(...\)"):
+    with pytest.raises(
+        CheckpointError, match=r"factory is a Tied; pass a function that returns one, such as lambda: Tied\(...\)"
+    ):
         open_any(tmp_path, Tied())
     with pytest.raises(CheckpointError, match=r"factory reads weights .*meta.*; .* after open_checkpoint"):
         open_any(tmp_path, reads)
@@ -748,7 +750,7 @@ def test_a_factory_of_another_model_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"holds head.bias|holds head.weight with shape \(5, 16\)"):
         qfx.open_checkpoint(tmp_path, wide)
-    with pytest.raises(CheckpointError, match=r"factory returned NoneType; it has to make an nn.Module"):
+    with pytest.raises(CheckpointError, match=r"factory returned NoneType; it has to return an nn.Module"):
         qfx.open_checkpoint(tmp_path, lambda: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(CheckpointError, match="does not exist"):
         quantize(tmp_path / "nowhere", W4A16_GPTQ, IDS, resources=qfx.Resources(output_dir=tmp_path / "out"))  # type: ignore[arg-type]

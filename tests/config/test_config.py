@@ -219,17 +219,17 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "group without size": (spec(format=INT4, granularity=Granularity.GROUP), "give both or neither"),
     "size in words": (
         spec(format=INT4, granularity="group", group_size="32"),
-        "must be a whole number of at least 1 or None, not '32'",
+        "must be an integer of at least 1 or None, not '32'",
     ),
     "half a size": (
         spec(format=INT4, granularity="group", group_size=1.5),
-        "group_size of TensorSpec must be a whole number .*, not 1.5",
+        "group_size of TensorSpec must be an integer .*, not 1.5",
     ),
-    "size of truth": (spec(format=INT4, granularity="group", group_size=True), "group_size .* a whole number"),
+    "size of truth": (spec(format=INT4, granularity="group", group_size=True), "group_size .* an integer"),
     "size without group": (spec(format=INT4, group_size=32), "give both or neither"),
     "size of zero": (
         spec(format=INT4, granularity=Granularity.GROUP, group_size=0),
-        "a whole number of at least 1 or None, not 0",
+        "an integer of at least 1 or None, not 0",
     ),
     "asymmetric float": (spec(format=FP8_E4M3, symmetry=Symmetry.ASYMMETRIC), "drop symmetry='asymmetric'"),
     "sign-aware unsigned": (spec(format=UINT8, symmetry=Symmetry.SIGN_AWARE), "for weights in signed integers"),
@@ -324,11 +324,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "activation per group": (config(weight=PER_CHANNEL, input=GROUPS), "set dynamic=True"),
     "scales of 8 bits per token for onnx": (
         config(input=MXINT8.replace(granularity="token", group_size=None, dynamic=True)),
-        "scales of 8 bits are measured per group in ONNX; .*target='torch'",
+        "ONNX computes 8-bit scales at run time per group only; .*target='torch'",
     ),
     "zero points of groups for onnx": (
         config(weight=PER_CHANNEL, input=GROUPS.replace(dynamic=True, symmetry="asymmetric")),
-        "activations in groups have no zero points in ONNX; .*target='torch'",
+        "ONNX does not support zero points for activations in groups; .*target='torch'",
     ),
     "four-bit floats for onnx": (
         config(weight=MXFP4, input=TensorSpec(format=MXFP4.format)),
@@ -355,7 +355,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "float scales for a dpu": (
         lambda: XINT8.replace(weight=TensorSpec(format=INT8)),
-        "a DPU multiplies by shifts: scale='power_of_two'",
+        "a DPU multiplies by shifts: use symmetric integers with scale='power_of_two'",
     ),
     "zero points for a dpu": (lambda: XINT8.replace(input=SHIFTED.replace(format=UINT8)), "symmetric integers"),
     "channels for a dpu": (lambda: XINT8.replace(weight=SHIFTED.replace(granularity="channel")), "per tensor"),
@@ -380,7 +380,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "an unknown rule": (lambda: AlignShifts(rules=("concta",)), "unknown rule 'concta'; choose one of concat, pool"),
     "pools of nothing": (
         lambda: SplitLargePools(largest=0),
-        "largest of SplitLargePools must be a whole number of at least 1, not 0",
+        "largest of SplitLargePools must be an integer of at least 1, not 0",
     ),
     "shifts after learning": (
         lambda: XINT8.replace(passes=(AdaRound(), AlignShifts())),
@@ -471,7 +471,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "fields that a target refuses, by name": (
         lambda: preset("int8_static").replace(target="tensorrt"),
-        r"^`input`, `output`: TensorRT takes int8, or int4 for weights; got uint8; .*\n`bias`: TensorRT",
+        r"^`input`, `output`: TensorRT supports int8, and int4 for weights, not uint8; .*\n`bias`: TensorRT",
     ),
     "yaml that is no mapping": (lambda: QuantConfig.from_yaml("- a\n- b\n"), "a configuration is a mapping, not list"),
 }

@@ -275,7 +275,7 @@ def test_the_device_the_host_and_the_disk_are_filled_in_this_order() -> None:
 
 @pytest.mark.parametrize("budget", [{"host_bytes": -1}, {"device_bytes": -1}], ids=str)
 def test_a_negative_budget_is_refused(budget: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(budget))} of CacheBudget must be a whole number of at least 0"):
+    with pytest.raises(ConfigError, match=f"{next(iter(budget))} of CacheBudget must be an integer of at least 0"):
         CacheBudget(**budget)
 
 

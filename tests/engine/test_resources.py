@@ -270,7 +270,7 @@ def test_other_budgets_are_refused(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [True, 2.5, ["2GiB"]])
 def test_a_limit_is_a_number_or_text(given: Any) -> None:
-    with pytest.raises(ConfigError, match="memory of Resources must be a whole number, a string or None"):
+    with pytest.raises(ConfigError, match="memory of Resources must be an integer, a string or None"):
         qfx.Resources(memory=given)
 
 

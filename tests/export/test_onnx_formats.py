@@ -747,7 +747,7 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
         (INT4_WEIGHT_ONLY, {"format": "matmul_nbits", "accuracy_level": 5}, "choose one of"),
         (INT8_STATIC, {"opset": 13}, "choose one from 14 to 25"),
         (INT8_STATIC, {"opset": 26}, "choose one from 14 to 25"),
-        *((INT8_STATIC, {"opset": opset}, "opset of onnx must be a whole number") for opset in ("17", 17.0, True)),
+        *((INT8_STATIC, {"opset": opset}, "opset of onnx must be an integer") for opset in ("17", 17.0, True)),
         (
             INT4_WEIGHT_ONLY,
             {"format": "matmul_nbits", "accuracy_level": True},

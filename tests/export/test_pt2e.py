@@ -192,7 +192,7 @@ def test_the_target_rounds_what_operators_make_and_refuses_what_has_no_kernel() 
     linears = [node for node in graph.nodes if target_name(node) == "aten.linear.default"]
     assert linears
     assert all(_reaches_a_quantizer(node) for node in linears)
-    with pytest.raises(ConfigError, match=r"XNNPACK's kernels take int8 and int4 weights .*not symmetric int16"):
+    with pytest.raises(ConfigError, match=r"XNNPACK's kernels support int8 and int4 weights .*not symmetric int16"):
         config.replace(weight=TensorSpec(format=INT16))
     with pytest.raises(ConfigError, match="with zero points; set symmetry='asymmetric'"):
         QuantConfig(

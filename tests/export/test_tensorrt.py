@@ -94,7 +94,7 @@ class Turned(nn.Module):
 
 INT4 = INT8.replace(format=formats.INT4, granularity="group", group_size=64)
 UNFIT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[Tensor]]] = {
-    "0: TensorRT has int4 weights for products of matrices alone": (
+    "0: TensorRT supports int4 weights only in matrix products": (
         lambda: nn.Sequential(nn.Conv2d(64, 4, 1)),
         {"input": None},
         [rand(2, 64, 4, 4)],
@@ -104,12 +104,12 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[Tensor]]] =
         {},
         [rand(2, 64)],
     ),
-    "0: TensorRT has scales of a transposed convolution along its inputs; set granularity='tensor'": (
+    "0: TensorRT needs the scales of a transposed convolution along its inputs; set granularity='tensor'": (
         lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 2)),
         {"weight": INT8.replace(granularity="channel")},
         [rand(2, 4, 4, 4)],
     ),
-    "0: TensorRT has int4 weights for products of matrices alone; set weight=None for it, or int8 with an input": (
+    "0: TensorRT supports int4 weights only in matrix products; set weight=None for it, or int8 with an input": (
         lambda: nn.Sequential(nn.ConvTranspose2d(64, 4, 2)),
         {"input": None},
         [rand(2, 64, 4, 4)],
@@ -124,7 +124,7 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[Tensor]]] =
         {"weight": INT4.replace(group_size=128), "input": None},
         [rand(2, 192)],
     ),
-    "0: TensorRT has no int8 weights beside activations in float; set an input in int8, or weight=None": (
+    "0: TensorRT multiplies int8 weights by int8 activations only; set an input in int8, or weight=None": (
         lambda: nn.Sequential(nn.Linear(64, 4)),
         {"weight": INT8.replace(granularity="channel"), "input": None},
         [rand(2, 64)],
@@ -277,8 +277,8 @@ BROKEN: dict[str, Callable[[], list[ir.Node]]] = {
     "MatMulNBits bad: an operator of com.microsoft, not of ONNX": lambda: [
         ir.node("MatMulNBits", [X], domain="com.microsoft", name="bad")
     ],
-    "TopK bad: sorted=0; it reads 1": lambda: [ir.node("TopK", [X], {"sorted": 0}, name="bad")],
-    "Resize bad: mode=cubic; it reads nearest or linear": lambda: [
+    "TopK bad: sorted=0; it supports 1": lambda: [ir.node("TopK", [X], {"sorted": 0}, name="bad")],
+    "Resize bad: mode=cubic; it supports nearest or linear": lambda: [
         ir.node("Resize", [X], {"mode": "cubic"}, name="bad")
     ],
     "MaxPool bad: a pool with dilations": lambda: [ir.node("MaxPool", [X], {"dilations": [2, 1]}, name="bad")],
@@ -295,23 +295,25 @@ BROKEN: dict[str, Callable[[], list[ir.Node]]] = {
         ir.node("QuantizeLinear", [X, constant(np.float32(1))], name="bad")
     ],
     "QuantizeLinear q: INT8 in blocks": lambda: pair(value("x", 2, 4), np.ones((2, 2)), axis=1, block_size=2),
-    "DequantizeLinear w: INT4 with blocks of 32; it has blocks of 64 or 128": lambda: alone(
+    "DequantizeLinear w: INT4 with blocks of 32; it supports blocks of 64 or 128": lambda: alone(
         "MatMul", int4(128, 5, axis=0, size=32)
     ),
-    "DequantizeLinear w: INT4 with no blocks; it has": lambda: alone(
+    "DequantizeLinear w: INT4 with no blocks; it supports": lambda: alone(
         "MatMul", weight(4, 5, axis=1, dtype=ml_dtypes.int4)
     ),
     "DequantizeLinear w: INT4 in blocks along another dimension than the last two": lambda: alone(
         "MatMul", int4(64, 2, 3, axis=0)
     ),
     "DequantizeLinear w: INT4 in blocks of 64, which do not divide 96": lambda: alone("MatMul", int4(96, 5, axis=0)),
-    "DequantizeLinear w: an activation in INT4, which it has for weights alone": lambda: [
+    "DequantizeLinear w: an activation in INT4, which it supports only for weights": lambda: [
         int4(64, 2, axis=0, of=value("x", 64, 2, dtype=ir.DataType.INT4))
     ],
-    "Conv product: an int4 weight, which it has for Gemm and MatMul": lambda: alone("Conv", int4(4, 3, 64, 1, axis=2)),
-    "MatMul product: an int4 weight beside an activation in codes": lambda: product("MatMul", int4(64, 5, axis=0)),
-    "QuantizeLinear q: an activation with a scale for each channel": lambda: pair(value("x", 2, 3), np.ones(3), axis=1),
-    "Conv product: an int8 weight beside an activation in float": lambda: product(
+    "Conv product: an int4 weight, which it supports for Gemm and MatMul": lambda: alone(
+        "Conv", int4(4, 3, 64, 1, axis=2)
+    ),
+    "MatMul product: an int4 weight with a quantized activation": lambda: product("MatMul", int4(64, 5, axis=0)),
+    "QuantizeLinear q: an activation with a scale per channel": lambda: pair(value("x", 2, 3), np.ones(3), axis=1),
+    "Conv product: an int8 weight with a float activation": lambda: product(
         "Conv", weight(4, 3, 1, 1, axis=0), activation=[]
     ),
     "Conv product: a weight with scales along axis 1; its kernels have one for each output": lambda: product(
@@ -342,7 +344,7 @@ def test_every_offense_of_a_file_is_in_one_error() -> None:
     check = TENSORRT.onnx.check
     assert check is not None
     with pytest.raises(
-        ExportError, match=r"TensorRT does not read\n  opset 25: (?s:.*)\n  Det one: (?s:.*)Bernoulli two"
+        ExportError, match=r"TensorRT does not support\n  opset 25: (?s:.*)\n  Det one: (?s:.*)Bernoulli two"
     ):
         check(model(nodes, opset=25))
 

@@ -123,21 +123,21 @@ def test_what_reads_one_value_in_another_module_or_decides_is_apart() -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (QuantConfig(weight=TensorSpec(format=INT8)), r"q: vLLM has integer weights per channel or group"),
+        (QuantConfig(weight=TensorSpec(format=INT8)), r"q: vLLM needs integer weights per channel or group"),
         (FP8_STATIC.replace(weight=TensorSpec(format=FP8_E4M3)), r"down: vLLM rounds FP8 weights per tensor again"),
         (
             QuantConfig(weight=W4.weight, input=TOKEN),
-            r"o: a checkpoint holds no int4 weight per group beside int8 activations",
+            r"o: vLLM cannot multiply int4 weights per group by int8 activations",
         ),
         (
             QuantConfig(weight=CHANNEL, input=TOKEN.replace(format=FP8_E4M3)),
-            r"o: a checkpoint holds no int8 weight per channel beside fp8_e4m3 activations",
+            r"o: vLLM cannot multiply int8 weights per channel by fp8_e4m3 activations",
         ),
         (QuantConfig(weight=SQUARE, input=GROUPS), r"o: its outputs or inputs are not a multiple of 128; exclude it"),
-        (QuantConfig(weight=CHANNEL, input=GROUPS), r"o: a checkpoint holds no int8 weight .* activations per group"),
+        (QuantConfig(weight=CHANNEL, input=GROUPS), r"o: vLLM cannot multiply int8 weights .* activations per group"),
         (
             QuantConfig(weight=CHANNEL.replace(symmetry="asymmetric"), input=TOKEN),
-            r"o: weights beside integer activations have no zero points; set symmetry='symmetric'",
+            r"o: weights must not have zero points if activations are integers; set symmetry='symmetric'",
         ),
     ],
     ids=["int8 per tensor", "fp8 per tensor", "W4A8", "int8 and fp8", "blocks", "int8 and groups", "zero points"],
@@ -159,21 +159,24 @@ def test_square_blocks_are_multiplied_by_activations_in_groups(target: str) -> N
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "5 and 2": ({"weight": TensorSpec(format=FP8_E5M2)}, "no weights in fp8_e5m2"),
-    "MXFP6": ({"weight": MXFP6_E2M3}, "no weights in fp6_e2m3"),
-    "16 bits": ({"weight": TensorSpec(format=INT16)}, "no weights in int16"),
-    "blocks of 64": ({"weight": MXFP4.replace(group_size=64)}, "no weights in fp4_e2m1 with such scales or offsets"),
+    "5 and 2": ({"weight": TensorSpec(format=FP8_E5M2)}, "not support weights in fp8_e5m2"),
+    "MXFP6": ({"weight": MXFP6_E2M3}, "not support weights in fp6_e2m3"),
+    "16 bits": ({"weight": TensorSpec(format=INT16)}, "not support weights in int16"),
+    "blocks of 64": (
+        {"weight": MXFP4.replace(group_size=64)},
+        "not support weights in fp4_e2m1 with such scales or offsets",
+    ),
     "other square blocks": ({"weight": SQUARE.replace(group_size=64)}, "fp8_e4m3 .in blocks, of 128x128"),
-    "offsets": ({"weight": Q4_1}, "no weights in uint4 with such scales or offsets"),
-    "int16 read": ({"weight": CHANNEL, "input": TensorSpec(format=INT16)}, "no activations in int16"),
+    "offsets": ({"weight": Q4_1}, "not support weights in uint4 with such scales or offsets"),
+    "int16 read": ({"weight": CHANNEL, "input": TensorSpec(format=INT16)}, "not support activations in int16"),
     "measured for all": ({"weight": CHANNEL, "input": TensorSpec(format=INT8, dynamic=True)}, "one calibrated scale"),
     "rounded results": (
         {"weight": CHANNEL, "input": TensorSpec(format=INT8), "output": TensorSpec(format=INT8)},
-        "neither outputs nor biases",
+        "not outputs or biases",
     ),
     "a cache in int8": (
         {"weight": CHANNEL, "kv_cache": TensorSpec(format=INT8)},
-        "cache in vLLM is fp8_e4m3 .* not int8",
+        "vLLM supports caches in fp8_e4m3 .* not int8",
     ),
 }
 
@@ -191,7 +194,7 @@ def test_what_vllm_has_is_taken() -> None:
         assert preset.replace(target="vllm").target is VLLM
     for weight in (MXFP4, MXFP8_E4M3, NVFP4, TensorSpec(format=FP8_E4M3)):
         assert QuantConfig(weight=weight, target=VLLM, kv_cache=TensorSpec(format=FP8_E4M3))
-    with pytest.raises(qfx.ConfigError, match="no activations in int4"):
+    with pytest.raises(qfx.ConfigError, match="not support activations in int4"):
         W4A4_DYNAMIC.replace(target="vllm")
 
 
@@ -332,19 +335,19 @@ def test_transformers_is_not_asked_for_what_a_rotated_checkpoint_means(tmp_path:
     qmodel = quantize(qfx.Session(model, batches), ROTATED)
     with pytest.warns(UserWarning, match="only vLLM applies the rotations"):
         qfx.export.huggingface(qmodel, tmp_path)
-    with pytest.raises(qfx.ExportError, match="rotates activations, which transformers leaves out"):
+    with pytest.raises(qfx.ExportError, match="rotates activations, which transformers ignores"):
         qfx.export.verify(qmodel, tmp_path, batches)
     task = qfx.evaluation.LanguageModeling(batches)
-    with pytest.raises(qfx.CheckpointError, match="rotates activations, which transformers leaves out"):
+    with pytest.raises(qfx.CheckpointError, match="rotates activations, which transformers ignores"):
         qfx.evaluate(tmp_path, task)
 
 
 WHOLE = Rotate(streams=False, overhead=9)
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
-HEAD = "vLLM rotates at run time what linear layers read, but no heads, experts or keys"
-BIAS = "vLLM rotates nothing at run time that a layer with a bias reads"
-LARGE = "vLLM has no matrix of size 2048 at run time, only up to 1024; set block=64 of Rotate"
+HEAD = "vLLM rotates inputs of linear layers at run time, but not of heads, experts, or keys"
+BIAS = "vLLM does not rotate inputs of layers with a bias at run time"
+LARGE = "vLLM supports rotations of size up to 1024 at run time, not 2048; set block=64 of Rotate"
 
 
 @pytest.mark.parametrize(
@@ -376,7 +379,7 @@ def test_nothing_is_rotated_at_run_time_for_sglang(tmp_path: Path) -> None:
     model, batches = decoder()
     qmodel = quantize(qfx.Session(model, batches), ROTATED.replace(target="sglang"))
     said = {change.name.rpartition(".")[2]: change for change in record_of(qmodel, "Rotate").changes}
-    why = "skipped: SGLang rotates nothing at run time; target='vllm' does"
+    why = "skipped: SGLang does not rotate inputs at run time; target='vllm' does"
     assert [name for name, change in said.items() if change.what == why] == [
         "q_proj and 2 more",
         "gate_proj and 1 more",
@@ -426,7 +429,7 @@ def test_experts_share_a_scheme() -> None:
     with pytest.raises(qfx.ConfigError, match=r"experts\.gate_up_proj: float; .*experts\.down_proj: int4 .*one kernel"):
         quantize(mixtral(), HALF.replace(exclude=("*.gate_up_proj",)))
     told = Override(pattern="op:experts", weight=CHANNEL, input=TOKEN)
-    with pytest.raises(qfx.ConfigError, match=r"gate_up_proj: experts of a checkpoint read float activations"):
+    with pytest.raises(qfx.ConfigError, match=r"gate_up_proj: vLLM multiplies experts by float activations"):
         quantize(mixtral(), HALF.replace(overrides=(told,)))
     assert VLLM.checkpoints.refuses("gptq", {"sym": True, "bits": 2, "group_size": 32}, []).startswith("GPTQ in 2 bits")
 

@@ -183,7 +183,7 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
     file = tmp_path / "graph.json" if name == "graph" else tensor_file(tmp_path)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(QuarkError, match="is no regular file"):
+    with pytest.raises(QuarkError, match="is not a regular file"):
         qfx.load(tmp_path)
 
 

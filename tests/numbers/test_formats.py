@@ -180,7 +180,7 @@ def test_a_format_that_nothing_holds_is_refused(name: str, message: str) -> None
 
 @pytest.mark.parametrize("bits", [-1, 0, 1, 33, 64])
 def test_a_width_without_codes_is_refused(bits: int) -> None:
-    with pytest.raises(ConfigError, match=f"bits of IntFormat must be a whole number from 2 to 32, not {bits}"):
+    with pytest.raises(ConfigError, match=f"bits of IntFormat must be an integer from 2 to 32, not {bits}"):
         IntFormat(bits)
 
 

@@ -82,7 +82,7 @@ def test_what_cannot_hold_it_says_so(tmp_path: Path) -> None:
     groups = config.replace(
         target="torch", input=measured(granularity=Granularity.GROUP, group_size=32, observer=SHARE)
     )
-    with pytest.raises(ConfigError, match="measured in their whole range in ONNX; drop the observer"):
+    with pytest.raises(ConfigError, match="ONNX uses the whole range of activations in groups; drop the observer"):
         groups.replace(target="onnx")
     with pytest.raises(qfx.QuarkError, match=r"in a share of the range of groups \(drop the observer\) at run time"):
         qfx.export.onnx(quantize(model, groups, [x]), tmp_path / "model.onnx")

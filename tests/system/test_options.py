@@ -128,7 +128,7 @@ def test_an_interval_holds_what_its_text_says(text: str, words: str, inside: Any
         (lambda: SmoothQuant(alpha=0.5), r"did you mean 'alphas'\?"),  # type: ignore[call-arg]
         (lambda: SmoothQuant(alphas=0.5), r"write alphas=\(0.5,\)"),  # type: ignore[arg-type]
         (lambda: SmoothQuant(alphas=(0.5, 7)), r"items are each a number from 0 to 1, not \(0.5, 7\)"),
-        (lambda: AWQ(20), r"AWQ takes its fields by name: write AWQ\(only=...\)"),  # type: ignore[arg-type,call-arg]
+        (lambda: AWQ(20), r"AWQ takes keyword arguments: write AWQ\(only=...\)"),  # type: ignore[arg-type,call-arg]
         (lambda: qfx.TensorSpec(), r"TensorSpec needs format: write TensorSpec\(format=...\)"),  # type: ignore[call-arg]
         (lambda: qfx.TensorSpec(format="nt8"), r"unknown number format 'nt8'; .* did you mean 'int8'\?"),  # type: ignore[arg-type]
         (lambda: qfx.TensorSpec(format=5), "format of TensorSpec must be a number format or the name of one, not 5"),  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ class Repeated:
 
 def test_passes_of_others_are_checked_as_ours_are() -> None:
     assert Repeated(9).times == 9
-    with pytest.raises(ConfigError, match="times of Repeated must be a whole number from 1 to 9, not 10"):
+    with pytest.raises(ConfigError, match="times of Repeated must be an integer from 1 to 9, not 10"):
         Repeated(10)
 
 

@@ -97,7 +97,7 @@ def test_a_configuration_file_that_cannot_be_read_is_named(name: str, tmp_path: 
 @needs_pipes
 def test_a_pipe_for_a_configuration_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match="is no regular file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         qfx.QuantConfig.from_yaml(tmp_path / "config.yaml")
 
 
@@ -189,9 +189,9 @@ def test_an_index_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> 
 @needs_pipes
 def test_a_pipe_among_shards_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         CheckpointFiles.of(tmp_path)
-    with pytest.raises(CheckpointError, match="is no file or directory; pass a directory"):
+    with pytest.raises(CheckpointError, match="is neither file nor directory; pass a directory"):
         CheckpointFiles.of(tmp_path / "a.safetensors")
     (tmp_path / "config.json").write_text("[" * 100_000)
     (tmp_path / "a.safetensors").unlink()
