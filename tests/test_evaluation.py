@@ -117,7 +117,7 @@ def test_rows_of_padding_alone_have_no_vector() -> None:
     found = qfx.evaluate(lambda x, attention_mask: x, Embedding([batch], reference=lambda x, attention_mask: x))
     assert found == {"cosine": pytest.approx(1)}
     batch["attention_mask"][0] = 0
-    assert "the task has no samples" in words_for(
+    assert "the task got no samples" in words_for(
         lambda x, attention_mask: x, Embedding([batch], reference=lambda **_: _["x"])
     )
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_judged_is_refused() -> None:
         qfx.evaluate(lambda **_: torch.zeros(1, 7), LanguageModeling([{"input_ids": ids}]))
     with pytest.raises(qfx.QuarkError, match="labels run from -100 to 2, and the model has 3 classes"):
         qfx.evaluate(lambda x: x, Classification([(torch.eye(3), torch.tensor([0, -100, 2]))]))
-    with pytest.raises(qfx.QuarkError, match=r"returns \(4,\), no vector for each sample"):
+    with pytest.raises(qfx.QuarkError, match=r"returns \(4,\), not one vector per sample"):
         qfx.evaluate(lambda x: x.sum(1), Embedding([torch.ones(4, 3)], reference=lambda x: x.sum(1)))
 
 
@@ -213,7 +213,7 @@ def test_a_gguf_file_has_the_figures_of_the_model_it_was_made_of(tmp_path: Path)
     assert expected["KL"] > 1e-6
     assert qfx.evaluate(path, task) == pytest.approx(expected, rel=1e-3)
     path.write_bytes((whole := path.read_bytes()).replace(b"blk.0.attn_q.weight", b"blk.9.attn_q.weight"))
-    with pytest.raises(qfx.QuarkError, match=r"model\.gguf has no weights for .*q_proj.weight of the LlamaForCausalLM"):
+    with pytest.raises(qfx.QuarkError, match=r"model\.gguf lacks weights for .*q_proj.weight of the LlamaForCausalLM"):
         qfx.evaluate(path, task)
     path.write_bytes(whole[:100])
     with pytest.raises(qfx.QuarkError, match=r"model\.gguf cannot be read as a GGUF file: .*; copy or export it again"):
@@ -274,7 +274,7 @@ def test_outputs_are_matched_by_name_and_else_by_position() -> None:
     found = {d.name: d.max_abs for d in compare(one, two, [rand(3)])}
     assert found == pytest.approx({"a": 0, "past_0": 1}, abs=1e-6)
     assert [d.name for d in compare(lambda x: (x, x), lambda x: {"c": x, "d": x}, [rand(3)])] == ["c", "d"]
-    with pytest.raises(qfx.QuarkError, match="the models have no output in common: a, past_0 and c"):
+    with pytest.raises(qfx.QuarkError, match="the models do not have a common output: a, past_0 and c"):
         compare(one, lambda x: {"c": x}, [rand(3)])
     with pytest.raises(qfx.QuarkError, match=r"output 'a' has shape \(3,\) in one model and \(1,\) in the other"):
         compare(lambda x: {"a": x}, lambda x: {"a": x[:1]}, [rand(3)])
@@ -307,18 +307,18 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     assert "Sequential is in training mode" in words_for(nn.Sequential(nn.Linear(2, 2)), task)
     assert "not int" in words_for(3, task)
     assert "gone does not exist" in words_for(tmp_path / "gone", task)
-    assert "is no model that can be run: an .onnx or .gguf file" in words_for(tmp_path, task)
-    assert "returns no tensor but str" in words_for(lambda x: "yes", task)
+    assert "is not a model that can be run; pass an .onnx or .gguf file" in words_for(tmp_path, task)
+    assert "returns str, not tensors" in words_for(lambda x: "yes", task)
     assert "one row of logits for each label" in words_for(lambda x: x, task)
     assert "a task is LanguageModeling" in words_for(cnn(), "accuracy")
     assert "Classification takes pairs of inputs and labels" in words_for(cnn(), Classification(images(4)))  # type: ignore[arg-type]
     lacking = images(4)[0] * math.nan
     for broken in (Classification([(lacking, pairs[0][1])]), Embedding([lacking], reference=cnn())):
-        assert "a batch that the model is judged by: input 0 holds NaN" in words_for(file, broken)
-    assert "the model returns NaN; check what it reads" in words_for(lambda x: x.flatten(1) * math.nan, task)
+        assert "an evaluation batch: input 0 holds NaN" in words_for(file, broken)
+    assert "the model returns NaN; check its inputs" in words_for(lambda x: x.flatten(1) * math.nan, task)
     vectors = Embedding([rand(2, 3)], reference=lambda x: x)
-    assert "the model returns NaN; check what it reads" in words_for(lambda x: x * math.nan, vectors)
-    assert "the task has no samples" in words_for(cnn(), Classification([]))
+    assert "the model returns NaN; check its inputs" in words_for(lambda x: x * math.nan, vectors)
+    assert "the task got no samples" in words_for(cnn(), Classification([]))
     assert "Cnn does not run on a batch: " in words_for(cnn(), Classification([(rand(1, 2, 8, 8), torch.zeros(1))]))
     assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"ids": torch.ones(2, 3)}]))
     assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"input_ids": torch.ones(2, 3)}]))

@@ -18,6 +18,7 @@ FINISHED = (
     "quark_fx/config",
     "quark_fx/data",
     "quark_fx/errors.py",
+    "quark_fx/evaluation",
     "quark_fx/from_pretrained.py",
     "quark_fx/numbers",
     "quark_fx/observers",

@@ -1,4 +1,4 @@
-"""Evaluate a model in any form: float, quantized, stored, a checkpoint or an exported file."""
+"""Evaluate a model in any form: float, quantized, stored, a checkpoint, or an exported file."""
 
 from quark_fx.evaluation.comparison import Distance, compare
 from quark_fx.evaluation.tasks import Classification, Embedding, LanguageModeling, evaluate

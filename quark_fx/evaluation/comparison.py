@@ -1,4 +1,4 @@
-"""How far the outputs of two models are from each other, whatever forms these have."""
+"""`compare`: distances between the outputs of two models in any form."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from quark_fx.evaluation.runs import named_tensors, run_of, same_place
 
 @dataclass(frozen=True)
 class Distance:
-    """How far an output of one model is from the same output of another.
+    """Distance between an output of one model and the same output of another.
 
     Attributes:
-        name: of the output, empty for the only one.
-        max_abs: largest absolute difference.
-        sqnr: signal to noise of the second model's values against the first one's, dB.
-        cosine: between all values of both.
-        agreement: how often both have the same largest value along the last dimension, from 0 to 1.
+        name: Name of the output; empty for a single output.
+        max_abs: Largest absolute difference.
+        sqnr: Signal-to-noise ratio in dB: the first model's values are the signal, differences are the noise.
+        cosine: Cosine similarity of all values.
+        agreement: Fraction of rows with the same argmax along the last dimension, from 0 to 1.
     """
 
     name: str
@@ -35,44 +35,44 @@ class Distance:
 
 @torch.no_grad()
 def compare(first: Any, second: Any, batches: Iterable[Any]) -> tuple[Distance, ...]:
-    """Run the same batches through two models; return a row for each output that both have.
+    """Run the same batches through two models; return one `Distance` per common output.
 
     Args:
-        first: what the other is compared with, in any form that `evaluate` takes.
-        second: likewise.
-        batches: as calibration data.
+        first: Reference model, in any form that `evaluate` accepts.
+        second: Model to compare with it, in any form that `evaluate` accepts.
+        batches: Batches in the form of calibration data.
 
     Raises:
-        QuarkError: if there is no batch, or the models have no outputs in common.
+        QuarkError: If batches are missing, or the models do not have a common output.
     """
     runs = run_of(first), run_of(second)
     sums: dict[str, _Sums] = {}
     for batch in batches:
-        left, right = ({same_place(k): v for k, v in named_tensors(run(batch)).items()} for run in runs)
-        for name, a, b in _pairs(left, right):
+        outputs = [{same_place(k): v for k, v in named_tensors(run(batch)).items()} for run in runs]
+        for name, a, b in _pairs(*outputs):
             sums.setdefault(name, _Sums()).add(name, a, b)
     if not sums:
         raise QuarkError("no batch to compare the models on; pass at least one")
-    return tuple(found.distance(name) for name, found in sums.items())
+    return tuple(total.distance(name) for name, total in sums.items())
 
 
-def _pairs(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-    """Return the outputs that both models have: by name, or by position where they have as many."""
-    if common := [name for name in left if name in right]:
-        return [(name, left[name], right[name]) for name in common]
-    if len(left) == len(right):
-        names = [b if a.isdecimal() else a for a, b in zip(left, right, strict=True)]
-        return list(zip(names, left.values(), right.values(), strict=True))
+def _pairs(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+    """Return the common outputs, matched by names, or by position if both models have the same number of outputs."""
+    if common := [name for name in first if name in second]:
+        return [(name, first[name], second[name]) for name in common]
+    if len(first) == len(second):
+        names = [b if a.isdecimal() else a for a, b in zip(first, second, strict=True)]
+        return list(zip(names, first.values(), second.values(), strict=True))
     raise QuarkError(
-        f"the models have no output in common: {', '.join(left) or 'none'} and {', '.join(right) or 'none'}"
+        f"the models do not have a common output: {', '.join(first) or 'none'} and {', '.join(second) or 'none'}"
     )
 
 
 class _Sums:
-    """What the distance of two values is computed from, over batches."""
+    """Sums over batches from which a `Distance` is computed."""
 
     def __init__(self) -> None:
-        self.largest = self.left = self.right = self.product = self.noise = 0.0
+        self.largest = self.first = self.second = self.product = self.noise = 0.0
         self.same = self.rows = 0
 
     def add(self, name: str, a: Tensor, b: Tensor) -> None:
@@ -88,14 +88,14 @@ class _Sums:
         x, y = a.flatten(), b.flatten()
         furthest = float((x - y).abs().max()) if x.numel() else 0.0
         self.largest = furthest if math.isnan(furthest) else max(furthest, self.largest)
-        self.left, self.right = self.left + float(x @ x), self.right + float(y @ y)
+        self.first, self.second = self.first + float(x @ x), self.second + float(y @ y)
         self.product, self.noise = self.product + float(x @ y), self.noise + float((x - y).square().sum())
 
     def distance(self, name: str) -> Distance:
         sqnr = math.inf
         if self.noise:
-            sqnr = 10 * math.log10(self.left / self.noise) if self.left else -math.inf
-        norms, zeros = math.sqrt(self.left * self.right), self.left == self.right == 0
+            sqnr = 10 * math.log10(self.first / self.noise) if self.first else -math.inf
+        norms, zeros = math.sqrt(self.first * self.second), self.first == self.second == 0
         return Distance(
             name,
             self.largest,

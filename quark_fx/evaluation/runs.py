@@ -1,4 +1,4 @@
-"""One way to run a batch through a model, whatever form it has."""
+"""Run batches through a model in any form: module, function, checkpoint, or exported file."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from quark_fx.graph.signature import split_batch
 from quark_fx.model.serialization import load
 
 Run = Callable[[Any], Any]
-"""Takes a batch as calibration data has it and returns what the model returns."""
+"""Function from a batch, in the form of calibration data, to the result of the model."""
 
 
 def run_of(model: Any) -> Run:
-    """Return what runs batches through a model.
+    """Return a function that runs batches through a model.
 
     Args:
-        model: a module in eval mode, what `quantize` returned, any function that is called like the model, or a path as
-            for `open_model`.
+        model: Module in eval mode, result of `quantize`, function that is called like the model, or path for
+            `open_model`.
 
     Raises:
-        QuarkError: if it is none of these.
+        QuarkError: For a model of another type.
     """
     if isinstance(model, str | os.PathLike):
         model = open_model(model)
@@ -53,14 +53,14 @@ def run_of(model: Any) -> Run:
     if isinstance(model, nn.Module) and model.training:
         raise QuarkError(f"the {type(model).__name__} is in training mode, where results are random; call eval() first")
     if not callable(model):
-        raise QuarkError(f"expected a model, a path of one or a function, not {type(model).__name__}")
+        raise QuarkError(f"expected a model, its path, or a function, not {type(model).__name__}")
 
     def run(batch: Any) -> Any:
         args, kwargs = split_batch(batch)
         try:
             with torch.no_grad():
                 return model(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # what modules raise about their inputs
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # errors of modules about their inputs
             if not isinstance(model, nn.Module) or isinstance(error, QuarkError):
                 raise
             raise QuarkError(f"the {type(model).__name__} does not run on a batch: {error}") from error
@@ -69,19 +69,19 @@ def run_of(model: Any) -> Run:
 
 
 def open_model(path: str | os.PathLike[str]) -> Any:
-    """Return the model in a file or directory, ready to run: a `QuantizedModel`, an `OnnxModel` or a module.
+    """Return the model in a file or directory, ready to run: a `QuantizedModel`, an `OnnxModel`, or a module.
 
     Args:
-        path: an ONNX file, a directory that `save` wrote, a checkpoint of transformers, in float or quantized, or a
-            GGUF file, which transformers decodes to float32. No code of it is run.
+        path: ONNX file, directory that `save` wrote, checkpoint of transformers (float or quantized), or GGUF file,
+            which transformers decodes to float32. No code of it is run.
 
     Raises:
-        QuarkError: if it is none of these, or cannot be read.
+        QuarkError: If the path is not a model of these kinds, or cannot be read.
     """
     path = Path(path)
     if path.suffix == ".onnx":
         return OnnxModel(path)
-    if not os.path.exists(path):  # also of names that are too long, for which Path.exists raises
+    if not os.path.exists(path):  # Path.exists raises an error for names that are too long
         raise QuarkError(f"{path} does not exist")
     if (path / GRAPH_FILE).is_file():
         return load(path)
@@ -90,18 +90,18 @@ def open_model(path: str | os.PathLike[str]) -> Any:
     if path.suffix == ".gguf":
         return _gguf_model(path)
     raise QuarkError(
-        f"{path} is no model that can be run: an .onnx or .gguf file, a directory that save() wrote ({GRAPH_FILE}), or "
-        "a checkpoint of transformers (config.json)"
+        f"{path} is not a model that can be run; pass an .onnx or .gguf file, a directory that save() wrote "
+        f"({GRAPH_FILE}), or a checkpoint of transformers (config.json)"
     )
 
 
 class OnnxModel:
-    """An ONNX file that ONNX Runtime runs on the CPU, with the arithmetic that the file says.
+    """An ONNX file that ONNX Runtime runs on the CPU, with the arithmetic of the file.
 
     Attributes:
-        path: of the file.
-        inputs: their names, in order.
-        outputs: their names, in order.
+        path: Path of the file.
+        inputs: Names of the inputs, in order.
+        outputs: Names of the outputs, in order.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -112,34 +112,34 @@ class OnnxModel:
             raise ExportError("running an ONNX file needs onnxruntime: pip install 'quark_fx[onnx]'") from error
         try:
             self._session = open_session(self.path, session_options(optimize=file_may_optimize(self.path)))
-        except Exception as error:  # protobuf's and ONNX Runtime's own
+        except Exception as error:  # from protobuf or ONNX Runtime
             raise ExportError(f"{self.path} cannot be loaded: {error}") from error
         self.inputs = tuple(value.name for value in self._session.get_inputs())
         self.outputs = tuple(value.name for value in self._session.get_outputs())
 
     def run_batch(self, batch: Any) -> dict[str, Tensor]:
-        """Return the outputs by name; a batch of keywords is given by name, any other in the order of the inputs.
+        """Return the outputs and their names; keywords of a batch are names of inputs, other values go in order.
 
         Raises:
-            ExportError: if the file has other inputs, or does not run.
+            ExportError: If the file has other inputs, or does not run.
         """
         args, kwargs = split_batch(batch)
-        given = kwargs if kwargs else dict(zip(self.inputs, leaves := pytree.tree_leaves(args), strict=False))
-        if set(given) != set(self.inputs) or (not kwargs and len(leaves) != len(self.inputs)):
-            found = ", ".join(map(str, kwargs)) if kwargs else f"{len(leaves)} by position"
-            raise ExportError(f"{self.path} has the inputs {', '.join(self.inputs)}; the batch has {found}")
-        feed = {n: v.numpy(force=True) if isinstance(v, Tensor) else np.asarray(v) for n, v in given.items()}
+        values = kwargs if kwargs else dict(zip(self.inputs, leaves := pytree.tree_leaves(args), strict=False))
+        if set(values) != set(self.inputs) or (not kwargs and len(leaves) != len(self.inputs)):
+            passed = ", ".join(map(str, kwargs)) if kwargs else f"{len(leaves)} by position"
+            raise ExportError(f"{self.path} has the inputs {', '.join(self.inputs)}; the batch has {passed}")
+        feed = {n: v.numpy(force=True) if isinstance(v, Tensor) else np.asarray(v) for n, v in values.items()}
         try:
-            made = self._session.run(None, feed)
-        except Exception as error:  # ONNX Runtime's own
+            results = self._session.run(None, feed)
+        except Exception as error:  # from ONNX Runtime
             raise ExportError(
-                f"ONNX Runtime does not run {self.path}: {error}; give it batches of the sizes and types it takes"
+                f"ONNX Runtime does not run {self.path}: {error}; pass batches of the sizes and types of its inputs"
             ) from error
-        return {name: torch.from_numpy(np.asarray(value)) for name, value in zip(self.outputs, made, strict=True)}
+        return {name: torch.from_numpy(np.asarray(value)) for name, value in zip(self.outputs, results, strict=True)}
 
 
 def _gguf_model(path: Path) -> nn.Module:
-    """Return a language model with the weights that the codes of a GGUF file decode to."""
+    """Return a language model with the decoded weights of a GGUF file."""
     options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
     try:
         require_bounded(path)
@@ -147,8 +147,8 @@ def _gguf_model(path: Path) -> nn.Module:
         model, loaded = _transformers().AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, output_loading_info=True, **options
         )
-    except Exception as error:  # whatever the reader of the format raises
-        open_gguf(path)  # says if the file is the reason
+    except Exception as error:  # the reader of the format can raise anything
+        open_gguf(path)  # raises a better error if the file is damaged
         raise CheckpointError(
             f"transformers does not load {path}: {error}\nIt knows some architectures and types of blocks only; "
             "evaluate the model that the file was exported from, which has the same weights, or "
@@ -156,7 +156,7 @@ def _gguf_model(path: Path) -> nn.Module:
         ) from error
     if names := sorted(loaded["missing_keys"]):  # transformers gives these random numbers
         raise CheckpointError(
-            f"{path} has no weights for {some_of(names)} of the {type(model).__name__} that it describes; copy or "
+            f"{path} lacks weights for {some_of(names)} of the {type(model).__name__} that it describes; copy or "
             "export it again"
         )
     return model.eval()
@@ -170,7 +170,7 @@ def _transformers() -> Any:
 
 
 def _quantized_checkpoint(path: Path) -> nn.Module:
-    """Return what transformers makes of a quantized checkpoint; the reader of its format has to be installed."""
+    """Return the transformers model of a quantized checkpoint; the reader of its format must be installed."""
     transformers = _transformers()
     config, files = read_configuration(path), CheckpointFiles.of(path)
     require_unrotated(config, path)
@@ -182,26 +182,26 @@ def _quantized_checkpoint(path: Path) -> nn.Module:
         try:
             with limited_modules(config, len(files.files)):
                 model: nn.Module = kind.from_pretrained(checked, **options)
-        except Exception as error:  # whatever the reader of the format raises
+        except Exception as error:  # the reader of the format can raise anything
             why = str(error).replace(str(checked), str(path))
             raise CheckpointError(f"transformers does not load {path}: {why}") from error
     return model.eval()
 
 
 def main_tensor(output: Any, *names: str) -> Tensor:
-    """Return the tensor of a model's result that has one of the names, the first one where none has.
+    """Return the tensor of a model's result with one of the names, or the first tensor.
 
     Raises:
-        QuarkError: if there is no tensor.
+        QuarkError: If the result does not contain tensors.
     """
     tensors = named_tensors(output)
     if not tensors:
-        raise QuarkError(f"the model returns no tensor but {type(output).__name__}; wrap it to return its logits")
+        raise QuarkError(f"the model returns {type(output).__name__}, not tensors; wrap it to return its logits")
     return next((tensors[name] for name in names if name in tensors), next(iter(tensors.values())))
 
 
 def same_place(name: str) -> str:
-    """Return a name of an output as all forms of a model spell it: `past.0.1` and `past_0_1` are the same."""
+    """Return the spelling of an output's name common to all forms of a model: `past.0.1` becomes `past_0_1`."""
     return re.sub(r"\W", "_", name)
 
 

@@ -1,4 +1,4 @@
-"""What a model is judged by: figures by name, the same for every form of it."""
+"""`evaluate` and its tasks: metrics that are the same for every form of a model."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ IGNORED = -100
 """Label of tokens that do not count, in torch and in transformers."""
 
 _LARGEST_LOSS = 700.0
-"""Nats, above which a perplexity is no float."""
+"""Loss in nats above which the perplexity overflows a float."""
 
 Task = Callable[[Run], dict[str, float]]
-"""Runs batches of its own and returns figures by name."""
+"""Function that runs its batches through a model and returns metrics and their names."""
 
 
 def evaluate(model: Any, task: Task) -> dict[str, float]:
-    """Return the figures of a model.
+    """Return the metrics of a model.
 
     Args:
-        model: a module in eval mode, what `quantize` or `eager()` returned, the path of an ONNX or GGUF file, of a
-            directory that `save` wrote or of a checkpoint, or any function that is called like the model.
-        task: `LanguageModeling`, `Classification` or `Embedding`, or a function of your own: it gets what runs a batch
-            and returns figures by name.
+        model: Module in eval mode, result of `quantize` or `eager()`, path of an ONNX or GGUF file, of a directory that
+            `save` wrote, or of a checkpoint, or function that is called like the model.
+        task: `LanguageModeling`, `Classification`, `Embedding`, or your function, which gets a function that runs a
+            batch and returns a dictionary of metrics.
 
     Raises:
-        QuarkError: if the model cannot be read or run, or returns nothing that the task can judge.
+        QuarkError: If the model cannot be read or run, or its results do not fit the task.
 
     >>> from quark_fx.evaluation import Classification
     >>> evaluate(lambda x: x, Classification([(torch.eye(3), torch.tensor([0, 1, 1]))]))
@@ -53,16 +53,16 @@ def evaluate(model: Any, task: Task) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LanguageModeling:
-    """How well the next token is predicted.
+    """Prediction of the next token.
 
-    Figures: `perplexity`, e to the power of the mean cross entropy of the tokens after the first of each row, and, with
-    a reference, `KL`, the mean Kullback-Leibler divergence of the predictions from the reference's, in nats per token.
+    Metrics: `perplexity`, e to the power of the mean cross entropy of all tokens but the first of each row; and with a
+    reference, `KL`, the mean Kullback-Leibler divergence from the reference's predictions, in nats per token.
 
     Args:
-        batches: `{"input_ids": (rows, tokens), ...}`, read again by each evaluation; where an `attention_mask` is 0,
-            tokens are skipped: none of them is predicted, and nothing is predicted from one. `labels` of the same shape
-            are predicted instead of `input_ids`; those of -100 do not count. Models that take no labels get none.
-        reference: the float model, in any form that `evaluate` takes.
+        batches: `{"input_ids": (rows, tokens), ...}`, read again by each evaluation. Tokens with an `attention_mask` of
+            0 are skipped, both as predicted tokens and as context. `labels` of the same shape are predicted instead of
+            `input_ids`; labels of -100 do not count. Models get the labels only if they do not run without them.
+        reference: Float model, in any form that `evaluate` accepts.
     """
 
     batches: Iterable[Mapping[str, Tensor]]
@@ -73,35 +73,35 @@ class LanguageModeling:
         loss, divergence, tokens = 0.0, 0.0, 0
         for batch in self.batches:
             _require_tokens(batch)
-            found, expected = _run(run, batch), None if reference is None else _run(reference, batch)
+            output, expected = _run(run, batch), None if reference is None else _run(reference, batch)
             mask, labels = batch.get("attention_mask"), batch.get("labels", batch["input_ids"])
-            for row, ids in enumerate(labels):  # one by one, as the logits of a vocabulary are large
+            for row, ids in enumerate(labels):  # row by row, because the logits of a vocabulary are large
                 ones = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
-                kept = ones[1:] & ones[:-1]  # with padding on the left, its last position would predict the first token
-                kept &= ids[1:] != IGNORED
-                log_probs, tokens_of = _predictions(found, row, kept), ids[1:][kept]
+                counts = ones[1:] & ones[:-1]  # the last position of padding on the left must not predict a token
+                counts &= ids[1:] != IGNORED
+                log_probs, tokens_of = _predictions(output, row, counts), ids[1:][counts]
                 _require_vocabulary(tokens_of, log_probs.shape[-1])
                 loss += float(F.nll_loss(log_probs, tokens_of, reduction="sum"))
                 tokens += len(tokens_of)
                 if expected is not None:
-                    divergence += _divergence(log_probs, _predictions(expected, row, kept))
+                    divergence += _divergence(log_probs, _predictions(expected, row, counts))
         _require(tokens, "tokens")
         mean = loss / tokens
-        figures = {"perplexity": math.exp(mean) if mean < _LARGEST_LOSS else math.inf}
-        return figures if reference is None else figures | {"KL": divergence / tokens}
+        metrics = {"perplexity": math.exp(mean) if mean < _LARGEST_LOSS else math.inf}
+        return metrics if reference is None else metrics | {"KL": divergence / tokens}
 
 
 @dataclass(frozen=True)
 class Classification:
-    """How often the largest logit is that of the right class.
+    """Classification by the largest logit.
 
-    Figures: `accuracy`, from 0 to 1, and, with a reference, `agreement`, how often both have the same largest logit,
-    and `KL`, the mean divergence of the classes' probabilities from the reference's, in nats.
+    Metrics: `accuracy`, from 0 to 1; and with a reference, `agreement`, the fraction of samples with the same largest
+    logit, and `KL`, the mean divergence from the reference's probabilities, in nats.
 
     Args:
-        batches: pairs of inputs, as calibration data has them, and labels, `(samples,)`; read by each evaluation. With
-            a label for each token, `(samples, tokens)`, those of -100 do not count.
-        reference: the float model, in any form that `evaluate` takes.
+        batches: Pairs of inputs, in the form of calibration data, and labels, `(samples,)`; read by each evaluation.
+            Among labels per token, `(samples, tokens)`, labels of -100 do not count.
+        reference: Float model, in any form that `evaluate` accepts.
     """
 
     batches: Iterable[tuple[Any, Tensor]]
@@ -112,35 +112,35 @@ class Classification:
         right, same, divergence, samples = 0, 0, 0.0, 0
         for batch in self.batches:
             inputs, labels = _labeled(batch)
-            found = _log_probs(main_tensor(run(inputs), "logits"))
-            labels = labels.to(found.device)
-            _require_logits(found, labels)
-            kept = labels != IGNORED if labels.dim() > 1 else torch.ones_like(labels, dtype=torch.bool)
-            found, labels = found[kept], labels[kept]
-            _require_classes(labels, found.shape[-1])
-            right += int((found.argmax(-1) == labels).sum())
+            log_probs = _log_probs(main_tensor(run(inputs), "logits"))
+            labels = labels.to(log_probs.device)
+            _require_logits(log_probs, labels)
+            counts = labels != IGNORED if labels.dim() > 1 else torch.ones_like(labels, dtype=torch.bool)
+            log_probs, labels = log_probs[counts], labels[counts]
+            _require_classes(labels, log_probs.shape[-1])
+            right += int((log_probs.argmax(-1) == labels).sum())
             samples += labels.numel()
             if reference is not None:
                 expected = _log_probs(main_tensor(reference(inputs), "logits"))
-                _require_logits(expected, kept)
-                expected = expected[kept]
-                divergence += _divergence(found, expected)
-                same += int((found.argmax(-1) == expected.argmax(-1)).sum())
+                _require_logits(expected, counts)
+                expected = expected[counts]
+                divergence += _divergence(log_probs, expected)
+                same += int((log_probs.argmax(-1) == expected.argmax(-1)).sum())
         _require(samples, "samples")
-        figures = {"accuracy": right / samples}
-        return figures if reference is None else figures | {"agreement": same / samples, "KL": divergence / samples}
+        metrics = {"accuracy": right / samples}
+        return metrics if reference is None else metrics | {"agreement": same / samples, "KL": divergence / samples}
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """How near the vectors that a model makes of its inputs are to the reference's.
+    """Similarity of embeddings to the embeddings of a reference.
 
-    Figures: `cosine`, their mean cosine similarity. What a model makes of each token is averaged, without those whose
-    `attention_mask` is 0; any other result is one vector for each sample. Rows of padding alone do not count.
+    Metric: `cosine`, the mean cosine similarity. Vectors per token are averaged over the tokens with an
+    `attention_mask` of 1; other results are one vector per sample. Rows that hold only padding do not count.
 
     Args:
-        batches: as calibration data, read by each evaluation.
-        reference: the float model, in any form that `evaluate` takes.
+        batches: Batches in the form of calibration data, read by each evaluation.
+        reference: Float model, in any form that `evaluate` accepts.
     """
 
     batches: Iterable[Any]
@@ -157,56 +157,56 @@ class Embedding:
 
 
 def _log_probs(logits: Tensor) -> Tensor:
-    """Return the logarithms of the probabilities that logits stand for."""
+    """Return the log probabilities of logits."""
     return _numbers(logits).log_softmax(-1)
 
 
-def _predictions(output: Any, row: int, kept: Tensor) -> Tensor:
-    """Return the logarithms of the probabilities of a row's tokens but the first, each from those before it.
+def _predictions(output: Any, row: int, counts: Tensor) -> Tensor:
+    """Return the log probabilities of a row's tokens, except the first one.
 
     Args:
-        output: of the model.
-        row: of the batch.
-        kept: which of these tokens count, (tokens - 1,).
+        output: Result of the model.
+        row: Index of the row in the batch.
+        counts: Mask of the tokens that count, (tokens - 1,).
     """
-    logits, tokens = main_tensor(output, "logits"), len(kept) + 1
+    logits, tokens = main_tensor(output, "logits"), len(counts) + 1
     if logits.dim() != 3 or logits.shape[1] != tokens:
         raise QuarkError(
             f"the model returns {tuple(logits.shape)} for {tokens} tokens in a row; language modeling takes logits "
             "(rows, tokens, vocabulary) for every token"
         )
-    return _log_probs(logits[row, :-1][kept])
+    return _log_probs(logits[row, :-1][counts])
 
 
-def divergence_of(found: Tensor, expected: Tensor) -> Tensor:
-    """Return the sum over rows of the Kullback-Leibler divergence of predictions from what is expected, in nats.
+def divergence_of(predicted: Tensor, expected: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of predictions from a reference, in nats, summed over rows.
 
     Args:
-        found: logarithms of probabilities, any shape; the last dimension counts classes.
-        expected: the same of the reference; a class that it excludes adds nothing.
+        predicted: Log probabilities, any shape; the last dimension counts classes.
+        expected: Log probabilities of the reference; a class with probability 0 adds nothing.
     """
-    terms = expected.exp() * (expected - found)
+    terms = expected.exp() * (expected - predicted)
     return torch.where(expected == -math.inf, 0.0, terms).sum()
 
 
-def _divergence(found: Tensor, expected: Tensor) -> float:
-    """Return the divergence of predictions; refuse those of a reference that counts other classes."""
-    if found.shape[-1] != expected.shape[-1]:
+def _divergence(predicted: Tensor, expected: Tensor) -> float:
+    """Return the divergence of predictions; raise an error if the reference has another number of classes."""
+    if predicted.shape[-1] != expected.shape[-1]:
         raise QuarkError(
-            f"the model predicts {found.shape[-1]} classes, and the reference {expected.shape[-1]}; compare models of "
-            "the same classes, or of the same vocabulary"
+            f"the model predicts {predicted.shape[-1]} classes, and the reference {expected.shape[-1]}; compare models "
+            "of the same classes, or of the same vocabulary"
         )
-    return float(divergence_of(found, expected))
+    return float(divergence_of(predicted, expected))
 
 
 def _run(run: Run, batch: Mapping[str, Tensor]) -> Any:
-    """Return what a model makes of tokens; it gets the labels only if it does not run without them."""
+    """Return a model's result for tokens; it gets the labels only if it does not run without them."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     try:
         return run(inputs)
     except QuarkError as error:
         if len(inputs) < len(batch):
-            with suppress(QuarkError):  # the first error says more of a model that does not run with them either
+            with suppress(QuarkError):  # if the model does not run with labels either, the first error says more
                 return run(batch)
         error.add_note(
             f"The largest token id of the batch is {int(batch['input_ids'].max())}; the model may have fewer: "
@@ -216,9 +216,9 @@ def _run(run: Run, batch: Mapping[str, Tensor]) -> Any:
 
 
 def _numbers(output: Tensor) -> Tensor:
-    """Return what a model makes, in float32; refuse NaN."""
+    """Return a model's result in float32; raise an error for NaN."""
     if bool(output.isnan().any()):
-        raise QuarkError("the model returns NaN; check what it reads, and its weights")
+        raise QuarkError("the model returns NaN; check its inputs and its weights")
     return output.float()
 
 
@@ -226,7 +226,7 @@ def _labeled(batch: Any) -> tuple[Any, Tensor]:
     """Return the inputs and the labels of a batch."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise QuarkError(
-            "Classification takes pairs of inputs and labels, as [(images, labels), ...]; got one "
+            "Classification takes pairs of inputs and labels, such as [(images, labels), ...]; got one "
             f"{type(batch).__name__}"
         )
     try:
@@ -238,19 +238,19 @@ def _labeled(batch: Any) -> tuple[Any, Tensor]:
         ) from None
     if not torch.equal(labels, labels.trunc() if labels.is_floating_point() else labels):
         raise QuarkError(
-            f"labels are numbers of classes, and these are not whole ({labels.dtype}, {tuple(labels.shape)}); pass "
+            f"labels are numbers of classes, but these are not integers ({labels.dtype}, {tuple(labels.shape)}); pass "
             "labels.argmax(-1) for probabilities"
         )
     return _with_numbers(batch)[0], labels.long()
 
 
 def _require_logits(logits: Tensor, labels: Tensor) -> None:
-    """Raise unless there is a row of several logits for each label."""
+    """Raise `QuarkError` unless each label has a row of several logits."""
     if logits.shape[-1:] == (1,) or (logits.dim() == 1 and logits.shape == labels.shape):
         raise QuarkError(
-            f"the model returns one logit per sample, {tuple(logits.shape)}, which a largest logit cannot be chosen "
-            "from; for a binary classifier, wrap it to return two: torch.stack((torch.zeros_like(y), y), -1) of "
-            "y = logits.flatten()"
+            f"the model returns one logit per sample, {tuple(logits.shape)}, but a classifier needs several; for a "
+            "binary classifier, wrap it to return two: torch.stack((torch.zeros_like(y), y), -1) of y = "
+            "logits.flatten()"
         )
     if logits.shape == labels.shape:
         raise QuarkError(
@@ -264,8 +264,8 @@ def _require_logits(logits: Tensor, labels: Tensor) -> None:
 
 
 def _with_numbers(batch: Any) -> Any:
-    """Return a batch; refuse NaN, which a quantizer turns into a number."""
-    require_no_nan(pytree.tree_leaves(batch), (), "a batch that the model is judged by")
+    """Return a batch; raise an error for NaN, which a quantizer would turn into a number."""
+    require_no_nan(pytree.tree_leaves(batch), (), "an evaluation batch")
     return batch
 
 
@@ -281,7 +281,7 @@ def _vectors(output: Any, batch: Any) -> Tensor:
     """Return a vector for each sample."""
     value = main_tensor(output, "sentence_embedding", "last_hidden_state").float()
     if value.dim() < 2:
-        raise QuarkError(f"the model returns {tuple(value.shape)}, no vector for each sample; judge it by another task")
+        raise QuarkError(f"the model returns {tuple(value.shape)}, not one vector per sample; use another task")
     if value.dim() != 3:
         return _numbers(value).flatten(1)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
@@ -306,19 +306,19 @@ def _require_vocabulary(tokens: Tensor, size: int) -> None:
 def _require_tokens(batch: Any) -> None:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2:
-        raise QuarkError("language modeling takes batches {'input_ids': (rows, tokens)} of whole numbers")
+        raise QuarkError("language modeling takes batches {'input_ids': (rows, tokens)} of integers")
     labels = batch.get("labels", ids)
     shape = tuple(labels.shape) if isinstance(labels, Tensor) else ()
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != ids.shape:
         raise QuarkError(
-            f"the labels are {type(labels).__name__} {shape} and the tokens {tuple(ids.shape)}; give one "
-            f"label for each token, as transformers does, {IGNORED} for those that do not count"
+            f"the labels are {type(labels).__name__} {shape} and the tokens {tuple(ids.shape)}; give one label per "
+            f"token, like transformers, and {IGNORED} for tokens that do not count"
         )
 
 
 def _require(count: int, what: str) -> None:
     if not count:
-        raise QuarkError(f"the task has no {what}; give batches that can be read again, as a list can")
+        raise QuarkError(f"the task got no {what}; pass batches that can be read again, such as a list")
 
 
 __all__ = ["Classification", "Embedding", "LanguageModeling", "Task", "divergence_of", "evaluate"]
