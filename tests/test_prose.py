@@ -14,6 +14,7 @@ FINISHED = (
     "docs/configuration.md",
     "docs/extend.md",
     "docs/observers.md",
+    "quark_fx/analysis",
     "quark_fx/checkpoints",
     "quark_fx/config",
     "quark_fx/data",

@@ -1,1 +1,1 @@
-"""Where the error of a configuration comes from, and what would make it smaller."""
+"""Analysis of the error of a configuration: contributions of operators, and remedies."""

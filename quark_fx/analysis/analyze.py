@@ -1,4 +1,4 @@
-"""`analyze`: which operators make the error of a configuration, and what would make it smaller."""
+"""`analyze`: attribute the error of a configuration to operators, and propose remedies."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from quark_fx.session import Session, divisible
 from quark_fx.system.isolation import isolated
 
 _NOTABLE = 0.02
-"""Share of the error below which an operator gets no remedy."""
+"""Fraction of the error below which remedies of an operator are not tried."""
 
 _HELPS = 0.01
-"""Share of the error that a change has to take away to be proposed."""
+"""Fraction of the error that a change must remove to be proposed."""
 
 _MUCH = 0.5
-"""Share of the error that 16-bit activations may leave to be worth a word."""
+"""Largest remaining fraction of the error with which 16-bit activations are worth an advice."""
 
 _CULPRIT = 1.5
-"""Times the average of all operators that one adds before leaving it in float is proposed."""
+"""Contribution, relative to the average operator, from which leaving an operator in float is proposed."""
 
 
 _Row = tuple[Contribution, list[str], list[int]]
-"""An operator, its node unless none has weights, and the places of what counts to it."""
+"""Contribution of an operator, its node if it has weights, and the indices of its rounded values."""
 
 
 @isolated
@@ -59,43 +59,43 @@ def analyze(
     dynamic_shapes: Any = None,
     progress: bool = True,
 ) -> Analysis:
-    """Return where the error that `quantize` would make comes from, operator by operator, and what helps.
+    """Attribute the error of quantization to operators, and propose a better configuration.
 
-    The model is captured and calibrated once. One forward and backward pass with everything rounded gives the
-    derivative of the error by how far each value and each weight is rounded, which says what each adds to the error.
-    These are estimates, for all operators, and as good as the model is linear in its rounding errors. Measured are, for
-    the `top` of them, the error of their roundings alone and the error without them (`in_float`). What other remedies
-    gain is estimated by what the operator alone makes of a few samples. The configuration that is proposed has only
-    changes that were measured to help, each on top of those before it. `advice` says whether to analyze again, and what
-    16-bit activations would bring.
+    The model is captured and calibrated once. One forward and backward pass with all values rounded gives the
+    derivative of the error with respect to the rounding of each value and each weight. The derivatives estimate the
+    contributions of all operators; the estimates are accurate if the model is nearly linear in its rounding errors. For
+    the `top` operators, two errors are measured: with only their values rounded, and with all other values rounded
+    (`in_float`). Gains of other remedies are estimated from the operator's own output on a few samples. The proposed
+    configuration contains only changes that reduced the measured error, each on top of the previous ones. `advice` says
+    whether to analyze again, and how much 16-bit activations would gain.
 
-    Passes on the float graph run as in `quantize`. Passes that learn codes (`GPTQ`, `AdaRound`, …) do not: the
-    analysis is of rounding to nearest, which says where learning is needed.
+    Passes on the float graph run as in `quantize`. Passes that learn codes (`GPTQ`, `AdaRound`, …) do not run: the
+    analysis is about rounding to nearest, and shows where learning is needed.
 
     Args:
-        model: as for `quantize`.
-        config: as for `quantize`.
-        calibration_data: as for `quantize`; ranges are measured on all of it.
-        metric: `"error"`, the squared error of the outputs over their square, averaged over outputs, or `"kl"`, the
-            divergence of the classes that the first output's logits say; or a function of two lists, the tensors of the
-            outputs and those of the float model, that returns a differentiable scalar. With a function, parts of one
-            output can be weighted, such as boxes and scores.
-        samples: that errors are measured on, the last ones; whole batches where these cannot be divided.
-        top: how many operators are measured and get remedies.
-        resources: As for `quantize`; only `device` and `cache` apply.
-        dynamic_shapes: as for `quantize`.
-        progress: Show how many configurations were measured.
+        model: Same as in `quantize`.
+        config: Same as in `quantize`.
+        calibration_data: Same as in `quantize`; ranges are measured on all of it.
+        metric: `"error"`, the squared error of the outputs over their square, averaged over outputs; `"kl"`, the
+            divergence of the classes predicted by the first output's logits; or a function of two lists of tensors,
+            the outputs of the quantized and of the float model, that returns a differentiable scalar. A function can
+            weight parts of one output, such as boxes and scores.
+        samples: Number of samples, the last ones, to measure errors on; whole batches if these cannot be divided.
+        top: Number of operators that are measured and get remedies.
+        resources: Same as in `quantize`; only `device` and `cache` apply.
+        dynamic_shapes: Same as in `quantize`.
+        progress: Show the number of measured configurations.
 
     Raises:
-        ConfigError: for an unknown metric, or one without a derivative, `samples` or `top` that are no counts, a model
-            that returns no floats that depend on its inputs, a quantized one whose outputs are not finite, and as
-            `quantize`.
-        CalibrationError: if there is no data, it is unusable, or the float model's outputs on it are not finite.
-        CaptureError: if the model cannot be captured.
+        ConfigError: For an unknown metric or one without a derivative, for `samples` or `top` below 1, for a model
+            without float outputs that depend on its inputs, for a quantized model whose outputs are not finite, and for
+            errors of `quantize`.
+        CalibrationError: If data is missing or unusable, or the float model's outputs on it are not finite.
+        CaptureError: If the model cannot be captured.
 
     Source:
-        The derivative along the line from float to rounded is the attribution of Sundararajan et al. 2017, with one
-        step; for an error that is quadratic in the roundings one step is exact.
+        The derivative along the line from float to rounded values is the attribution of Sundararajan et al. 2017, with
+        one step; for an error that is quadratic in the rounding errors, one step is exact.
     """
     require_usable(resources, "analyze", OF_SESSION)
     metric, measure = metric_of(metric)
@@ -111,9 +111,9 @@ def analyze(
     with bar, session.run(config) as context:
         trials = Trials(session, context, measure, *parts_of(context, samples, divisible=divisible(session.captured)))
         start = time.perf_counter()
-        found = _analyzed(trials, config, top, bar.update)
+        analysis = _analyzed(trials, config, top, bar.update)
         seconds = time.perf_counter() - start
-    return replace(found, metric=metric, preset=preset, seconds=seconds, forward_seconds=trials.forward_seconds)
+    return replace(analysis, metric=metric, preset=preset, seconds=seconds, forward_seconds=trials.forward_seconds)
 
 
 def _analyzed(trials: Trials, config: QuantConfig, top: int, measured: Callable[[], object]) -> Analysis:
@@ -123,16 +123,16 @@ def _analyzed(trials: Trials, config: QuantConfig, top: int, measured: Callable[
     error, errors = _estimated(trials, graph)
     measured()
     rows = _rows(base.plan, graph.rounded, errors)
-    estimates = Estimates(base.float_graph, config, graph.rounded, errors, trials.parts[0], trials.kept[0])
-    looked_at = [row for row in rows[:top] if row[0].error >= _NOTABLE * error]
-    found = [estimates.remedies(operators, row.name) for row, operators, _ in looked_at]
+    estimates = Estimates(base.float_graph, config, graph.rounded, errors, trials.parts[0], trials.positions[0])
+    examined = [row for row in rows[:top] if row[0].error >= _NOTABLE * error]
+    candidates = [estimates.remedies(operators, row.name) for row, operators, _ in examined]
     everything = set(range(len(graph.rounded)))
-    ended = [estimates.ended(next(r.exclude for r in remedies if r.exclude)) for remedies in found]
-    alone = trials.compare(graph.only(()), [graph.only(places) for *_, places in looked_at])
+    ended = [estimates.ended(next(r.exclude for r in remedies if r.exclude)) for remedies in candidates]
+    alone = trials.compare(graph.only(()), [graph.only(places) for *_, places in examined])
     without = trials.compare(graph.only(everything), [graph.only(everything - places) for places in ended])
     proposed, remedied = config, error
-    for i, (row, operators, places) in enumerate(looked_at):
-        remedies = [replace(r, measured=error - without[i]) if r.exclude else r for r in found[i]]
+    for i, (row, operators, places) in enumerate(examined):
+        remedies = [replace(r, measured=error - without[i]) if r.exclude else r for r in candidates[i]]
         for place, remedy in enumerate(remedies):
             harmless = not remedy.exclude or (row.error >= _CULPRIT * error / len(rows) and remedy.best_known > 0)
             changed = _applied(remedy, proposed)
@@ -147,19 +147,19 @@ def _analyzed(trials: Trials, config: QuantConfig, top: int, measured: Callable[
                 remedies.insert(0, remedies.pop(place))
                 break
         rows[i] = replace(row, alone=alone[i], remedies=tuple(remedies)), operators, places
-    left = [row for row, *_ in rows[len(looked_at) :] if row.error >= _NOTABLE * remedied > 0]
+    notable = [row for row, *_ in rows[len(examined) :] if row.error >= _NOTABLE * remedied > 0]
     return Analysis(
         error=error,
         rows=tuple(row for row, *_ in rows),
         config=proposed,
         remedied=remedied,
-        advice=(*_again(len(left), top, proposed != config), *_wider(trials, proposed, remedied, rows, measured)),
+        advice=(*_again(len(notable), top, proposed != config), *_wider(trials, proposed, remedied, rows, measured)),
         samples=sum(map(samples_in, trials.parts)),
     )
 
 
 def _applied(remedy: Remedy, config: QuantConfig) -> QuantConfig | None:
-    """Return a configuration with a remedy; `None` if it has it, or does not go together with it."""
+    """Return a configuration with a remedy; `None` if it already has the remedy or contradicts it."""
     try:
         changed = remedy.applied(config)
     except ConfigError:
@@ -168,7 +168,7 @@ def _applied(remedy: Remedy, config: QuantConfig) -> QuantConfig | None:
 
 
 def _again(left: int, top: int, changed: bool) -> Iterator[str]:
-    """Yield what to do about operators that were not looked at and add much of what is left."""
+    """Yield the advice for operators that were not measured and add much of the remaining error."""
     if left:
         what = (
             f"{left} more operator{'s add' if left > 1 else ' adds'} at least {_NOTABLE:.0%} of the error that is left"
@@ -184,10 +184,10 @@ def _again(left: int, top: int, changed: bool) -> Iterator[str]:
 def _wider(
     trials: Trials, config: QuantConfig, error: float, rows: Sequence[_Row], measured: Callable[[], object]
 ) -> Iterator[str]:
-    """Yield what 16-bit activations would bring, if they bring much."""
+    """Yield the advice to use 16-bit activations, if they remove much of the error."""
     if sum(row.activation for row, *_ in rows) <= sum(row.weight for row, *_ in rows):
         return
-    with suppress(ConfigError):  # the target has none
+    with suppress(ConfigError):  # the target does not support them
         wide = config.replace(
             **{key: _in_16_bits(getattr(config, key)) for key in ("input", "output")},
             overrides=tuple(
@@ -195,12 +195,13 @@ def _wider(
             ),
         )
         if wide != config:
-            found = trials.error(wide)
+            remaining = trials.error(wide)
             measured()
-            if found <= _MUCH * error:
+            if remaining <= _MUCH * error:
                 yield (
-                    f"16-bit activations everywhere bring the error to {found:.3g} ({found / error:.1%} of what is "
-                    "left, measured): give `input` and `output` format='int16', or take them where most is added"
+                    f"16-bit activations everywhere bring the error to {remaining:.3g} ({remaining / error:.1%} of the "
+                    "rest, measured): give `input` and `output` format='int16', or use them for the operators that add "
+                    "most"
                 )
 
 
@@ -210,20 +211,20 @@ def _in_16_bits(spec: Any) -> Any:
 
 
 def _estimated(trials: Trials, graph: SwitchedGraph) -> tuple[float, list[float]]:
-    """Return the error with everything rounded, and what each value adds to it."""
+    """Return the error with all values rounded, and the estimated contribution of each value."""
     error, slopes = trials.slopes(graph)
     added = float(slopes.sum())
     if not (math.isfinite(error) and math.isfinite(added)):
         raise ConfigError(
-            "the quantized model's output, or its derivative, is not finite on the calibration data, so no operator "
-            "can be told from another; choose formats of a wider range, or exclude operators whose values are too large"
+            "the quantized model's output, or its derivative, is not finite on the calibration data, so its error "
+            "cannot be attributed; choose formats with a wider range, or exclude operators whose values are too large"
         )
-    # The derivative of a square is twice itself; the rest of the factor is what is not linear.
+    # The factor normalizes the sum to the error: 1/2 for a purely quadratic error, other values if it is not quadratic.
     return error, (slopes * (error / added if added > 0 else 0.0)).tolist()
 
 
 def _rows(plan: Plan, rounded: Sequence[RoundedValue], errors: Sequence[float]) -> list[_Row]:
-    """Return what is rounded by the operator it counts to, the one that adds most first."""
+    """Return one row per operator with its rounded values, in the order of decreasing contributions."""
     planned = {op.node.name: op for op in plan.operators}
     parts: dict[tuple[str, str, str], list[float]] = {}
     places: dict[tuple[str, str, str], list[int]] = {}

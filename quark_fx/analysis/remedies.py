@@ -36,20 +36,20 @@ from quark_fx.rescale.rotation_sites import RotationAnalysis, find_rotation_site
 from quark_fx.rescale.scale_sites import SiteAnalysis, find_scale_sites
 
 _ENOUGH = 0.8
-"""Share of the largest gain with which a remedy that changes less is preferred."""
+"""Fraction of the largest gain from which a remedy that changes less is preferred."""
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """What is known of a configuration before anything is tried.
+    """Estimated gains of remedies, from the analysis of one configuration.
 
     Attributes:
-        gm: the float graph.
-        config: of the conversion.
-        rounded: all that is rounded.
-        errors: what each of these adds to the error.
-        leaves: flat inputs of a few samples.
-        kept: the positions in them that are not padding; `None` for all.
+        gm: Float graph.
+        config: Configuration of the conversion.
+        rounded: All rounded values.
+        errors: Contribution of each rounded value to the error.
+        leaves: Flat inputs of a few samples.
+        positions: Positions in these samples that are not padding; `None` for all.
     """
 
     gm: GraphModule
@@ -57,7 +57,7 @@ class Estimates:
     rounded: Sequence[RoundedValue]
     errors: Sequence[float]
     leaves: list[Any]
-    kept: Positions | None
+    positions: Positions | None
 
     @cached_property
     def plan(self) -> Plan:
@@ -66,52 +66,53 @@ class Estimates:
 
     @cached_property
     def operators(self) -> dict[str, Quantized]:
-        """The quantized operators by the name of their node."""
+        """The quantized operators, by names of nodes."""
         return {op.node.name: op for op in self.plan.operators if isinstance(op, Quantized)}
 
     @cached_property
     def fused(self) -> dict[str, tuple[str, ...]]:
-        """The operators that the target runs as one kernel, by the name of each; they have the same specs."""
+        """Groups of operators that the target runs as one kernel with the same specs, by the name of each operator."""
         groups = siblings(self.plan.operators) if self.config.target.placement.fuses else ()
         return {op.name: tuple(other.name for other in group) for group in groups for op in group}
 
     @cached_property
     def scale_sites(self) -> SiteAnalysis:
-        """Where channels can be scaled."""
+        """Sites where channels can be scaled."""
         return find_scale_sites(self.gm)
 
     @cached_property
     def rotation_sites(self) -> RotationAnalysis:
-        """Where values can be rotated."""
+        """Sites where values can be rotated."""
         return find_rotation_sites(self.gm)
 
     def remedies(self, names: Sequence[str], module: str) -> list[Remedy]:
-        """Return what would help what counts to some operators, the one to take first.
+        """Return the remedies for the values of some operators; the recommended one is first.
 
         Args:
-            names: of the operators' nodes, those of one module; empty for a value that no weighted operator makes.
-            module: where they are.
+            names: Names of the operators' nodes, all in one module; empty for a value without a weighted operator.
+            module: Name of the module.
         """
-        found = [self._in_float(names, module)]
+        exclusion = self._in_float(names, module)
+        remedies = [exclusion]
         ops = [self.operators[name] for name in names if name in self.operators]
         if len(ops) == 1 and isinstance(ops[0], Coded) and ops[0].linear is not None:
-            found = [*self._cheaper(ops[0]), *found]
-        most = max(remedy.gain for remedy in found)
-        best = next(remedy for remedy in found if remedy.gain >= _ENOUGH * most)
-        rest = sorted((r for r in found if r is not best and r.gain > 0), key=lambda r: -r.gain)
-        return [best, *(r for r in rest if r is not found[-1]), *([found[-1]] if best is not found[-1] else [])]
+            remedies = [*self._cheaper(ops[0]), exclusion]
+        most = max(remedy.gain for remedy in remedies)
+        best = next(remedy for remedy in remedies if remedy.gain >= _ENOUGH * most)
+        rest = sorted((r for r in remedies if r is not best and r.gain > 0), key=lambda r: -r.gain)
+        return [best, *(r for r in rest if r is not exclusion), *([exclusion] if best is not exclusion else [])]
 
     def _in_float(self, names: Sequence[str], module: str) -> Remedy:
-        """Return the exclusion that ends what counts to operators, of those beside them that round it as well."""
+        """Return the remedy that leaves operators in float, and if needed also others that round the same values."""
         values = {v.value: v for v in self.rounded if not v.is_weight and set(names) & set(v.operators)}
-        makers = [self._pattern(made) for made, value in self.plan.outputs.items() if value.name in values]
+        makers = [self._pattern(node) for node, value in self.plan.outputs.items() if value.name in values]
         nodes = named_nodes(self.gm)
         readers = [self._pattern(nodes[name]) for v in values.values() for name in v.operators]
         tried = []
-        for beside in ([], makers, [*makers, *readers]):
-            exclude = tuple(dict.fromkeys(o for name in (module, *beside) for o in (name, *self.fused.get(name, ()))))
-            others = exclude[1:] if len(exclude) == 2 else (f"{len(exclude) - 1} more",) * (len(exclude) > 2)
-            what = "float" + "".join(f" with {other}" for other in others)
+        for more in ([], makers, [*makers, *readers]):
+            exclude = tuple(dict.fromkeys(o for name in (module, *more) for o in (name, *self.fused.get(name, ()))))
+            added = exclude[1:] if len(exclude) == 2 else (f"{len(exclude) - 1} more",) * (len(exclude) > 2)
+            what = "float" + "".join(f" with {other}" for other in added)
             gain = sum(self.errors[place] for place in self.ended(exclude))
             tried.append(Remedy(what=what, gain=gain, exclude=exclude))
         most = max(remedy.gain for remedy in tried)
@@ -121,29 +122,29 @@ class Estimates:
         return self.operators[node.name].name if node.name in self.operators else names_of(node).name
 
     def ended(self, exclude: tuple[str, ...]) -> set[int]:
-        """Return the places that are no longer rounded if more is excluded."""
+        """Return the indices of the values that are no longer rounded with more exclusions."""
         plan = plan_quantization(self.gm, self.config.replace(exclude=(*self.config.exclude, *exclude)), quiet=True)
         quantized = {op.node.name for op in plan.operators if isinstance(op, Quantized)}
         values = {point.value.name for point in plan.points.values()}
-        kept = (bool(quantized.intersection(v.operators)) if v.is_weight else v.value in values for v in self.rounded)
-        return {place for place, stays in enumerate(kept) if not stays}
+        stay = (bool(quantized.intersection(v.operators)) if v.is_weight else v.value in values for v in self.rounded)
+        return {place for place, stays in enumerate(stay) if not stays}
 
     def _cheaper(self, op: Coded) -> Iterator[Remedy]:
-        """Yield what leaves an operator quantized, what changes least first."""
+        """Yield remedies that leave an operator quantized, in the order of increasing changes."""
         trial, name = _OperatorTrial.of(self, op), op.node.name
         pairs = zip(self.errors, self.rounded, strict=True)
-        own = [(e / len(v.operators), v.is_weight) for e, v in pairs if name in v.operators]
-        error, of_weight = sum(e for e, _ in own), sum(e for e, is_weight in own if is_weight)
+        shares = [(e / len(v.operators), v.is_weight) for e, v in pairs if name in v.operators]
+        error, of_weight = sum(e for e, _ in shares), sum(e for e, is_weight in shares if is_weight)
         before = trial.error(op.input, op.weight)
         if before <= 0 or error <= 0:
             return
 
         def remedy(what: str, local: Callable[[], float], **changes: Any) -> Iterator[Remedy]:
-            found = Remedy(what=what, gain=0.0, **changes)
+            candidate = Remedy(what=what, gain=0.0, **changes)
             try:
-                found.applied(self.config)
+                candidate.applied(self.config)
                 gain = error * (1 - local() / before)
-            except (ConfigError, ValueError):  # the target, or the data, has no such thing
+            except (ConfigError, ValueError):  # not possible with this target or data
                 return
             if gain > 0:
                 yield Remedy(what=what, gain=gain, **changes)
@@ -167,11 +168,11 @@ class Estimates:
     def _transforms(
         self, op: Coded, trial: _OperatorTrial, remedy: Callable[..., Iterator[Remedy]]
     ) -> Iterator[Remedy]:
-        known = {pass_name(p) for p in self.config.passes}
-        names = {node: found.name for node, found in ((o.node, o) for o in self.operators.values())}
+        passes = {pass_name(p) for p in self.config.passes}
+        names = {operator.node: operator.name for operator in self.operators.values()}
         plain = trial.linear.groups == 1 and not trial.linear.stacked
-        for site in self.scale_sites.sites if plain and op.input is not None and "SmoothQuant" not in known else ():
-            readers = [found.reader for found in site.inputs]
+        for site in self.scale_sites.sites if plain and op.input is not None and "SmoothQuant" not in passes else ():
+            readers = [reading.reader for reading in site.inputs]
             if op.node in readers:
                 only = tuple(dict.fromkeys(names[node] for node in readers if node in names))
                 yield from remedy("SmoothQuant", trial.smoothed, passes=(SmoothQuant(only=only),))
@@ -184,14 +185,14 @@ class Estimates:
                     yield from remedy("Rotate", partial(trial.rotated, rotation), passes=(Rotate(only=only),))
 
     def _value_overrides(self, op: Coded, linear: Linear, spec: TensorSpec) -> Iterator[Override]:
-        """Yield what gives the value that an operator reads another spec, wherever it is rounded."""
+        """Yield the overrides that change the spec of an operator's input everywhere that it is rounded."""
         value = linear.activation
         for other in self.operators.values():
             if other.input == op.input and value in other.node.all_input_nodes:
                 yield Override(pattern=other.name, input=spec)
-        for made, rounded in self.plan.outputs.items():
+        for node, rounded in self.plan.outputs.items():
             if rounded is value and not spec.dynamic:
-                yield Override(pattern=self._pattern(made), output=spec)
+                yield Override(pattern=self._pattern(node), output=spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +204,7 @@ class _OperatorTrial:
     module: GraphModule
     x: Tensor
     weight: Tensor
-    kept: Positions | None
+    positions: Positions | None
     output: Tensor
 
     @classmethod
@@ -215,14 +216,14 @@ class _OperatorTrial:
         weight = parameter(gm, op.weight_node).detach()
         with torch.no_grad():
             (x,) = before(*estimates.leaves)
-            return cls(op, op.linear, module, x, weight, estimates.kept, module(x, weight)[0])
+            return cls(op, op.linear, module, x, weight, estimates.positions, module(x, weight)[0])
 
     def error(self, activation: TensorSpec | None, weight: TensorSpec) -> float:
-        """Return the squared error of the operator's output with other specs, over its square."""
+        """Return the squared error of the operator's output with other specs, relative to its square."""
         return self._error(_rounded(self.x, activation, self.linear), self._coded(self.weight, weight))
 
     def smoothed(self) -> float:
-        """Return the error with channels scaled as SmoothQuant does half way."""
+        """Return the error with channels scaled by SmoothQuant with strength 0.5."""
         largest = self._by_channel(self.x)
         reach = self.weight.float().abs().movedim(self.linear.input_axis, 0).flatten(1).amax(1)
         scale = torch.where((largest > 0) & (reach > 0), (largest / reach.clamp_min(1e-12)).sqrt(), 1.0)
@@ -246,8 +247,8 @@ class _OperatorTrial:
 
     def _error(self, x: Tensor, weight: Tensor) -> float:
         with torch.no_grad():
-            made = self.module(x.to(self.output), weight.to(self.output))
-        return float(relative_error(unpadded(made, self.kept), unpadded([self.output], self.kept)))
+            outputs = self.module(x.to(self.output), weight.to(self.output))
+        return float(relative_error(unpadded(outputs, self.positions), unpadded([self.output], self.positions)))
 
     def _by_channel(self, x: Tensor) -> Tensor:
         axis = self.linear.channel_dim(x.dim())
@@ -260,7 +261,7 @@ class _OperatorTrial:
 
 
 def _rounded(x: Tensor, spec: TensorSpec | None, linear: Linear) -> Tensor:
-    """Return an activation in the values that its codes stand for, in a range that these samples have."""
+    """Return a fake-quantized activation, with the range of these samples."""
     if spec is None:
         return x
     if spec.is_cast:
@@ -271,13 +272,13 @@ def _rounded(x: Tensor, spec: TensorSpec | None, linear: Linear) -> Tensor:
         fmt, _, axis, block, *_ = measurement
         rounded = fake_quantize(x, *dynamic_qparams(x, *measurement), fmt, axis, block)
     else:
-        found = spec.new_observer.observe(x.reshape(1, -1)).qparams(spec.scheme)
-        rounded = fake_quantize(x, found.scale.reshape(()), found.zero_point.reshape(()), str(spec.format))
+        qparams = spec.new_observer.observe(x.reshape(1, -1)).qparams(spec.scheme)
+        rounded = fake_quantize(x, qparams.scale.reshape(()), qparams.zero_point.reshape(()), str(spec.format))
     return rounded
 
 
 def _other_activations(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:
-    """Yield what else an activation could be quantized as, and whether that takes more bits."""
+    """Yield other specs for an activation, each with a description and whether it needs more bits."""
     if not spec.dynamic and spec.observer == MinMax():
         yield "observer Mse", spec.replace(observer=Mse()), False
         yield "observer Percentile(99.9)", spec.replace(observer=Percentile(percentile=99.9)), False
@@ -286,8 +287,8 @@ def _other_activations(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool
 
 
 def _other_weights(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:
-    """Yield what else a weight could be quantized as, and whether that takes more bits."""
-    offsets = spec.symmetry is Symmetry.OFFSET  # for unsigned codes, and ranges that begin at the smallest value
+    """Yield other specs for a weight, each with a description and whether it needs more bits."""
+    offsets = spec.symmetry is Symmetry.OFFSET  # requires unsigned codes, and ranges that begin at the smallest value
     if spec.observer == MinMax() and not offsets:
         yield "weight observer Mse", spec.replace(observer=Mse()), False
     if spec.granularity is Granularity.TENSOR and not spec.is_cast:

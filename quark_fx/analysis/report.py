@@ -1,4 +1,4 @@
-"""Where the error of a quantized model comes from, and what to do about it."""
+"""Results of `analyze`: contributions of operators to the error, and remedies."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change of the configuration, and what it gains.
+    """A change of the configuration, and its gain.
 
     Attributes:
-        what: in a few words.
-        gain: the error it takes away, estimated.
-        measured: the same, measured; `None` where it was not.
-        exclude: patterns that it adds to the configuration.
-        overrides: likewise.
-        passes: that it adds, behind those on the float graph.
+        what: Description in a few words.
+        gain: Estimated reduction of the error.
+        measured: Measured reduction of the error; `None` if it was not measured.
+        exclude: Patterns to add to `exclude` of the configuration.
+        overrides: Overrides to add.
+        passes: Passes to add, after the passes on the float graph.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Remedy:
         """Return the configuration with the change.
 
         Raises:
-            ConfigError: if the target refuses it.
+            ConfigError: If the target does not support it.
         """
         floats = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
         added = [p for p in self.passes if p not in config.passes]
@@ -59,25 +59,25 @@ class Remedy:
 
     @property
     def best_known(self) -> float:
-        """The gain, measured where it was."""
+        """The measured gain if there is one, otherwise the estimated gain."""
         return self.gain if self.measured is None else self.measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What the roundings of one operator add to the error.
+    """Contribution of one operator to the error.
 
-    A value that several quantized operators read counts to them in equal parts, and one that none of them reads to the
-    operator that makes it.
+    The error of a value with several quantized consumers is divided among them equally; a value without one counts to
+    the operator that computes it.
 
     Attributes:
-        name: module path.
-        kind: operator family.
-        place: in graph order, from 0.
-        weight: estimated error that rounding its weight and bias makes.
-        activation: estimated error that rounding its activations makes.
-        alone: measured error where nothing else is rounded; `None` where it was not measured.
-        remedies: what would help, the one to take first; empty where nothing was tried.
+        name: Module path.
+        kind: Operator family.
+        place: Index in graph order, from 0.
+        weight: Estimated error from rounding its weight and bias.
+        activation: Estimated error from rounding its activations.
+        alone: Measured error with only this operator rounded; `None` if it was not measured.
+        remedies: Remedies, the recommended one first; empty if none was tried.
     """
 
     name: str
@@ -90,31 +90,32 @@ class Contribution:
 
     @property
     def error(self) -> float:
-        """The estimated error of all its roundings."""
+        """The estimated error from rounding its weight, bias, and activations."""
         return self.weight + self.activation
 
     @property
     def in_float(self) -> Remedy | None:
-        """Leaving it in float, if that was tried: what it was estimated and measured to gain."""
+        """The remedy that leaves the operator in float; `None` if it was not tried."""
         return next((remedy for remedy in self.remedies if remedy.exclude), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """Where the error of a configuration comes from; `str(analysis)` is a table. See `quark_fx.analyze`.
+    """Result of `quark_fx.analyze`: the error of a configuration by operator; `str(analysis)` is a table.
 
     Attributes:
-        metric: `"error"`, squared over the square of the float outputs, `"kl"`, in nats, or the name of a function.
-        error: of the configuration, measured.
-        rows: every operator that rounds something, the one that adds most first. They add up to `error`.
-        config: with remedies of the operators that were looked at, each measured to help, to paste: `to_yaml`. One is
-            left in float only if it adds half more than operators do on average.
-        remedied: error of `config`, measured.
-        advice: What else would help: another round of `analyze`, or 16-bit activations.
-        preset: the name of the configuration that was analyzed, empty if it has none.
-        samples: that errors are measured on.
-        seconds: what it took, capturing the model left out.
-        forward_seconds: what the float model takes for the samples.
+        metric: `"error"`, the squared error relative to the square of the float outputs; `"kl"`, in nats; or the name
+            of a function.
+        error: Measured error of the configuration.
+        rows: Contributions of all operators with rounded values, the largest first. They add up to `error`.
+        config: Proposed configuration, with remedies that reduced the measured error. An operator stays in float only
+            if it adds at least 1.5 times the average.
+        remedied: Measured error of `config`.
+        advice: Further proposals: another round of `analyze`, or 16-bit activations.
+        preset: Name of the preset that was analyzed; empty for other configurations.
+        samples: Number of samples that errors are measured on.
+        seconds: Duration of the analysis, without the capture of the model.
+        forward_seconds: Duration of the float model's forward pass on the samples.
     """
 
     metric: str = "error"
@@ -140,11 +141,11 @@ class Analysis:
         return _decibel(self.error) if self.metric == "error" else math.nan
 
     def to_yaml(self) -> str:
-        """Return `config` as text for `QuantConfig.from_yaml`: what differs from the preset it started from."""
+        """Return `config` as text for `QuantConfig.from_yaml`: the differences from `preset`, or all fields."""
         return yaml_of(self.config, self.preset)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, the configuration as `to_yaml` has it."""
+        """Return plain data; the configuration has the fields of `to_yaml`."""
         rows = [asdict(row) | {"remedies": [self._plain(r) for r in row.remedies]} for row in self.rows]
         plain = {key: getattr(self, key) for key in ("metric", "error", "remedied", "samples", "seconds")}
         plain |= {"forward_seconds": self.forward_seconds, "advice": [*self.advice]}
@@ -155,7 +156,7 @@ class Analysis:
         return {"what": remedy.what, "gain": remedy.gain, "measured": remedy.measured}
 
     def facts(self) -> dict[str, str]:
-        """Return what to know first, for a page."""
+        """Return the summary for a page, text by label."""
         weight, activation, _ = self._parts(self.rows)
         return {
             **({"configuration": self.preset} if self.preset else {}),
@@ -163,14 +164,14 @@ class Analysis:
             "from weights": weight,
             "from activations": activation,
             "with the proposed configuration": format_error(self.remedied, self.metric),
-            **({"what else would help": "; ".join(self.advice)} if self.advice else {}),
+            **({"further advice": "; ".join(self.advice)} if self.advice else {}),
         }
 
     def figures(self) -> dict[str, Figure]:
-        """Return figures by name: `"error"` by operator and `"build_up"` through the graph; for notebooks, too.
+        """Return matplotlib plots: `"error"` by operator, and `"build_up"`, the error through the graph.
 
         Raises:
-            QuarkError: without matplotlib.
+            QuarkError: If matplotlib is missing.
         """
         from quark_fx.plan.page import bars, build_up
 
@@ -180,11 +181,11 @@ class Analysis:
         placed = sorted(self.rows, key=lambda row: row.place)
         return {
             "error": bars("Error by operator, estimated", *shares(self.rows), "% of the error of the outputs"),
-            "build_up": build_up("How the error builds up", *shares(placed), "% of the error"),
+            "build_up": build_up("Error through the graph", *shares(placed), "% of the error"),
         }
 
     def tables(self) -> list[Table]:
-        """Return what a page lists: operators, with what was tried."""
+        """Return the table of a page: operators and their remedies."""
         from quark_fx.plan.page import Table
 
         share = 100 / (self.error or 1.0)
@@ -197,36 +198,34 @@ class Analysis:
             )
             for row in self.rows
         ]
-        return [Table("Where the error comes from", header, rows)]
+        return [Table("Error by operator", header, rows)]
 
     def texts(self) -> dict[str, str]:
-        """Return what a page has to copy: the configuration."""
+        """Return the text of a page to copy: the proposed configuration."""
         return {"Proposed configuration": self.to_yaml()}
 
     @checked_call
     def html(self, path: str | Path) -> None:
-        """Write one page that needs nothing else; `Report.html(path, analysis)` has it with the report of a model.
+        """Write one self-contained page; `Report.html(path, analysis)` writes it with the report of a model.
 
         Raises:
-            QuarkError: without matplotlib (`pip install 'quark_fx[report]'`), or if the file cannot be written.
+            QuarkError: If matplotlib is missing (`pip install 'quark_fx[report]'`), or the file cannot be written.
         """
         from quark_fx.plan.page import write_page
 
-        write_page(
-            path, "Where the error comes from", self.facts(), [*self.figures().values()], self.tables(), self.texts()
-        )
+        write_page(path, "Error by operator", self.facts(), [*self.figures().values()], self.tables(), self.texts())
 
     def table(self, rows: int | None = 12) -> str:
         """Return operators and remedies as text.
 
         Args:
-            rows: how many operators, `None` for all.
+            rows: Number of operators; `None` for all.
         """
         header = ("operator", "op", "weight", "activations", "error", "alone", "in float", "remedy")
         body = [self._line(row) for row in self.rows[:rows]]
-        left = self.rows[len(body) :]
-        if left:
-            body.append((f"{len(left)} more", "", *self._parts(left), "", "", ""))
+        rest = self.rows[len(body) :]
+        if rest:
+            body.append((f"{len(rest)} more", "", *self._parts(rest), "", "", ""))
         return "\n".join(aligned(header, body, right={2, 3, 4, 5, 6}))
 
     def _line(self, row: Contribution) -> tuple[str, ...]:
@@ -256,8 +255,8 @@ class Analysis:
                 "",
                 self.table(),
                 "",
-                "weight, activations, error: estimated shares. alone: with nothing else rounded; in float: what",
-                "leaving it in float changes; both measured.",
+                "weight, activations, error: estimated shares. alone: error with only this operator rounded; in float:",
+                "change of the error with this operator in float; both measured.",
                 *(textwrap.fill(line, 120) for line in self.advice),
                 f"with this configuration the error is {format_error(self.remedied, self.metric)} "
                 f"({self._share(self.remedied - self.error)}, measured):",
@@ -268,19 +267,19 @@ class Analysis:
 
 
 def yaml_of(config: QuantConfig, preset: str) -> str:
-    """Return a configuration as YAML: what differs from a preset, or all of it if `preset` is empty."""
+    """Return a configuration as YAML: the differences from a preset, or all fields if `preset` is empty."""
     data = config.to_dict()
     if preset:
-        known = PRESETS[preset].to_dict()
+        base = PRESETS[preset].to_dict()
         emptied: dict[str, Any] = {
-            key: [] if isinstance(value, list) else None for key, value in known.items() if key not in data
+            key: [] if isinstance(value, list) else None for key, value in base.items() if key not in data
         }
-        data = {"preset": preset} | {key: value for key, value in data.items() if known.get(key) != value} | emptied
+        data = {"preset": preset} | {key: value for key, value in data.items() if base.get(key) != value} | emptied
     return yaml.safe_dump(data, sort_keys=False)
 
 
 UNITS: Final = {"error": "of the outputs' square", "kl": "nats"}
-"""Units of errors by metric; a user's metric has none."""
+"""Units of errors, by metric; metrics of users do not have a unit."""
 
 
 def format_error(error: float, metric: str) -> str:

@@ -1,4 +1,4 @@
-"""The roundings that conversion put into a graph, each behind a switch that leaves it out or takes its gradient."""
+"""A converted graph with a switch for each rounding, which turns it off or returns its gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quark_fx.graph.straight_through import quantize_of, run_with_gradients
 from quark_fx.plan.placement import Coded, Plan, Quantized, module_name
 
 NO_FLOATS = "the model returns no floating-point output that depends on its inputs; return logits instead"
-"""Why there is no error to measure."""
+"""Message for models without an error to measure."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class RoundedValue:
     """A value or constant that is rounded.
 
     Attributes:
-        value: name of what is rounded, in the float graph.
-        operators: names of the nodes it counts to: the quantized operators that read it, or else the one that makes it.
-        module: where it is made, for a value that no weighted operator reads or makes.
-        kind: of what makes it.
-        is_weight: whether it is a weight or a bias.
+        value: Name of its node in the float graph.
+        operators: Names of the operators that its error counts to: its quantized consumers, or else its producer.
+        module: Module that computes it, for a value without a weighted producer or consumer.
+        kind: Operator kind of its producer.
+        is_weight: True for a weight or a bias.
     """
 
     value: str
@@ -49,7 +49,7 @@ class RoundedValue:
 
 
 class _Switch(nn.Module):
-    """Return a rounded value; the gradient of `share` is that of rounding it."""
+    """Identity on a rounded value; the gradient of `share` is the derivative with respect to the rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,14 @@ class _Switch(nn.Module):
 
 @dataclass(frozen=True)
 class _Pair:
-    """A float node, what is rounded in the converted graph, what stands for it there, and who reads that in float."""
+    """A rounding in the converted graph.
+
+    Attributes:
+        value: Node in the float graph.
+        source: Float value in the converted graph.
+        rounded: Rounded value in the converted graph.
+        readers: Consumers of the rounded value: nodes of the float graph.
+    """
 
     value: Node
     source: Node
@@ -70,17 +77,18 @@ class _Pair:
 
 
 class SwitchedGraph:
-    """A converted graph in which every rounding can be left out.
+    """A converted graph in which every rounding can be turned off.
 
-    The two graphs are compared by name: where an operator reads something else than it did in float, that is rounded.
+    Nodes of both graphs are matched by their names. If an operator has another input than in the float graph, that
+    input is a rounded value.
 
     Args:
-        float_graph: before conversion.
-        gm: after conversion.
-        plan: of the conversion.
+        float_graph: Graph before conversion.
+        gm: Graph after conversion.
+        plan: Plan of the conversion.
 
     Attributes:
-        rounded: the values, in graph order.
+        rounded: Rounded values, in graph order.
     """
 
     def __init__(self, float_graph: GraphModule, gm: GraphModule, plan: Plan) -> None:
@@ -104,14 +112,14 @@ class SwitchedGraph:
         if rounded not in self._pairs:
             source = _source(rounded)
             if source is not None and source.op == "call_function" and source.name not in self._float:
-                self._add(value, source)  # looked up in codes, or rounded for other readers before
+                self._add(value, source)  # an embedding of codes, or a value that is rounded twice
             else:
                 source = self._original(value, rounded)
             self._pairs[rounded] = _Pair(value, source, rounded, [])
         return self._pairs[rounded]
 
     def _original(self, value: Node, near: Node) -> Node:
-        """Return the float value in the converted graph, computed anew where that has no use for it."""
+        """Return the float value in the converted graph; its computation is added if the graph lacks it."""
         if value.name not in self._nodes:
             inputs = {node: self._original(node, near) for node in value.all_input_nodes}
             if is_parameter(value):
@@ -129,7 +137,7 @@ class SwitchedGraph:
         return call
 
     def only(self, wanted: Collection[int]) -> GraphModule:
-        """Return the float graph with some values rounded, by their places in `rounded`."""
+        """Return the float graph with only the values at the indices `wanted` of `rounded` rounded."""
         gm = copy_graph(self._gm)
         nodes = named_nodes(gm)
         for place, call in enumerate(self._calls):
@@ -141,11 +149,11 @@ class SwitchedGraph:
         return gm
 
     def run(self, leaves: Sequence[Any], share: float = 1.0) -> Sequence[Any]:
-        """Return what the graph computes with everything rounded, with gradients for `gradients`.
+        """Return the outputs of the graph with all values rounded, with gradients for `gradients`.
 
         Args:
-            leaves: flat inputs.
-            share: how far, from 0 in float to 1.
+            leaves: Flat inputs.
+            share: Fraction of the rounding errors that is applied, from 0 (float) to 1.
         """
         for switch in self._switches:
             switch.share.data.fill_(share)
@@ -154,31 +162,31 @@ class SwitchedGraph:
 
     @property
     def _switches(self) -> list[_Switch]:
-        found = (self._gm.get_submodule(str(call.target)) for call in self._calls)
-        return [switch for switch in found if isinstance(switch, _Switch)]
+        modules = (self._gm.get_submodule(str(call.target)) for call in self._calls)
+        return [switch for switch in modules if isinstance(switch, _Switch)]
 
     def gradients(self, loss: Tensor) -> Tensor:
-        """Return the derivative of a loss by how far each value is rounded, float64, in the order of `rounded`.
+        """Return the derivative of a loss with respect to the rounding of each value, float64, in order of `rounded`.
 
         Raises:
-            ConfigError: if the loss depends on none of them.
+            ConfigError: If the loss does not depend on the values.
         """
         if not self._calls:
             return torch.zeros(0, dtype=torch.float64)
         if not loss.requires_grad:
             raise ConfigError(NO_FLOATS)
-        found = torch.autograd.grad(loss, [switch.share for switch in self._switches], allow_unused=True)
-        return torch.stack([torch.zeros((), dtype=torch.float64) if g is None else g.double().cpu() for g in found])
+        slopes = torch.autograd.grad(loss, [switch.share for switch in self._switches], allow_unused=True)
+        return torch.stack([torch.zeros((), dtype=torch.float64) if g is None else g.double().cpu() for g in slopes])
 
 
 def _arguments(node: Node) -> list[Node]:
-    found: list[Node] = []
-    map_arg((node.args, node.kwargs), found.append)
-    return found
+    nodes: list[Node] = []
+    map_arg((node.args, node.kwargs), nodes.append)
+    return nodes
 
 
 def _source(rounded: Node) -> Node | None:
-    """Return what is read to be rounded, `None` for a constant and what is looked up in codes."""
+    """Return the input of a rounding; `None` for a constant and for an embedding of codes."""
     if (codes := quantize_of(rounded)) is not None:
         return codes.args[0]  # type: ignore[return-value]
     inner = rounded.args[0] if rounded.op == "call_function" else None
@@ -187,8 +195,8 @@ def _source(rounded: Node) -> Node | None:
 
 
 def _described(pairs: Sequence[_Pair], plan: Plan) -> list[RoundedValue]:
-    """Return what each pair counts to. Values that data movement lies between share a scale, and count alike."""
-    # By name: the plan is of a graph that conversion rewrote.
+    """Return the rounded value of each pair. Values with data movement between them share a scale and operators."""
+    # Names are compared, because the nodes of the plan belong to a graph that conversion rewrote.
     operators = {op.node.name for op in plan.operators if isinstance(op, Quantized)}
     weights: dict[str, list[str]] = {}
     for op in plan.operators:
@@ -197,30 +205,30 @@ def _described(pairs: Sequence[_Pair], plan: Plan) -> list[RoundedValue]:
     makers: dict[str, list[str]] = {}
     for node, value in plan.outputs.items():
         makers.setdefault(value.name, []).extend([node.name] * (node.name in operators))
-    read: dict[str, dict[str, None]] = {}
-    made: dict[str, dict[str, None]] = {}
+    consumers: dict[str, dict[str, None]] = {}
+    producers: dict[str, dict[str, None]] = {}
     for pair in pairs:
         key, names = _scale(pair.rounded), (node.name for node in pair.readers)
-        read.setdefault(key, {}).update(dict.fromkeys(name for name in names if name in operators))
-        made.setdefault(key, {}).update(dict.fromkeys(makers.get(pair.value.name, ())))
-    found = []
+        consumers.setdefault(key, {}).update(dict.fromkeys(name for name in names if name in operators))
+        producers.setdefault(key, {}).update(dict.fromkeys(makers.get(pair.value.name, ())))
+    values = []
     for pair in pairs:
         value, key = pair.value, _scale(pair.rounded)
         looked_up = value.name in operators and pair.source.name == value.name and _source(pair.rounded) is None
         if looked_up:
             owners = [value.name]
         elif value.op == "get_attr":
-            owners = weights.get(value.name) or [*read[key]]
+            owners = weights.get(value.name) or [*consumers[key]]
         else:
-            owners = [*(read[key] or made[key])]
+            owners = [*(consumers[key] or producers[key])]
         kind = target_name(value).split(".")[1] if value.op == "call_function" else value.op
         is_weight = looked_up or value.op == "get_attr"
-        found.append(RoundedValue(value.name, tuple(owners), module_name(value), kind, is_weight))
-    return found
+        values.append(RoundedValue(value.name, tuple(owners), module_name(value), kind, is_weight))
+    return values
 
 
 def _scale(rounded: Node) -> str:
-    """Return the name of the static scale of a rounded activation, its own for any other."""
+    """Return the name of a rounded activation's static scale; the name of the node for other roundings."""
     scale = rounded.args[1] if quantize_of(rounded) is not None else None
     return str(scale.target) if is_parameter(scale) else rounded.name
 

@@ -1,4 +1,4 @@
-"""What a configuration costs: one captured model, converted in several ways and compared with float."""
+"""`Trials`: errors of several configurations of one captured model, measured against its float outputs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from quark_fx.system.isolation import without_warnings
 from quark_fx.system.names import unknown
 
 _AT_ONCE = 8
-"""Samples that run together: a backward pass keeps what their forward pass made."""
+"""Number of samples that run together: a backward pass keeps the activations of all of them."""
 
 
 def divergence(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
-    """Return the KL divergence of the classes that the first outputs say from those the targets say, in nats.
+    """Return the KL divergence of the class probabilities from the probabilities of the float model, in nats.
 
     Args:
-        outputs: the first that holds floats has logits in its last dimension.
-        targets: those of the float model, shaped alike.
+        outputs: Outputs; the last dimension of the first float output holds logits.
+        targets: Outputs of the float model, with the same shapes.
     """
     y, target = next((y, t) for y, t in zip(outputs, targets, strict=True) if _holds_floats(t))
     y, target = (x.float().flatten(0, -2).log_softmax(-1) for x in (y, target))
@@ -51,15 +51,15 @@ def _holds_floats(value: Any) -> bool:
 
 
 METRICS: Mapping[str, Callable[[Sequence[Any], Sequence[Any]], Tensor]] = {"error": relative_error, "kl": divergence}
-"""How outputs are compared with those of the float model, by name."""
+"""Functions that compare outputs with the outputs of the float model, by metric name."""
 
 
 Metric = Callable[[Sequence[Any], Sequence[Any]], Tensor]
-"""Compares the outputs of a quantized model, flat, with those of the float model; returns a differentiable scalar."""
+"""Function from the flat outputs of the quantized and of the float model to a differentiable scalar."""
 
 
 def metric_of(given: Any) -> tuple[str, Metric]:
-    """Return the name of a metric, and how it compares outputs with those of the float model.
+    """Return the name of a metric and its function.
 
     Args:
         given: A name in `METRICS`, or a function.
@@ -76,7 +76,7 @@ def metric_of(given: Any) -> tuple[str, Metric]:
 
 
 def _checked(metric: Callable[..., Any]) -> Metric:
-    """Return a user's metric that refuses results nothing can be derived from."""
+    """Return a user's metric with checks that its results are differentiable scalars."""
 
     def compare(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
         value: Any = metric(outputs, targets)
@@ -84,12 +84,12 @@ def _checked(metric: Callable[..., Any]) -> Metric:
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise ConfigError(
-                f"metric returned {type(value).__name__}{shape}; it takes two lists, the outputs and those of the "
-                "float model, and returns a floating-point tensor with one value, larger for larger errors"
+                f"metric returned {type(value).__name__}{shape}; it gets two lists, the outputs of the quantized and "
+                "of the float model, and returns a floating-point tensor with one value, larger for larger errors"
             )
         if derived and not value.requires_grad:
             raise ConfigError(
-                "metric is not differentiable, and analysis attributes the error by its gradient; compute it with "
+                "metric is not differentiable, but the analysis attributes the error by its gradient; compute it with "
                 "differentiable functions of torch, without argmax, item(), detach() or numpy"
             )
         return value.reshape(())
@@ -102,10 +102,10 @@ class Converted:
     """A model in float and converted, with the plan between them.
 
     Attributes:
-        float_graph: after the passes on it.
-        gm: of codes.
-        plan: of the conversion; its nodes are those of a graph that conversion rewrote.
-        rows: of a report, one for each operator of the plan.
+        float_graph: Float graph after its passes.
+        gm: Converted graph.
+        plan: Plan of the conversion; its nodes belong to a graph that conversion rewrote.
+        rows: Rows of the report, one per operator of the plan.
     """
 
     float_graph: GraphModule
@@ -116,20 +116,20 @@ class Converted:
 
 @dataclass
 class Trials:
-    """Converts a captured model as configurations say, and measures each on the same samples.
+    """Conversions of a captured model with several configurations, and their errors on the same samples.
 
-    Float passes run again only where a configuration has others, and ranges are calibrated only where they are new.
+    Float passes run again only if a configuration has other ones, and only new ranges are calibrated.
 
     Attributes:
-        session: the model and its data.
-        context: of a run.
-        metric: see `METRICS`.
-        parts: flat inputs of the samples that errors are measured on, a few at a time. Parts that are all padding are
-            dropped.
-        names: of the batches that these are parts of, for messages.
-        kept: for each part, the positions that are not padding; `None` if the data does not say.
-        counts: for each part, the number of these positions, or of samples: its weight in a mean.
-        forward_seconds: of the float model on them.
+        session: Model and data.
+        context: Context of the run.
+        metric: Function that compares outputs, see `METRICS`.
+        parts: Flat inputs of the samples that errors are measured on, a few samples per part. Parts that are all
+            padding are dropped.
+        names: Name of the batch of each part, for messages.
+        positions: Positions of each part that are not padding; `None` if the data does not say.
+        counts: Number of these positions, or of samples, of each part: its weight in a mean.
+        forward_seconds: Duration of the float model's forward pass on all parts.
     """
 
     session: Session
@@ -137,7 +137,7 @@ class Trials:
     metric: Metric
     parts: Sequence[list[Any]]
     names: Sequence[str]
-    kept: Sequence[Positions | None] = field(init=False)
+    positions: Sequence[Positions | None] = field(init=False)
     counts: Sequence[int] = field(init=False)
     forward_seconds: float = 0.0
     _outputs: list[Sequence[Any]] = field(default_factory=list)
@@ -147,21 +147,21 @@ class Trials:
         """Drop parts that are all padding.
 
         Raises:
-            CalibrationError: if no part is left.
+            CalibrationError: If all parts are padding.
         """
         positions = map(self.context.data.positions_in, self.parts)
         parts = zip(self.parts, self.names, positions, strict=True)
-        found = [part for part in parts if part[2] is None or len(part[2].rows)]
-        if not found:
+        usable = [part for part in parts if part[2] is None or len(part[2].rows)]
+        if not usable:
             raise CalibrationError(
                 f"the samples that errors are measured on, the last of {self.names[-1]}, are all padding "
                 "(attention_mask is 0); pass samples with tokens there, or measure on more samples"
             )
-        self.parts, self.names, self.kept = zip(*found, strict=True)
-        self.counts = [samples_in(part) if kept is None else len(kept.rows) for part, _, kept in found]
+        self.parts, self.names, self.positions = zip(*usable, strict=True)
+        self.counts = [samples_in(part) if places is None else len(places.rows) for part, _, places in usable]
 
     def convert(self, config: QuantConfig) -> Converted:
-        """Return the model as a configuration converts it; passes that learn codes are left out."""
+        """Return the model converted with a configuration, without the passes that learn codes."""
         context = replace(self.context, config=config, rows=[], calibrated=None, changes=[])
         floats = tuple(p for p in config.passes if pass_stage(p) is Stage.FLOAT)
         if floats not in self._floats:
@@ -176,25 +176,25 @@ class Trials:
         return Converted(float_graph, gm, context.planned.plan, context.rows)
 
     def compare(self, base: GraphModule, variants: Sequence[GraphModule]) -> list[float]:
-        """Return the error of each variant of a graph; what comes before its first change runs once for all.
+        """Return the error of each variant of a graph; nodes before a variant's first change run once for all variants.
 
-        It is infinite where a variant makes NaN or infinity of what is finite in float.
+        The error is infinite if a variant returns NaN or infinity for an output that is finite in float.
 
         Args:
-            base: a graph of the model whose weights are values.
-            variants: whose nodes have the names that those of the base have, up to where they differ.
+            base: Graph of the model with computed weights.
+            variants: Graphs whose nodes have the same names as nodes of the base, up to the first difference.
         """
         starts = [_shared(base, variant) if variant is not base else {} for variant in variants]
-        kept = {node.name for start in starts for node, is_read in start.items() if is_read}
+        needed = {node.name for start in starts for node, is_read in start.items() if is_read}
         totals = [list[float]() for _ in variants]
-        for leaves, targets, positions in zip(self.parts, self.targets(), self.kept, strict=True):
+        for leaves, targets, positions in zip(self.parts, self.targets(), self.positions, strict=True):
             with torch.no_grad(), ExitStack() as stack:
                 lay_out, *_ = [stack.enter_context(fast_layout(gm)) for gm in (base, *variants)]
                 inputs = [*map(lay_out, leaves)]
-                values = _Keeping(base, kept).kept_of(inputs) if kept else {}
+                values = _Prefix(base, needed).values(inputs) if needed else {}
                 for variant, start, total in zip(variants, starts, totals, strict=True):
-                    known = {node: values.get(node.name) for node in start}  # what nothing reads is not computed
-                    outputs = Interpreter(variant).run(*inputs, initial_env=known)
+                    computed = {node: values.get(node.name) for node in start}  # `None` for values without a reader
+                    outputs = Interpreter(variant).run(*inputs, initial_env=computed)
                     total.append(_finite_or_infinite(self.metric(unpadded(outputs, positions), targets)))
         return [self.mean(total) for total in totals]
 
@@ -206,40 +206,39 @@ class Trials:
             return self.compare(gm, [gm])[0]
 
     def slopes(self, graph: SwitchedGraph, share: float = 1.0) -> tuple[float, Tensor]:
-        """Return the error with every value rounded, and its derivative by how far each is, float64.
+        """Return the error with all values rounded, and its derivatives with respect to each rounding, float64.
 
         Args:
-            graph: whose roundings count, in the order of `graph.rounded`.
-            share: how far all are rounded: of an error that is quadratic in the roundings, each adds the derivative
-                over twice the share.
+            graph: Graph with switches; derivatives are in the order of `graph.rounded`.
+            share: Fraction of the rounding errors that is applied. If the error is quadratic in the rounding errors,
+                the contribution of a value is its derivative divided by twice the share.
         """
-        slopes, found = torch.zeros(len(graph.rounded), dtype=torch.float64), list[float]()
-        parts = zip(self.parts, self.targets(), self.kept, self.counts, strict=True)
+        slopes, errors = torch.zeros(len(graph.rounded), dtype=torch.float64), list[float]()
+        parts = zip(self.parts, self.targets(), self.positions, self.counts, strict=True)
         for leaves, targets, positions, count in parts:
             loss = self.metric(unpadded(graph.run(leaves, share), positions), targets)
             slopes += graph.gradients(loss) * count
-            found.append(_finite_or_infinite(loss.detach()))
-        return self.mean(found), slopes / sum(self.counts)
+            errors.append(_finite_or_infinite(loss.detach()))
+        return self.mean(errors), slopes / sum(self.counts)
 
     def targets(self) -> list[Sequence[Any]]:
-        """Return what the float model makes of each part, without what it makes of padding.
+        """Return the outputs of the float model for each part, without padding.
 
         Raises:
-            CalibrationError: if nothing can be compared with that: it is NaN, infinite, or too large to square. Minus
-                infinity masks what does not count.
-            ConfigError: if none of it is a float.
+            CalibrationError: If an output is NaN, infinite, or too large to square. Minus infinity, a mask, is allowed.
+            ConfigError: If no output is a float tensor.
         """
         if not self._outputs:
             start = time.perf_counter()
             gm = self.session.captured.module
             with torch.no_grad(), fast_layout(gm) as lay_out:
-                found = [
+                targets = [
                     unpadded(gm(*map(lay_out, leaves)), positions)
-                    for leaves, positions in zip(self.parts, self.kept, strict=True)
+                    for leaves, positions in zip(self.parts, self.positions, strict=True)
                 ]
-            for outputs, name in zip(found, self.names, strict=True):
+            for outputs, name in zip(targets, self.names, strict=True):
                 self._require_comparable(outputs, name)
-            self._outputs = found
+            self._outputs = targets
             self.forward_seconds = time.perf_counter() - start
         return self._outputs
 
@@ -253,20 +252,20 @@ class Trials:
                 "check the model"
             )
 
-    def mean(self, found: Sequence[float]) -> float:
-        """Return the mean of a figure of each part, over positions that are not padding, or samples."""
-        return sum(value * count for value, count in zip(found, self.counts, strict=True)) / sum(self.counts)
+    def mean(self, values: Sequence[float]) -> float:
+        """Return the mean of one value per part, weighted by positions that are not padding, or by samples."""
+        return sum(value * count for value, count in zip(values, self.counts, strict=True)) / sum(self.counts)
 
 
-def unpadded(values: Sequence[Any], kept: Positions | None) -> Sequence[Any]:
-    """Return `values` with the rows at padding removed from floating-point tensors; the others stay as they are."""
-    if kept is None:
+def unpadded(values: Sequence[Any], positions: Positions | None) -> Sequence[Any]:
+    """Return `values` without rows of padding in floating-point tensors; other values do not change."""
+    if positions is None:
         return values
-    return [without_padding(x, kept) if _holds_floats(x) and x.dim() else x for x in values]
+    return [without_padding(x, positions) if _holds_floats(x) and x.dim() else x for x in values]
 
 
 def _finite_or_infinite(error: Tensor) -> float:
-    """Return an error as a number, infinity for NaN: a result that cannot be compared must not win."""
+    """Return an error as a number, with infinity for NaN, so that a result with NaN never wins."""
     value = float(error)
     return value if math.isfinite(value) else math.inf
 
@@ -278,27 +277,27 @@ def _is_comparable(target: Tensor) -> bool:
     return bool(square.isfinite() & ~(masked.all() & masked.any()))
 
 
-class _Keeping(Interpreter):
-    """Runs a graph as far as some values are made, and keeps these."""
+class _Prefix(Interpreter):
+    """Interpreter that stops once it has computed the nodes called `names`."""
 
     def __init__(self, gm: GraphModule, names: set[str]) -> None:
         super().__init__(gm)
-        self.names, self.found = names, dict[str, Any]()
+        self.names, self.computed = names, dict[str, Any]()
 
     def run_node(self, n: Node) -> Any:
-        value = None if len(self.found) == len(self.names) else super().run_node(n)
+        value = None if len(self.computed) == len(self.names) else super().run_node(n)
         if n.name in self.names:
-            self.found[n.name] = value
+            self.computed[n.name] = value
         return value
 
-    def kept_of(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """Return the values by the names of their nodes."""
+    def values(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the values of these nodes, by node name."""
         self.run(*inputs)
-        return self.found
+        return self.computed
 
 
 def _shared(base: GraphModule, variant: GraphModule) -> dict[Node, bool]:
-    """Return the calls of a variant before its first difference, and whether something behind that reads them."""
+    """Return the calls of a variant before its first difference, and whether a node after the difference reads them."""
     same, before = named_nodes(base), dict[Node, None]()
     for node in variant.graph.nodes:
         other = same.get(node.name)
@@ -313,25 +312,25 @@ def _shared(base: GraphModule, variant: GraphModule) -> dict[Node, bool]:
 
 
 def single_passes(config: QuantConfig) -> list[GraphPass]:
-    """Return what plans, calibrates and converts, and what changes scales in between, in order."""
+    """Return the passes that plan, calibrate, change scales, and convert, in order."""
     before, after = divided(config.passes)
     return [p for p in (*before, *after) if pass_stage(p) not in (Stage.FLOAT, Stage.QUANTIZED)]
 
 
 def parts_of(context: Context, samples: int, *, divisible: bool) -> tuple[list[list[Any]], list[str]]:
-    """Return flat inputs of the last `samples` samples, a few at a time, and the names of their batches.
+    """Return flat inputs of the last `samples` samples, a few per part, and the names of their batches.
 
-    Where batches are no rows of samples, the inputs are of whole ones.
+    If batches are not divisible into samples, parts are whole batches.
     """
-    found, names = list[list[Any]](), list[str]()
+    parts, names = list[list[Any]](), list[str]()
     for index in reversed(range(len(context.data.batches))):
         leaves = context.data.inputs(index)
-        wanted = samples - sum(map(samples_in, found))
-        if wanted <= 0:
+        missing = samples - sum(map(samples_in, parts))
+        if missing <= 0:
             break
-        found += reversed(list(_split(leaves, wanted))) if divisible else [leaves]
-        names += [f"calibration batch {context.data.number_of(index)}"] * (len(found) - len(names))
-    return found[::-1], names[::-1]
+        parts += reversed(list(_split(leaves, missing))) if divisible else [leaves]
+        names += [f"calibration batch {context.data.number_of(index)}"] * (len(parts) - len(names))
+    return parts[::-1], names[::-1]
 
 
 def _split(leaves: list[Any], wanted: int) -> Iterator[list[Any]]:
@@ -342,7 +341,7 @@ def _split(leaves: list[Any], wanted: int) -> Iterator[list[Any]]:
 
 
 def samples_in(leaves: Sequence[Any]) -> int:
-    """Return how many samples flat inputs hold."""
+    """Return the number of samples in flat inputs."""
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 

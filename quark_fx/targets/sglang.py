@@ -52,8 +52,8 @@ SGLANG = Target(
     refuses=(
         Refusal(
             _is_no_weight,
-            "SGLang does not support weights in {spec.format} with such scales or offsets; use 4 or 8 bits, fp8_e4m3 per channel "
-            "or in blocks of 128x128, or NVFP4, " + ELSE,
+            "SGLang does not support weights in {spec.format} with such scales or offsets; use 4 or 8 bits, fp8_e4m3 "
+            "per channel or in blocks of 128x128, or NVFP4, " + ELSE,
         ),
         *refusals("SGLang"),
         Refusal(

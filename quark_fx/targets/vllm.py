@@ -30,8 +30,8 @@ VLLM = Target(
     refuses=(
         Refusal(
             no_weight,
-            "vLLM does not support weights in {spec.format} with such scales or offsets; use int2 to int8, fp8_e4m3 (in "
-            "blocks, of 128x128), NVFP4, MXFP4 or MXFP8, " + ELSE,
+            "vLLM does not support weights in {spec.format} with such scales or offsets; use int2 to int8, fp8_e4m3 "
+            "(in blocks, of 128x128), NVFP4, MXFP4 or MXFP8, " + ELSE,
         ),
         *refusals("vLLM"),
     ),

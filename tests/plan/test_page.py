@@ -110,7 +110,7 @@ def test_a_page_needs_nothing_else_and_has_everything(tmp_path: Path) -> None:
     assert not re.findall(r"@import|url\((?!#)", page.source)
     assert len(page.ids) == len(set(page.ids))
     assert page.count["figure"] == page.count["svg"] == 5
-    titles = ["Where the error comes from", "Operators", "Passes", "What passes changed", "What was skipped, and why"]
+    titles = ["Error by operator", "Operators", "Passes", "What passes changed", "What was skipped, and why"]
     assert list(page.tables) == titles
     assert [len(page.tables[title]) - 1 for title in titles] == [5, 5, 2, 3, 3]
     assert page.tables["Passes"][2][2] is None  # the seconds of a loaded model
