@@ -375,7 +375,7 @@ def test_conversations_are_packed_in_the_tokenizers_template() -> None:
     first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
     (windows,) = qfx.data.chat_windows([first, [{"role": "user", "content": "c"}]], chat_tokenizer(), length=3)
     assert windows["input_ids"].tolist() == [[1, 3, 2], [4, 5, 1]]  # the last token fills no window
-    with pytest.raises(qfx.CalibrationError, match=r"no chat template; set its chat_template"):
+    with pytest.raises(qfx.CalibrationError, match=r"lacks a chat template; set its chat_template"):
         qfx.data.chat_windows([first], chat_tokenizer(None), length=3)
     refusing = chat_tokenizer("{{ raise_exception('roles have to alternate') }}")
     with pytest.raises(qfx.CalibrationError, match=r"refuses conversation 0: roles have to alternate"):

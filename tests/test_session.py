@@ -196,9 +196,9 @@ def test_a_model_that_was_changed_since_is_refused(change: Callable[[Cnn], None]
     session = qfx.Session(net, batches())
     quantize(session, INT8_STATIC)
     change(net)
-    with pytest.raises(qfx.QuarkError, match=r"changed since the session began, in .*head\.weight|and \d+ more"):
+    with pytest.raises(qfx.QuarkError, match=r"changed after the session began, in .*head\.weight|and \d+ more"):
         quantize(session, INT8_STATIC)
-    with pytest.raises(qfx.QuarkError, match="changed since"):
+    with pytest.raises(qfx.QuarkError, match="changed after"):
         qfx.predict(session, INT8_STATIC)
     if change is not widen:
         assert_same(quantize(qfx.Session(net, batches()), INT8_STATIC), quantize(net, INT8_STATIC, batches()))
@@ -329,7 +329,7 @@ def test_a_pass_that_writes_into_the_model_is_found_out() -> None:
     session = qfx.Session(seeded(Cnn()), batches())
     with pytest.raises(RuntimeError, match="half way"):
         quantize(session, with_passes(WriteAndFail("head.weight")))
-    with pytest.raises(qfx.QuarkError, match=r"changed since the session began, in head\.weight"):
+    with pytest.raises(qfx.QuarkError, match=r"changed after the session began, in head\.weight"):
         quantize(session, INT8_STATIC)
 
 

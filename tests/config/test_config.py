@@ -386,7 +386,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: XINT8.replace(passes=(AdaRound(), AlignShifts())),
         "AlignShifts rewrites the calibrated graph and is listed after AdaRound",
     ),
-    "group size without weight": (lambda: QuantConfig().replace(group_size=32), "this configuration has no `weight`"),
+    "group size without weight": (
+        lambda: QuantConfig().replace(group_size=32),
+        "needs a `weight` spec, which this configuration lacks",
+    ),
     "unknown field": (
         lambda: INT8_STATIC.replace(wieght=None),
         "QuantConfig has no field wieght; it has weight, input",
@@ -545,7 +548,7 @@ def test_configurations_are_values() -> None:
     assert hash(PER_CHANNEL) == hash(TensorSpec.from_dict(PER_CHANNEL.to_dict()))
     with pytest.raises(AttributeError):
         INT8_STATIC.weight = None  # type: ignore[misc]
-    with pytest.raises(ConfigError, match=r"by name: write TensorSpec\(format=...\)"):
+    with pytest.raises(ConfigError, match=r"keyword arguments: write TensorSpec\(format=...\)"):
         TensorSpec(INT8)  # type: ignore[call-arg]
 
 

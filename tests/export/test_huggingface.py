@@ -500,7 +500,7 @@ def test_an_eager_model_is_neither_saved_nor_quantized_again(tmp_path: Path) -> 
     eager: Any = quantized(INT4_WEIGHT_ONLY).eager()
     with pytest.raises(qfx.ExportError, match=r"quark_fx\.export\.huggingface"):
         eager.save_pretrained(tmp_path)
-    with pytest.raises(qfx.ConfigError, match=r"eager\(\) made of a quantized one"):
+    with pytest.raises(qfx.ConfigError, match=r"eager\(\) form of a quantized model"):
         quantized(INT4_WEIGHT_ONLY, eager)
     assert not list(tmp_path.iterdir())
 
@@ -730,7 +730,10 @@ def test_what_is_there_is_not_broken(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "float")
     weights = (tmp_path / "float" / "model.safetensors").read_bytes()
     for _ in range(2):  # with and without config.json
-        with pytest.raises(qfx.ExportError, match=r"float holds model\.safetensors, which no config\.json there calls"):
+        with pytest.raises(
+            qfx.ExportError,
+            match=r"float holds model\.safetensors, which would be lost and which no config\.json there marks",
+        ):
             qfx.export.huggingface(qmodel, tmp_path / "float")
         (tmp_path / "float" / "config.json").unlink(missing_ok=True)
     assert (tmp_path / "float" / "model.safetensors").read_bytes() == weights

@@ -168,14 +168,14 @@ def test_what_convolutions_make_is_not_rounded_before_an_addition() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "for weights; got int4; set": {"input": INT8.replace(format=formats.INT4)},
-    "for weights; got int3; set": {"weight": INT4.replace(format=formats.INT3)},
+    "for weights, not int4; set": {"input": INT8.replace(format=formats.INT4)},
+    "for weights, not int3; set": {"weight": INT4.replace(format=formats.INT3)},
     "int4 weights in blocks of 64 or 128": {"weight": INT4.replace(group_size=32)},
     "in blocks of 64 or 128; set granularity": {"weight": INT8.replace(format=formats.INT4, granularity="channel")},
     "scales in float16 are cast": {"weight": INT4.replace(scale="float16")},
-    "for weights; got uint8; set": {"input": qfx.TensorSpec(format=formats.UINT8)},
-    "no zero points": {"weight": INT8.replace(symmetry="asymmetric")},
-    "no negative scales": {"weight": INT8.replace(symmetry="sign_aware")},
+    "for weights, not uint8; set": {"input": qfx.TensorSpec(format=formats.UINT8)},
+    "not support zero points": {"weight": INT8.replace(symmetry="asymmetric")},
+    "not support negative scales": {"weight": INT8.replace(symmetry="sign_aware")},
     "biases in float": {"bias": qfx.TensorSpec(format=formats.INT32)},
     "not per group": {"weight": INT8.replace(granularity="group", group_size=8)},
     "not per token": {"input": INT8.replace(granularity="token", dynamic=True), "output": None},

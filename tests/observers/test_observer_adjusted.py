@@ -98,7 +98,7 @@ def test_any_observer_can_be_adjusted_and_named_in_a_configuration() -> None:
         ({"eps": float("nan")}, "eps of Adjusted must be a number of at least 0, not"),
         ({"observer": Placeholder()}, "an observer that finds one"),
         ({"observer": 3}, "must be an Observer, its name or its dict, not 3"),
-        ({"observer": Hqq()}, "chooses its own scales"),
+        ({"observer": Hqq()}, "chooses scales, not a range"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
