@@ -201,8 +201,8 @@ class Session:
             )
         if first is None and not isinstance(model, ExportedProgram):
             raise CalibrationError(
-                "calibration_data is missing or empty; pass batches of real inputs (the model is captured with the "
-                "first one). A generator can be read only once; create a new one"
+                "calibration_data is missing or empty; pass batches of real inputs, because the model is captured with "
+                "the first one (a generator can be read only once; create a new one)"
             )
         self.model, self.unread, self.shares, self._first = model, batches, False, first
         self.captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)

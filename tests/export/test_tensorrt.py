@@ -316,11 +316,11 @@ BROKEN: dict[str, Callable[[], list[ir.Node]]] = {
     "Conv product: an int8 weight with a float activation": lambda: product(
         "Conv", weight(4, 3, 1, 1, axis=0), activation=[]
     ),
-    "Conv product: a weight with scales along axis 1; its kernels have one for each output": lambda: product(
+    "Conv product: a weight with scales along axis 1; its kernels need scales per output channel": lambda: product(
         "Conv", weight(4, 3, 1, 1, axis=1)
     ),
-    "ConvTranspose product: a weight with scales along axis 1; its kernels have one for each input": lambda: product(
-        "ConvTranspose", weight(3, 4, 1, 1, axis=1)
+    "ConvTranspose product: a weight with scales along axis 1; its kernels need scales per input channel": lambda: (
+        product("ConvTranspose", weight(3, 4, 1, 1, axis=1))
     ),
     "MatMul product: a weight with scales along axis 0": lambda: product("MatMul", weight(4, 5, axis=0)),
     "MatMul product: a weight with scales along axis 0;": lambda: turned(weight(5, 4, axis=1)),
