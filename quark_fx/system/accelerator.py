@@ -87,25 +87,25 @@ def checked_together() -> Iterator[None]:
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:
-    """Return tensors on a device; those of one dtype that are contiguous leave theirs in one piece.
+    """Return tensors on a device; contiguous tensors of one dtype on other devices are copied together.
 
     Args:
-        tensors: Tensors of any devices.
-        device: Target.
-        copy: Whether each gets memory of its own.
+        tensors: Tensors on any devices.
+        device: Device of the results.
+        copy: Whether results share memory neither with `tensors` nor with each other.
     """
-    found = [x.to(device, copy=copy) if x.device == device else None for x in tensors]
+    results = [x.to(device, copy=copy) if x.device == device else None for x in tensors]
     groups: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
-        if found[i] is None and x.is_contiguous():
+        if results[i] is None and x.is_contiguous():
             groups.setdefault(x.dtype, []).append(i)
     for group in groups.values():
         sizes = [tensors[i].numel() for i in group]
         whole = torch.cat([tensors[i].flatten() for i in group]).to(device)
         for i, part in zip(group, whole.split(sizes), strict=True):
             view = part.view(tensors[i].shape)
-            found[i] = view.clone() if copy else view
-    return [x.to(device) if y is None else y for x, y in zip(tensors, found, strict=True)]
+            results[i] = view.clone() if copy else view
+    return [x.to(device) if y is None else y for x, y in zip(tensors, results, strict=True)]
 
 
 _HALVINGS: ContextVar[int] = ContextVar("halvings", default=0)

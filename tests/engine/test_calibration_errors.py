@@ -84,7 +84,7 @@ def test_a_value_that_is_not_finite_is_named_before_what_an_observer_made_of_it(
             return low, torch.full_like(high, math.ceil(high))
 
     assert INT8_STATIC.weight is not None
-    with pytest.raises(ValueError, match="a value that is not finite was observed, where scale 0 of 1"):
+    with pytest.raises(ValueError, match="observed values are not finite: those for scale 0 of 1"):
         Whole().observe(torch.tensor([[1.0, math.nan]])).qparams(INT8_STATIC.weight.scheme)
 
 
