@@ -138,13 +138,13 @@ def new_generator(device: torch.device) -> torch.Generator:
 
 
 def take_own_device() -> None:
-    """Make the GPU of this process's `LOCAL_RANK` the one that `"cuda"` stands for, unless another one was chosen.
+    """Make `"cuda"` the GPU with the number `LOCAL_RANK`, unless the process chose another one.
 
     Otherwise all processes of `torchrun` would use the first GPU, which NCCL refuses.
     """
-    own = int(os.environ.get("LOCAL_RANK", "0"))
-    if own and own < torch.cuda.device_count() and torch.cuda.current_device() == 0:
-        torch.cuda.set_device(own)
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if rank and rank < torch.cuda.device_count() and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(rank)
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -267,7 +267,7 @@ class Transfers:
     def to_host(self, value: Tensor) -> Tensor:
         """Return room in pinned memory that `value`, dense, is being copied to: for `to_device`, not for the host.
 
-        Where the system has no more pinned memory, the host waits for the copy.
+        If the system has no more pinned memory, the host waits for the copy.
         """
         room = self._slabs.empty_like(value)
         if room is None:
@@ -287,7 +287,7 @@ class Transfers:
     def to_device(self, room: Tensor) -> Arriving:
         """Begin to copy a tensor of `to_host` back; `received` has to follow, also if it is no longer wanted.
 
-        The copy waits for what the device was asked for before, not for what it is asked for from now on.
+        The copy waits for earlier work of the device, and not for later work.
         """
         value = torch.empty_strided(room.shape, room.stride(), dtype=room.dtype, device=self._device)
         self._stream.wait_stream(current_stream(self._device))

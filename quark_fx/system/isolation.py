@@ -48,7 +48,7 @@ _PRODUCTS: tuple[tuple[Any, str, Any], ...] = (
     *((_BACKENDS.mkldnn.matmul, "fp32_precision", "ieee"), (_BACKENDS.mkldnn.conv, "fp32_precision", "ieee")),
     (_BACKENDS.mkldnn.rnn, "fp32_precision", "ieee"),
 )
-"""What multiplies float32, which it may do in fewer bits, and the setting by which it does not.
+"""Module of torch that multiplies float32, name of the setting of its precision, and its value for all bits.
 
 The default of cuDNN is TF32. Its older flag is set, which `torch.export` reads and wants to agree with newer ones.
 """
