@@ -118,7 +118,7 @@ class AutoRound(GradientSolver):
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         """Return steps by sign: those of Adam without memory."""
         # The square of a smaller gradient is zero in float32: such a one is no reason to move.
-        optimizer = torch.optim.Adam(groups, betas=(0.0, 0.0), eps=1e-20, foreach=False)
+        optimizer = torch.optim.Adam(groups, betas=(0.0, 0.0), eps=1e-20)
         return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.iterations)
 
     def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> SignRounding:

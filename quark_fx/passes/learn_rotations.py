@@ -150,7 +150,7 @@ class LearnRotations(Rotating):
         device = site.values[0].rows["learned"].device
         left, right = (m.to(device, torch.float32) for m in (site.drawn.rotation.left, site.drawn.rotation.right))
         turns = [torch.zeros_like(m).requires_grad_(len(m) > 1) for m in (left, right)]
-        optimizer = torch.optim.Adam([t for t in turns if t.requires_grad], lr=self.learning_rate, foreach=False)
+        optimizer = torch.optim.Adam([t for t in turns if t.requires_grad], lr=self.learning_rate)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.iterations)
         for step in range(self.iterations):
             optimizer.zero_grad(set_to_none=True)

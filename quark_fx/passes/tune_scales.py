@@ -99,7 +99,7 @@ class TuneScales(Selective):
     def _learn(self, gm: GraphModule, context: Context, tuned: Sequence[_Scales]) -> dict[str, Tensor]:
         """Take the steps, and leave the best scales in the graph; return its new tensors."""
         parameters, order = [scales.offset for scales in tuned], _Order(context, self.batches, self.seed)
-        optimizer = torch.optim.Adam(parameters, lr=self.learning_rate, betas=(0.9, 0.95), foreach=False)
+        optimizer = torch.optim.Adam(parameters, lr=self.learning_rate, betas=(0.9, 0.95))
         decay = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         every = math.ceil(self.iterations / self.validation_checks)
         with SideBySide(gm, context, [scales.weight.scale_name for scales in tuned]) as both:

@@ -22,8 +22,8 @@ from quark_fx.graph.nodes import placeholders
 from quark_fx.numbers.layout import Columns
 from quark_fx.solvers.error_feedback import Factor, at_once, factor, solve
 
-_TILE = 128
-"""Columns of `x x'` at a time, of which only those on and above the diagonal are computed."""
+_TILE, _DEVICE_TILE = 128, 1024
+"""Rows of `x' x` that one product computes, on and above the diagonal: few rows do not fill the processors of a GPU."""
 
 
 @dataclass
@@ -293,8 +293,9 @@ class Entrance:
 
 def _add_upper(h: Tensor, x: Tensor) -> None:
     """Add the tiles of `x' x` on and above the diagonal to `h`; a third less work than all of it."""
-    for start in range(0, h.shape[-1], _TILE):
-        h[start : start + _TILE, start:].addmm_(x[:, start : start + _TILE].T, x[:, start:])
+    tile = _TILE if h.is_cpu else _DEVICE_TILE
+    for start in range(0, h.shape[-1], tile):
+        h[start : start + tile, start:].addmm_(x[:, start : start + tile].T, x[:, start:])
 
 
 __all__ = ["Entering", "Entrance", "Hessian"]

@@ -87,7 +87,7 @@ class Schedule(Selective):
         self, groups: list[dict[str, Any]]
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         """Return what takes the steps, and how its rates decay."""
-        optimizer = torch.optim.Adam(groups, foreach=False)
+        optimizer = torch.optim.Adam(groups)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.iterations)
 
 
