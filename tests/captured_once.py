@@ -6,6 +6,7 @@ every session in the file. Tests of `capture_graph` itself use neither.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import pickle
@@ -56,7 +57,7 @@ class _Template:
         graph, tensors, names = copy_graph(self.captured.module), _tensors(model), self.model_names
         stored = stored_tensors(graph)
         _put(graph, {name: tensors[names[name]] if name in names else x.clone() for name, x in stored.items()})
-        return replace(self.captured, module=graph)
+        return replace(self.captured, module=graph, signature=copy.deepcopy(self.captured.signature))
 
 
 class Captures:
@@ -67,7 +68,8 @@ class Captures:
 
     def __call__(self, model: Any, example_batch: Any = None, *, dynamic_shapes: Any = None) -> Captured:
         """Return a new capture, or a copy of a stored one."""
-        key = _digest((model, example_batch, dynamic_shapes)) if isinstance(model, nn.Module) else None
+        settings = (dynamic_shapes, str(torch.get_default_dtype()))
+        key = _digest((model, example_batch, settings)) if isinstance(model, nn.Module) else None
         template = None if key is None else self._known.get(key)
         if template is not None and template.code == _code(model):
             return template.of(model)
