@@ -46,6 +46,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "apart": lambda y, i: written(y.view(2, 2, 4), torch.tensor([0, 1]), slice(None), torch.tensor([3, 0])),
     "in the middle": lambda y, i: written(y.view(2, 2, 2, 2), slice(None), torch.tensor([0, 1]), torch.tensor([1, 0])),
     "an empty vector": lambda y, i: torch.cat([y, torch.zeros(0), y], 1),
+    "integers and an empty vector": lambda y, i: torch.cat([torch.zeros(0), i[None]]),
+    "halves and an empty vector": lambda y, i: torch.cat([y.half(), torch.zeros(0), y.half()], 1),
     "quotients of integers": lambda y, i: torch.divide(i, 3),
     "quotients of two integers": lambda y, i: torch.divide(i, torch.tensor([2, -3])),
     "large powers": lambda y, i: (i + 3037000498) ** 2 + (i - 2097152) ** 3,

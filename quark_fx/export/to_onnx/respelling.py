@@ -345,7 +345,10 @@ def _joined(gm: GraphModule, node: Node) -> list[Node]:
 
 
 def _without_empty_vectors(gm: GraphModule, node: Node) -> Node:
-    return call(gm, aten.cat.default, _joined(gm, node), argument(node, 1) or 0, like=node)
+    """Join the rest in the dtype of the result, which the empty vectors take part in."""
+    dtype = value_of(gm, node).dtype
+    parts = [call(gm, aten.to.dtype, part, dtype, like=node) for part in _joined(gm, node)]
+    return call(gm, aten.cat.default, parts, argument(node, 1) or 0, like=node)
 
 
 def _quotient(gm: GraphModule, node: Node) -> Node:
