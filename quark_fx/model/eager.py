@@ -302,7 +302,7 @@ def eager(
             "parameter of the model can hold while it is trained; convert() first, or train what prepare_qat returned"
         )
     result = copy.deepcopy(source)
-    if functions := bound_elsewhere(result):
+    if functions := bound_elsewhere(result, source):
         raise QuarkError(
             f"{some_of(functions)} would go on calling the float model, whose modules or parameters it holds in "
             "variables; bind it to its own module with types.MethodType, or call the quantized model itself"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType
@@ -39,40 +39,53 @@ def foreign_hooks(model: nn.Module) -> list[str]:
     ]
 
 
-def bound_elsewhere(model: nn.Module) -> list[str]:
-    """Describe the functions of a model that hold modules or parameters of another one.
+def bound_elsewhere(model: nn.Module, original: nn.Module) -> list[str]:
+    """Describe the attributes of a copy of a model by which it reaches modules or parameters of the original.
 
-    `copy.deepcopy` copies modules and bound methods, but not functions: the variables of an outer function or of a file
-    that a function reads still hold the modules of the original model.
+    `copy.deepcopy` copies modules, bound methods, and what lists hold, but not functions: the variables of an outer
+    function or of a file that a function reads still hold the modules of the original model.
     """
-    members = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
-    names = list[str]()
+    theirs = {id(part) for part in (*original.modules(), *original.parameters())}
+    theirs |= {id(part) for _, part in _reached(original)}
+    return list(dict.fromkeys(name for name, part in _reached(model) if id(part) in theirs))
+
+
+def _reached(model: nn.Module) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+    """Yield the modules and parameters that are not registered, each with the attribute that holds it."""
+    own = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
-        hooks = {"forward hook": module._forward_hooks, "forward pre-hook": module._forward_pre_hooks}
-        attributes = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-        for name, value in {**hooks, **attributes}.items():
-            if any(id(part) not in members for part in _held(value, set())):
-                names.append(f"{name} of {path or 'the model'}")
-    return names
+        for name, value in _attributes(module).items():
+            for part in _held(value, own, set()):
+                yield f"{name} of {path or 'the model'}", part
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    hooks = {"forward hook": module._forward_hooks, "forward pre-hook": module._forward_pre_hooks}
+    return hooks | {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
-def _held(value: Any, seen: set[int], file: str | None = None) -> Iterator[nn.Module | nn.Parameter]:
+def _held(
+    value: Any, own: Collection[int], seen: set[int], file: str | None = None
+) -> Iterator[nn.Module | nn.Parameter]:
     """Yield the modules and parameters that a value holds.
 
     Args:
         value: Attribute of a module, or a part of one.
+        own: Identities of registered modules, which are left out.
         seen: Identities of values that are not looked at again.
         file: Python module of the function that holds the value; functions and objects of others are left alone.
     """
-    if id(value) in seen:
+    if id(value) in seen or id(value) in own:
         return
     seen.add(id(value))
     inner: Iterable[Any] = ()
     if isinstance(value, nn.Module | nn.Parameter):
         yield value
+        if isinstance(value, nn.Module) and file is None:
+            inner = [*value.children(), *_attributes(value).values()]
     elif isinstance(value, FunctionType) and file in (None, value.__module__):
         variables = [value.__globals__.get(name) for name in _globals_read(value.__code__)]
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
@@ -88,7 +101,7 @@ def _held(value: Any, seen: set[int], file: str | None = None) -> Iterator[nn.Mo
     elif type(value).__module__ == file:
         inner = getattr(value, "__dict__", {}).values()
     for part in list(inner):
-        yield from _held(part, seen, file)
+        yield from _held(part, own, seen, file)
 
 
 def _cells(function: FunctionType) -> Iterator[Any]:

@@ -896,3 +896,28 @@ def test_functions_that_hold_the_float_model_are_refused(how: str) -> None:
 def test_forwards_bound_to_their_module_compute_with_its_codes(how: str) -> None:
     qmodel = quantize(_patched(how), INT8_WEIGHT_ONLY, [rand(2, 8)])
     torch.testing.assert_close(qmodel.eager()(rand(2, 8)), qmodel(rand(2, 8)))
+
+
+class _Holds(nn.Module):
+    """Has a module or parameter that it does not register."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.first, self.held = nn.Linear(8, 8), held
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return y @ self.held["p"] if isinstance(self.held, dict) else self.held[0](y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["module", "parameter", "variable"])
+def test_a_list_or_dict_is_copied_with_what_it_holds(how: str) -> None:
+    """But not with the variables of functions that its modules have."""
+    held: Any = {"p": nn.Parameter(rand(8, 8))} if how == "parameter" else [_patched("variable")[int(how == "module")]]
+    config = INT8_WEIGHT_ONLY.replace(exclude=("lifted_tensor*",))
+    qmodel = quantize(seeded(_Holds(held)).eval(), config, [rand(2, 8)])
+    if how == "variable":
+        with pytest.raises(qfx.QuarkError, match=r"held of the model would go on calling"):
+            qmodel.eager()
+    else:
+        torch.testing.assert_close(qmodel.eager()(rand(2, 8)), qmodel(rand(2, 8)))
