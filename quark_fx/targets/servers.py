@@ -42,15 +42,14 @@ def no_weight(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _is_no_activation(spec: TensorSpec, operand: Operand) -> bool:
-    return operand is Operand.INPUT and (spec.format not in (INT8, UINT8, FP8_E4M3) or spec.scale.is_8_bit)
+    return operand is Operand.INPUT and spec.format not in (INT8, UINT8, FP8_E4M3)
 
 
 def _is_measured_otherwise(spec: TensorSpec, operand: Operand) -> bool:
     """Tell whether an activation has other scales than one calibrated scale, or the dynamic scales of servers."""
-    if spec.dynamic and (spec.format, spec.group_size) == (FP8_E4M3, _SQUARE):
-        return False
-    supported = Granularity.TOKEN if spec.dynamic else Granularity.TENSOR
-    return operand is Operand.INPUT and spec.granularity is not supported
+    grouped = spec.dynamic and (spec.format, spec.group_size) == (FP8_E4M3, _SQUARE)
+    supported = grouped or spec.granularity is (Granularity.TOKEN if spec.dynamic else Granularity.TENSOR)
+    return operand is Operand.INPUT and (spec.scale.is_8_bit or not supported)
 
 
 def _measures_a_share(spec: TensorSpec, operand: Operand) -> bool:
@@ -76,8 +75,9 @@ def refusals(server: str) -> tuple[Refusal, ...]:
         ),
         Refusal(
             _is_measured_otherwise,
-            f"{server} supports activations with one calibrated scale, or with one dynamic scale per token; set "
-            "granularity='tensor', or 'token' with dynamic=True",
+            f"{server} supports activations with one calibrated scale, or with dynamic float32 scales per token, or "
+            f"per group of {_SQUARE} in fp8_e4m3; set granularity='tensor', or 'token' with dynamic=True, or 'group' "
+            f"with group_size={_SQUARE} beside weights in blocks of {_SQUARE}x{_SQUARE}, and drop scale",
         ),
         Refusal(
             _measures_a_share,

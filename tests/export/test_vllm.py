@@ -28,7 +28,7 @@ from quark_fx.config.target import stored_target
 from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.mixed_precision.groups import groups_of
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, INT16, UINT4
-from quark_fx.numbers.scales import FLOAT16
+from quark_fx.numbers.scales import E8M0_EVEN, FLOAT16
 from quark_fx.passes import Rotate
 from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, INT8_STATIC, W4A4_DYNAMIC, W4A16_RTN, W8A8_DYNAMIC
 from quark_fx.targets import VLLM
@@ -170,6 +170,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "offsets": ({"weight": Q4_1}, "not support weights in uint4 with such scales or offsets"),
     "int16 read": ({"weight": CHANNEL, "input": TensorSpec(format=INT16)}, "not support activations in int16"),
     "measured for all": ({"weight": CHANNEL, "input": TensorSpec(format=INT8, dynamic=True)}, "one calibrated scale"),
+    "E8M0": (
+        {"weight": SQUARE, "input": GROUPS.replace(scale=E8M0_EVEN)},
+        "float32 scales per token, or per group of 128 in fp8_e4m3; .* drop scale",
+    ),
+    "one E8M0": ({"weight": CHANNEL, "input": TensorSpec(format=INT8, scale=E8M0_EVEN)}, "one calibrated scale"),
+    "groups of 64": ({"weight": SQUARE, "input": GROUPS.replace(group_size=64)}, "per group of 128 in fp8_e4m3"),
     "rounded results": (
         {"weight": CHANNEL, "input": TensorSpec(format=INT8), "output": TensorSpec(format=INT8)},
         "not outputs or biases",
