@@ -913,7 +913,11 @@ class _Holds(nn.Module):
 @pytest.mark.parametrize("how", ["module", "parameter", "variable"])
 def test_a_list_or_dict_is_copied_with_what_it_holds(how: str) -> None:
     """But not with the variables of functions that its modules have."""
-    held: Any = {"p": nn.Parameter(rand(8, 8))} if how == "parameter" else [_patched("variable")[int(how == "module")]]
+    held: Any = (
+        {"p": nn.Parameter(rand(8, 8))}
+        if how == "parameter"
+        else [_patched("variable").get_submodule("01"[how == "module"])]
+    )
     config = INT8_WEIGHT_ONLY.replace(exclude=("lifted_tensor*",))
     qmodel = quantize(seeded(_Holds(held)).eval(), config, [rand(2, 8)])
     if how == "variable":
