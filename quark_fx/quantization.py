@@ -25,7 +25,7 @@ from quark_fx.engine.context import Context
 from quark_fx.engine.prediction import Prediction, expect, require_room
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.engine.ranks import ALONE, Ranks
-from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run
+from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run, usable_device
 from quark_fx.errors import CalibrationError, ConfigError, ExportError, PassError
 from quark_fx.export import gguf, huggingface, onnx, pt2e
 from quark_fx.graph.nodes import own_tensors, stored_tensors, tensor_of
@@ -101,7 +101,7 @@ def quantize(
     config = resolve(config)
     require_usable(resources)
     output_dir = resources.output_dir
-    ranks = Ranks.current() if resources.distributed else ALONE
+    ranks = Ranks.current(usable_device(resources)) if resources.distributed else ALONE
     _require_distributed(config, ranks)
     progress = progress and ranks.index == 0
     if isinstance(model, Session):

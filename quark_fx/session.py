@@ -23,7 +23,7 @@ from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.known import Known
 from quark_fx.engine.ranks import ALONE, Ranks
-from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run
+from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run, usable_device
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph.nodes import EMBEDDING, device_of, placeholders, static_size, stored_tensors, target_name, value_of
 from quark_fx.graph.pass_manager import (
@@ -211,9 +211,7 @@ class Session:
         self._graphs: dict[Hashable, tuple[GraphModule, list[PassRecord]]] = {}
         self._known: dict[Hashable, Known] = {}
         home = device_of(self.captured.module)
-        place = home
-        if resources.device is not None:
-            place = torch.empty(0, device=resources.device, dtype=torch.float32).device  # with its index
+        place = usable_device(resources) or home
         self.device, self.by_block = place, place != home
         names = self.captured.signature.input_names
         self.data = CalibrationData(ActivationCache(resources.cache, place), names, ranks)

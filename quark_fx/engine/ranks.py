@@ -33,14 +33,19 @@ class Ranks:
     Attributes:
         index: of this process, from 0.
         count: how many there are.
+        gpu: GPU for tensors that NCCL exchanges. Default: the current one.
     """
 
     index: int = 0
     count: int = 1
+    gpu: torch.device | None = None
 
     @classmethod
-    def current(cls) -> Ranks:
+    def current(cls, device: torch.device | None = None) -> Ranks:
         """Return those of the job this process was started in; `torchrun` is enough.
+
+        Args:
+            device: Device that blocks run on, with its index. Default: device of the model.
 
         Raises:
             QuarkError: if the processes do not find each other.
@@ -52,7 +57,8 @@ class Ranks:
                 dist.init_process_group()
             except (RuntimeError, ValueError) as error:
                 raise QuarkError(f"the ranks that the environment names do not find each other: {error}") from error
-        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
+        gpu = device if device is not None and device.type == "cuda" else None
+        return cls(dist.get_rank(), dist.get_world_size(), gpu) if dist.is_initialized() else cls()
 
     @property
     def alone(self) -> bool:
@@ -91,7 +97,9 @@ class Ranks:
     def device(self) -> torch.device:
         """Where tensors have to be that processes exchange."""
         accelerated = not self.alone and dist.get_backend() == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if accelerated else torch.device("cpu")
+        if not accelerated:
+            return torch.device("cpu")
+        return self.gpu or torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: T) -> list[T]:
         """Return what each process passed, in their order."""

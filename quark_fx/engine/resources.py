@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Collection
@@ -16,7 +17,6 @@ from quark_fx.config.quant_config import IN_CONFIGURATION
 from quark_fx.engine.activation_cache import CacheBudget
 from quark_fx.engine.checkpoint import Checkpoint
 from quark_fx.errors import ConfigError, ExportError
-from quark_fx.system import accelerator
 from quark_fx.system.options import checked, checked_names
 from quark_fx.system.writable import require_possible
 
@@ -103,16 +103,7 @@ def require_usable(resources: Resources, owner: str = "quantize", names: Collect
                 f"the directory {resources.cache.directory} of the CacheBudget cannot be used: {error}; choose another "
                 "one"
             ) from error
-    if resources.distributed:
-        accelerator.take_own_device()
-    if resources.device is not None:
-        try:
-            torch.empty(0, device=resources.device, dtype=torch.float32)
-        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"device={str(resources.device)!r} cannot be used: {reason}; choose another one, or None"
-            ) from error
+    usable_device(resources)
     for name in ("output_dir", "checkpoint"):
         if (path := getattr(resources, name)) is not None:
             try:
@@ -126,6 +117,39 @@ def require_usable(resources: Resources, owner: str = "quantize", names: Collect
                 f"checkpoint directory {resources.checkpoint} holds a model ({file}); finished blocks need a directory "
                 "of their own"
             )
+
+
+def usable_device(resources: Resources) -> torch.device | None:
+    """Return the device of this process, with its index; `None` for the device of the model.
+
+    In a distributed run `"cuda"` is the GPU whose number is `LOCAL_RANK`, if the process sees that many: NCCL refuses
+    two processes on one GPU.
+
+    Raises:
+        ConfigError: If the device cannot be used, or `LOCAL_RANK` is not a number.
+    """
+    device = resources.device
+    if device is None:
+        return None
+    try:
+        if resources.distributed and torch.device(device) == torch.device("cuda"):
+            device = _gpu_of_rank()
+        return torch.empty(0, device=device, dtype=torch.float32).device
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device={str(device)!r} cannot be used: {reason}; choose another one, or None") from error
+
+
+def _gpu_of_rank() -> torch.device:
+    rank = os.environ.get("LOCAL_RANK")
+    if rank is None:
+        return torch.device("cuda")
+    if not re.fullmatch("[0-9]+", rank):
+        raise ConfigError(
+            f"the environment variable LOCAL_RANK must be the number of the process on its machine, not {rank!r}; "
+            'start the script with torchrun, or pass device="cuda:0" with the number of the GPU'
+        )
+    return torch.device("cuda", int(rank) if int(rank) < torch.cuda.device_count() else None)
 
 
 _UNITS = {
@@ -177,4 +201,13 @@ takes_run: Final = checked_names(IN_CONFIGURATION | IN_RESOURCES)
 """Decorator that rejects unknown arguments, with a hint for fields of the configuration or the resources."""
 
 
-__all__ = ["IN_RESOURCES", "OF_SESSION", "Resources", "bytes_text", "parse_bytes", "require_usable", "takes_run"]
+__all__ = [
+    "IN_RESOURCES",
+    "OF_SESSION",
+    "Resources",
+    "bytes_text",
+    "parse_bytes",
+    "require_usable",
+    "takes_run",
+    "usable_device",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -137,16 +136,6 @@ def new_generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device)
 
 
-def take_own_device() -> None:
-    """Make `"cuda"` the GPU with the number `LOCAL_RANK`, unless the process chose another one.
-
-    Otherwise all processes of `torchrun` would use the first GPU, which NCCL refuses.
-    """
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if rank and rank < torch.cuda.device_count() and torch.cuda.current_device() == 0:
-        torch.cuda.set_device(rank)
-
-
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of an NVIDIA GPU; `None` for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -251,7 +240,7 @@ class Arriving:
 class Transfers:
     """Copies between a device and pinned host memory, on a separate stream.
 
-    Copies run in the order of the calls, and no call waits for a copy.
+    Copies run in the order of the calls. No call waits for a copy, except `to_host` without pinned memory.
 
     Device memory belongs to the stream of the computation, which waits for the copies before it uses the memory again:
     `record_stream` would free it only once the device is done, while the host asks for more and more of it.
@@ -325,6 +314,5 @@ __all__ = [
     "require",
     "return_unused",
     "smaller_pieces",
-    "take_own_device",
     "values_at_once",
 ]

@@ -41,17 +41,59 @@ def without_warnings() -> Iterator[None]:
         yield
 
 
-_BACKENDS: Any = torch.backends
-
-_PRODUCTS: tuple[tuple[Any, str, Any], ...] = (
-    *((_BACKENDS.cudnn, "allow_tf32", False), (_BACKENDS.cuda.matmul, "fp32_precision", "ieee")),
-    *((_BACKENDS.mkldnn.matmul, "fp32_precision", "ieee"), (_BACKENDS.mkldnn.conv, "fp32_precision", "ieee")),
-    (_BACKENDS.mkldnn.rnn, "fp32_precision", "ieee"),
+_PRECISIONS = (
+    *(("generic", "all"), ("cuda", "all"), ("mkldnn", "all")),
+    *((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("conv", "rnn", "matmul")),
 )
-"""Module of torch that multiplies float32, name of the setting of its precision, and its value for all bits.
+"""Backend and operator of each `fp32_precision` of `torch.backends`; a setting comes after those it inherits from.
 
-The default of cuDNN is TF32. Its older flag is set, which `torch.export` reads and wants to agree with newer ones.
+`torch.backends` itself has no setter for all operators of oneDNN.
 """
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """Settings of the process for the precision of float32 products.
+
+    Attributes:
+        own: Values of `_PRECISIONS`, `"none"` for an inherited one.
+        matmul: Value of `torch.set_float32_matmul_precision`.
+        cudnn: Value of `torch.backends.cudnn.allow_tf32`.
+    """
+
+    own: tuple[str, ...]
+    matmul: str
+    cudnn: bool
+
+    @classmethod
+    def current(cls) -> Precisions:
+        """Return the settings, also if older and newer ones disagree, for which torch's getters raise.
+
+        A getter returns the inherited value, or compares older settings with newer ones. Each is therefore read after
+        those that it depends on are unset.
+        """
+        own = []
+        for place in _PRECISIONS:
+            own.append(torch._C._get_fp32_precision_getter(*place))
+            torch._C._set_fp32_precision_setter(*place, "none")
+        try:
+            cudnn = torch._C._get_cudnn_allow_tf32()
+        except RuntimeError:  # it is not "none", either
+            cudnn = True
+        current = cls(tuple(own), torch.get_float32_matmul_precision(), cudnn)
+        current.set()
+        return current
+
+    def set(self) -> None:
+        """Make these the settings of the process."""
+        torch.set_float32_matmul_precision(self.matmul)  # this and the next change newer settings, too
+        torch._C._set_cudnn_allow_tf32(self.cudnn)
+        for place, precision in zip(_PRECISIONS, self.own, strict=True):
+            torch._C._set_fp32_precision_setter(*place, precision)
+
+
+_WHOLE = Precisions(("ieee", *["none"] * (len(_PRECISIONS) - 1)), "highest", False)
+"""Settings for products of all bits; older and newer ones agree, as `torch.export` requires."""
 
 
 _CALLERS: ContextVar[Surroundings | None] = ContextVar("callers", default=None)
@@ -66,14 +108,14 @@ class Surroundings:
         inference: Whether inference mode is on.
         autocast: Kind of device, whether autocast is on for it, and its dtype, for each kind.
         device: Default device of new tensors; `None` if it was not set.
-        precisions: Precision of float32 products, one for each entry of `_PRODUCTS`.
+        precisions: Precision of float32 products.
     """
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     device: torch.device | None
-    precisions: tuple[Any, ...]
+    precisions: Precisions
 
     @classmethod
     def current(cls) -> Surroundings:
@@ -85,7 +127,7 @@ class Surroundings:
             torch.is_inference_mode_enabled(),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
             None if (device := torch.get_default_device()) == torch.device("cpu") else device,
-            tuple(getattr(product, name) for product, name, _ in _PRODUCTS),
+            Precisions.current(),
         )
 
     @contextmanager
@@ -104,15 +146,15 @@ class Surroundings:
             if now.device != self.device:
                 stack.enter_context(self.device or torch.device("cpu"))
             if now.precisions != self.precisions:
-                stack.callback(_multiply, now.precisions)
-                _multiply(self.precisions)
+                stack.callback(now.precisions.set)
+                self.precisions.set()
             stack.enter_context(torch.set_grad_enabled(self.grad))  # last: inference mode sets it, too
             yield
 
     def plain(self) -> Surroundings:
         """Return the modes of a new thread."""
         off = tuple((kind, False, dtype) for kind, _, dtype in self.autocast)
-        return Surroundings(True, False, off, None, tuple(whole for _, _, whole in _PRODUCTS))
+        return Surroundings(True, False, off, None, _WHOLE)
 
     def during(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield `items`; these modes are set while a generator, which is code of the caller, computes the next one."""
@@ -125,26 +167,24 @@ class Surroundings:
             yield item
 
 
-def _multiply(precisions: tuple[Any, ...]) -> None:
-    for (product, name, _), precision in zip(_PRODUCTS, precisions, strict=True):
-        setattr(product, name, precision)
-
-
 def isolated(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function without autocast, inference mode, default device, and TF32, one call at a time.
 
-    Calls of other threads wait until it returns. The default dtype belongs to the whole process and stays.
+    Calls of other threads wait until it returns. The precision of float32 products belongs to the whole process: until
+    then, other threads compute without TF32, too, and what they set is lost. The default dtype also belongs to the
+    process, and stays.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        caller = Surroundings.current()
-        token = _CALLERS.set(caller)
-        try:
-            with _ONE_CALL, caller.plain().restored():
-                return function(*args, **kwargs)
-        finally:
-            _CALLERS.reset(token)
+        with _ONE_CALL:
+            caller = Surroundings.current()  # within the lock: another call changes settings of the process
+            token = _CALLERS.set(caller)
+            try:
+                with caller.plain().restored():
+                    return function(*args, **kwargs)
+            finally:
+                _CALLERS.reset(token)
 
     return run
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from quark_fx.engine.blocks import Unit
 from quark_fx.engine.checkpoint import Checkpoint
 from quark_fx.engine.context import Context
 from quark_fx.engine.ranks import Ranks
-from quark_fx.engine.resources import Resources, require_usable
+from quark_fx.engine.resources import Resources, require_usable, usable_device
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.pass_manager import GraphPass, Stage, graph_pass
 from quark_fx.model.model_directory import tensor_file
@@ -61,19 +62,44 @@ from quark_fx.solvers.starts import Start
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 
-@pytest.mark.parametrize(("current", "local", "taken"), [(0, "1", [1]), (0, "0", []), (2, "1", []), (0, "4", [])])
-def test_each_rank_takes_the_gpu_of_its_own(
-    current: int, local: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "distributed", "local", "used"),
+    [
+        *(("cuda", True, "0", "cuda:0"), ("cuda", True, "3", "cuda:3"), (torch.device("cuda"), True, "3", "cuda:3")),
+        *(("cuda", True, "4", "cuda"), ("cuda", True, None, "cuda"), ("cuda", False, "3", "cuda")),
+        *(("cuda:0", True, "3", "cuda:0"), ("cpu", True, "x", "cpu"), (None, True, "x", None)),
+    ],
+)
+def test_each_rank_uses_the_gpu_of_its_own(
+    device: Any, distributed: bool, local: str | None, used: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[int] = []
-    monkeypatch.setenv("LOCAL_RANK", local)
+    def empty(*shape: int, device: Any, dtype: torch.dtype) -> Tensor:
+        return SimpleNamespace(device=torch.device(device))  # type: ignore[return-value]
+
+    if local is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "set_device", found.append)
-    require_usable(Resources(device="cpu"))
-    assert found == []
+    monkeypatch.setattr(torch, "empty", empty)
+    for initializing in ("current_device", "set_device"):
+        monkeypatch.setattr(torch.cuda, initializing, lambda *_: pytest.fail("it makes a context on another GPU"))
+    found = usable_device(Resources(device=device, distributed=distributed))
+    assert found == (None if used is None else torch.device(used))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert Ranks.current(found).device == (found if "cuda" in str(found) else torch.device("cuda:2"))
+
+
+@pytest.mark.parametrize("local", ["", "x", "-1", "1.0", "٣"])
+def test_a_local_rank_that_is_no_number_is_refused_by_name(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local)
     require_usable(Resources(device="cpu", distributed=True))
-    assert found == taken
+    with pytest.raises(qfx.ConfigError, match=rf"LOCAL_RANK must be .*, not {local!r}"):
+        require_usable(Resources(device="cuda", distributed=True))
 
 
 class Feed(nn.Module):

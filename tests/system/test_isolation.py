@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.passes import AdaRound, BiasCorrection, SmoothQuant
-from quark_fx.system.isolation import quiet
+from quark_fx.system.isolation import as_called, isolated, quiet
 
 INT8 = qfx.presets.INT8_STATIC
 CONFIGURATIONS = {
@@ -105,27 +105,140 @@ def test_a_call_gives_the_same_bits_in_any_surroundings(config: str) -> None:
             raise
 
 
-def test_products_of_float32_have_all_bits_during_a_call_but_not_in_the_generator() -> None:
-    backends: Any = torch.backends
-    kinds = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv)
-    seen: list[tuple[str, ...]] = []
+PLACES = (
+    *(("generic", "all"), ("cuda", "all"), ("mkldnn", "all")),
+    *((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("conv", "rnn", "matmul")),
+)
 
-    class Noting(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(tuple(kind.fp32_precision for kind in kinds))
-            return super().forward(x)
+
+def new(backend: str, operator: str, precision: str) -> Callable[[], None]:
+    return lambda: torch._C._set_fp32_precision_setter(backend, operator, precision)
+
+
+def old_cudnn(on: bool) -> Callable[[], None]:
+    return lambda: setattr(torch.backends.cudnn, "allow_tf32", on)
+
+
+SETTINGS: dict[str, tuple[Callable[[], None], ...]] = {
+    "default": (),
+    "medium": (lambda: torch.set_float32_matmul_precision("medium"),),
+    "high, no TF32 in cuDNN": (lambda: torch.set_float32_matmul_precision("high"), old_cudnn(False)),
+    "older flag of cuBLAS": (lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),),
+    **{f"{place} {bits}": (new(*place, bits),) for place in PLACES for bits in ("tf32", "ieee")},
+    "bfloat16 everywhere": (new("generic", "all", "bf16"),),
+    "older after newer": (new("mkldnn", "all", "bf16"), new("cuda", "rnn", "ieee"), old_cudnn(True)),
+    "newer after older": (old_cudnn(False), new("cuda", "all", "tf32"), new("cuda", "conv", "ieee")),
+    "high, then not": (lambda: torch.set_float32_matmul_precision("high"), new("cuda", "matmul", "ieee")),
+}
+
+
+def older() -> list[Any]:
+    """Return what older getters return, `None` for one that raises."""
+    values: list[Any] = []
+    for getter in (
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+        torch.get_float32_matmul_precision,
+    ):
+        try:
+            values.append(getter())
+        except RuntimeError:
+            values.append(None)
+    return values
+
+
+def newer() -> list[str]:
+    return [torch._C._get_fp32_precision_getter(*place) for place in PLACES]
+
+
+def unwound() -> list[Any]:
+    """Return what getters return while newer settings are unset one by one: what each is, and not what it inherits."""
+    values: list[Any] = []
+    for place in PLACES:
+        values += [*older(), *newer()]
+        new(*place, "none")()
+    return [*values, *older(), *newer()]
+
+
+@contextmanager
+def set_anew(name: str) -> Iterator[None]:
+    torch.set_float32_matmul_precision("highest")
+    for place in PLACES:
+        new(*place, "none")()
+    old_cudnn(True)()  # as torch begins
+    for setting in SETTINGS[name]:
+        setting()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for place in PLACES:
+            new(*place, "none")()
+        old_cudnn(True)()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_products_of_float32_have_all_bits_during_a_call_whatever_is_set(name: str) -> None:
+    seen: list[Any] = []
+
+    @isolated
+    def call(batches: Iterator[Tensor]) -> None:
+        seen.append([older(), newer()])
+        for _ in as_called(batches):
+            seen.append([older(), newer()])
+        raise KeyError
 
     def batches() -> Iterator[Tensor]:
-        seen.append(tuple(kind.fp32_precision for kind in kinds))
+        seen.append([older(), newer()])
         yield rand(2, 4)
 
+    with set_anew(name):
+        before = [older(), newer()]
+        with pytest.raises(KeyError):
+            call(batches())
+        found = unwound()
+    whole = [[False, False, "highest"], ["ieee"] * len(PLACES)]
+    assert seen == [whole, before, whole]
+    with set_anew(name):
+        assert found == unwound()
+
+
+@pytest.mark.parametrize("name", ["('generic', 'all') tf32", "('cuda', 'conv') ieee", "high, then not"])
+def test_a_model_is_quantized_with_any_precision_of_products(name: str) -> None:
+    expected = tensors(cnn(), INT8, images(4, 3))
+    with set_anew(name):
+        assert_same_bits(tensors(cnn(), INT8, images(4, 3)), expected)
+
+
+def test_a_call_that_waits_for_another_one_keeps_the_settings_of_the_process() -> None:
+    waits, seen, others = threading.Event(), list[list[Any]](), list[threading.Thread]()
+
+    @isolated
+    def second() -> Any:
+        def batches() -> Iterator[None]:
+            seen.append([older(), newer()])
+            yield None
+
+        return list(as_called(batches()))
+
+    def start() -> None:
+        waits.set()
+        second()
+
+    @isolated
+    def first() -> None:
+        others.append(threading.Thread(target=start))
+        others[0].start()
+        waits.wait()
+        others[0].join(0.1)
+        assert others[0].is_alive()
+
     with fewer_bits():
-        before = tuple(kind.fp32_precision for kind in kinds)
-        quantize(Noting(4, 4).eval(), INT8, batches())
-        assert tuple(kind.fp32_precision for kind in kinds) == before
-    assert before[0] == "tf32"
-    assert set(seen) == {before, ("ieee", "ieee", "none")}
-    assert seen[0] == before
+        before = [older(), newer()]
+        first()
+        others[0].join()
+        assert [older(), newer()] == before
+    assert seen == [before]
 
 
 @pytest.mark.parametrize("config", ["int8_static", "learned"])
