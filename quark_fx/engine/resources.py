@@ -149,7 +149,7 @@ def _gpu_of_rank() -> torch.device:
             f"the environment variable LOCAL_RANK must be the number of the process on its machine, not {rank!r}; "
             'start the script with torchrun, or pass device="cuda:0" with the number of the GPU'
         )
-    return torch.device("cuda", int(rank) if int(rank) < torch.cuda.device_count() else None)
+    return torch.device(f"cuda:{int(rank)}" if int(rank) < torch.cuda.device_count() else "cuda")
 
 
 _UNITS = {

@@ -47,7 +47,7 @@ _PRECISIONS = (
 )
 """Backend and operator of each `fp32_precision` of `torch.backends`; a setting comes after those it inherits from.
 
-`torch.backends` itself has no setter for all operators of oneDNN.
+The setter of `torch.backends.mkldnn.fp32_precision` changes that of `torch.backends` instead.
 """
 
 
@@ -56,12 +56,12 @@ class Precisions:
     """Settings of the process for the precision of float32 products.
 
     Attributes:
-        own: Values of `_PRECISIONS`, `"none"` for an inherited one.
+        newer: Values of `_PRECISIONS`, `"none"` for an inherited one.
         matmul: Value of `torch.set_float32_matmul_precision`.
         cudnn: Value of `torch.backends.cudnn.allow_tf32`.
     """
 
-    own: tuple[str, ...]
+    newer: tuple[str, ...]
     matmul: str
     cudnn: bool
 
@@ -70,17 +70,17 @@ class Precisions:
         """Return the settings, also if older and newer ones disagree, for which torch's getters raise.
 
         A getter returns the inherited value, or compares older settings with newer ones. Each is therefore read after
-        those that it depends on are unset.
+        the settings it depends on are unset.
         """
-        own = []
+        newer = []
         for place in _PRECISIONS:
-            own.append(torch._C._get_fp32_precision_getter(*place))
+            newer.append(torch._C._get_fp32_precision_getter(*place))
             torch._C._set_fp32_precision_setter(*place, "none")
         try:
             cudnn = torch._C._get_cudnn_allow_tf32()
         except RuntimeError:  # it is not "none", either
             cudnn = True
-        current = cls(tuple(own), torch.get_float32_matmul_precision(), cudnn)
+        current = cls(tuple(newer), torch.get_float32_matmul_precision(), cudnn)
         current.set()
         return current
 
@@ -88,12 +88,12 @@ class Precisions:
         """Make these the settings of the process."""
         torch.set_float32_matmul_precision(self.matmul)  # this and the next change newer settings, too
         torch._C._set_cudnn_allow_tf32(self.cudnn)
-        for place, precision in zip(_PRECISIONS, self.own, strict=True):
+        for place, precision in zip(_PRECISIONS, self.newer, strict=True):
             torch._C._set_fp32_precision_setter(*place, precision)
 
 
 _WHOLE = Precisions(("ieee", *["none"] * (len(_PRECISIONS) - 1)), "highest", False)
-"""Settings for products of all bits; older and newer ones agree, as `torch.export` requires."""
+"""Settings for products of all bits; `torch.export` requires that older and newer ones agree."""
 
 
 _CALLERS: ContextVar[Surroundings | None] = ContextVar("callers", default=None)
@@ -171,8 +171,8 @@ def isolated(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function without autocast, inference mode, default device, and TF32, one call at a time.
 
     Calls of other threads wait until it returns. The precision of float32 products belongs to the whole process: until
-    then, other threads compute without TF32, too, and what they set is lost. The default dtype also belongs to the
-    process, and stays.
+    then, other threads compute without TF32, too, and lose changes of these settings. The default dtype also belongs
+    to the process, and stays.
     """
 
     @functools.wraps(function)

@@ -111,7 +111,7 @@ PLACES = (
 )
 
 
-def new(backend: str, operator: str, precision: str) -> Callable[[], None]:
+def new(backend: str, operator: str, precision: str) -> Callable[[], object]:
     return lambda: torch._C._set_fp32_precision_setter(backend, operator, precision)
 
 
@@ -119,7 +119,7 @@ def old_cudnn(on: bool) -> Callable[[], None]:
     return lambda: setattr(torch.backends.cudnn, "allow_tf32", on)
 
 
-SETTINGS: dict[str, tuple[Callable[[], None], ...]] = {
+SETTINGS: dict[str, tuple[Callable[[], object], ...]] = {
     "default": (),
     "medium": (lambda: torch.set_float32_matmul_precision("medium"),),
     "high, no TF32 in cuDNN": (lambda: torch.set_float32_matmul_precision("high"), old_cudnn(False)),
