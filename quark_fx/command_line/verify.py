@@ -74,7 +74,7 @@ def verify(
             why = "nothing in it resembles what torch computes: is it the file of this model?"
         elif found.decode_steps:
             why = f"the first to be more is {next(d.name for d in found.differences if not d.steps <= limit)}"
-        elif found.runtime == "onnxruntime":
+        elif found.runtime == "onnxruntime" and not per_node:
             why = (
                 "--per-node shows where that comes from (a value between two codes may be rounded either way, and a "
                 "deep network carries that on)"

@@ -525,6 +525,28 @@ def test_parts_of_a_joint_output_are_judged_by_their_own_range(tmp_path: Path) -
     assert found.verdict == "wrong, from output on"
 
 
+def test_what_follows_an_order_of_equal_scores_is_not_wrong_by_itself(tmp_path: Path) -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.score, self.box = nn.Linear(8, 16), nn.Linear(16, 1), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.stem(x).relu()
+            scores, index = self.score(x).squeeze(-1).clamp(max=0.0).topk(20, 1)
+            return {"scores": scores, "boxes": self.box(x).gather(1, index[..., None].expand(-1, -1, 4))}
+
+    batches = [rand(2, 300, 8)]
+    qmodel = quantize(seeded(Detector()), "int8_static", batches)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    found = qfx.verify(qmodel, path, batches)
+    assert found["scores"].steps <= 1
+    assert found["boxes"].max_abs > 0.1
+    assert found.verdict.startswith("correct")
+    tamper(path, lambda t: t.name == "stem.weight_codes", lambda codes: codes[::-1])
+    assert qfx.verify(qmodel, path, batches).verdict.startswith("wrong, from ")
+
+
 @pytest.mark.parametrize("preset", ["fp8_static", "mxfp4"])
 def test_rounding_noise_leaves_codes_of_small_floats_alone(preset: str) -> None:
     qmodel = quantize(seeded(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))), preset, [rand(4, 32)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from quark_fx.checkpoints.files import is_float
-from quark_fx.graph.nodes import describe, results_of
+from quark_fx.graph.nodes import describe, results_of, target_name
 from quark_fx.graph.operators import named_argument
 
 _UNITS = 4
@@ -27,10 +27,20 @@ class RoundingNoise(TorchDispatchMode):
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in _ORDERING:
+            args = (self.untied(args[0]), *args[1:])
         result = func(*args, **(kwargs or {}))
         if any(value.alias_info is not None for value in func._schema.returns):  # views, and writes into an argument
             return result
         return self.disturbed(result)
+
+    def untied(self, value: Tensor) -> Tensor:
+        """Return floats with noise relative to the largest, so that equal values come in another order."""
+        if not is_float(value.dtype) or not value.numel():
+            return value
+        noise = torch.rand(value.shape, generator=self.generator, dtype=torch.float32).to(value) * 2 - 1
+        moved = value + _UNITS * torch.finfo(value.dtype).eps * value.abs().amax() * noise
+        return torch.where(moved.isfinite(), moved, value)
 
     def disturbed(self, values: Any) -> Any:
         """Return values with noise on floats; what it would make infinite stays as it is."""
@@ -59,15 +69,37 @@ def random_draws(gm: GraphModule, output_names: Sequence[str], nodes: Collection
 
     An output that is called like one of the nodes stands for itself.
     """
-    draws: dict[str, str] = {}
+    return _sources(gm, output_names, nodes, _draws)
+
+
+def orderings(gm: GraphModule, output_names: Sequence[str]) -> dict[str, str]:
+    """Return, for each output that depends on the order of equal values, the operator that orders them."""
+    return _sources(gm, output_names, (), lambda node: target_name(node) in _ORDERING)
+
+
+_ORDERING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("topk.default", "sort.default", "sort.stable", "argsort.default", "argsort.stable", "kthvalue.default"),
+        *("max.dim", "min.dim", "argmax.default", "argmin.default", "median.default", "median.dim", "mode.default"),
+    )
+)
+"""Operators whose indices depend on which of two equal values comes first; runtimes choose differently."""
+
+
+def _sources(
+    gm: GraphModule, output_names: Sequence[str], nodes: Collection[str], is_source: Callable[[Node], bool]
+) -> dict[str, str]:
+    """Return the first source that a value depends on, by name, for the values that have one."""
+    sources: dict[str, str] = {}
     for node in gm.graph.nodes:
-        before = next((draws[one.name] for one in node.all_input_nodes if one.name in draws), "")
-        if where := before or (describe(node) if _draws(node) else ""):
-            draws[node.name] = where
-    found = {name: draws.get(name) for name in nodes}
+        before = next((sources[one.name] for one in node.all_input_nodes if one.name in sources), "")
+        if where := before or (describe(node) if is_source(node) else ""):
+            sources[node.name] = where
+    results = {name: sources.get(name) for name in nodes}
     for name, node in zip(output_names, results_of(gm), strict=True):
-        found[name] = draws.get(node.name) if isinstance(node, Node) else None
-    return {name: where for name, where in found.items() if where is not None}
+        results[name] = sources.get(node.name) if isinstance(node, Node) else None
+    return {name: where for name, where in results.items() if where is not None}
 
 
 def _draws(node: Node) -> bool:

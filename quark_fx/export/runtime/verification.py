@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.checkpoint_verification import checkpoint_answers, is_checkpoint
 from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
-from quark_fx.export.runtime.rounding_noise import disturbed_outputs, random_draws
+from quark_fx.export.runtime.rounding_noise import disturbed_outputs, orderings, random_draws
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, device_of, parameter, results_of, static_size, target_name
 from quark_fx.graph.operators import argument
@@ -305,7 +305,7 @@ def verify(
     if result.first_wrong is not None:
         moved = _moved_by_rounding(qmodel, first, [name for name in names if name not in shown])
         nodes = () if per_node else _first_batch_by_node(qmodel, path, first, opened)
-        result = _judged(result, moved, nodes)
+        result = _judged(result, moved, nodes, orderings(qmodel.graph_module, qmodel.signature.output_names))
     if runtime == "onnxruntime" and result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
         result = replace(result, cause=cause)
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
@@ -354,10 +354,22 @@ def _first_batch_by_node(
     return compared.differences()
 
 
-def _judged(result: Verification, moved: Mapping[str, Difference], nodes: Sequence[Difference]) -> Verification:
+def _judged(
+    result: Verification,
+    moved: Mapping[str, Difference],
+    nodes: Sequence[Difference],
+    ordered: Collection[str] = (),
+) -> Verification:
     """Return a result with the first value that rounding does not explain.
 
     An output of rounding noise alone has no range to measure steps by: its step is how far noise moves it.
+
+    Args:
+        result: Differences of the outputs.
+        moved: How far rounding moves each output in torch.
+        nodes: Differences of quantized values and outputs, each computed from the same codes: at most a step, except
+            for outputs of `ordered`.
+        ordered: Names of outputs that depend on the order of equal values (`orderings`).
     """
 
     def with_own_step(difference: Difference) -> Difference:
@@ -378,7 +390,7 @@ def _judged(result: Verification, moved: Mapping[str, Difference], nodes: Sequen
         shipped=tuple(map(with_own_step, result.shipped)),
     )
     by_node = [with_own_step(d) for d in nodes if d.name not in result.draws]
-    wrong = next((d.name for d in by_node if not d.steps <= 1), "")
+    wrong = next((d.name for d in by_node if not (is_rounding(d) if d.name in ordered else d.steps <= 1)), "")
     return replace(result, wrong=wrong or next((d.name for d in result.comparable if not is_rounding(d)), ""))
 
 
