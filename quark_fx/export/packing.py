@@ -51,9 +51,9 @@ def group_size(weight: QuantizedTensor) -> int | None:
 
 def block_scales(weight: QuantizedTensor) -> Tensor | None:
     """Return a scale for each block of as many outputs as inputs; `None` if outputs of a block have different ones."""
-    size, scale = group_size(weight) or 1, weight.scale
+    size, scale = weight.layout.block, weight.scale
     blocks = scale[::size]
-    together = size > 1 and torch.equal(blocks.repeat_interleave(size, 0)[: len(scale)], scale)
+    together = size > 1 and torch.equal(blocks.repeat_interleave(size, 0)[: len(weight.codes)], scale)
     return blocks.contiguous() if together else None
 
 

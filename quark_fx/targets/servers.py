@@ -112,11 +112,11 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
                 f"experts of a checkpoint read float activations, without square blocks; set input=None and {_CHANNEL}"
             )
         otherwise = "exclude it, or use fp8_e4m3" if is_float else f"set {_CHANNEL} for it"
-        if why := undivided_groups(weight, linear, () if is_float else (128, 64, 32), otherwise):
-            return why
         sizes = () if linear is None else (linear.shape[linear.output_axis], linear.shape[linear.input_axis])
         if square and any(size % square for size in sizes):
             return f"its outputs or inputs are not a multiple of {square}; exclude it, or use granularity='channel'"
+        if why := undivided_groups(weight, linear, () if is_float else (128, 64, 32), otherwise):
+            return why
         if square and (read is None or read.group_size != square):
             return (
                 f"{server} multiplies square blocks by activations in groups; set input=TensorSpec(format='fp8_e4m3', "

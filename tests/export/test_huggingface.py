@@ -622,18 +622,18 @@ def test_small_floats_in_groups_are_read_back(form: str, tmp_path: Path) -> None
     assert (logits(packed).float() - logits(qmodel)).abs().max() < 0.02 * logits(qmodel).abs().max()
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["weights", "weights and activations"])
-def test_square_blocks_of_floats_are_read_back(dynamic: bool, tmp_path: Path) -> None:
-    """The last block of 80 outputs is not full."""
-    read = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, dynamic=True)
-    config = small_floats(read.replace(dynamic=False, group_rows=32)).replace(exclude=(*FLOAT_ENDS, "*.down_proj"))
+@pytest.mark.parametrize(("size", "dynamic"), [(32, False), (32, True), (64, True)])
+def test_square_blocks_of_floats_are_read_back(size: int, dynamic: bool, tmp_path: Path) -> None:
+    """The last block of 80 outputs is not full; a block of 64 has all inputs."""
+    read = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=size, dynamic=True)
+    config = small_floats(read.replace(dynamic=False, group_rows=size)).replace(exclude=(*FLOAT_ENDS, "*.down_proj"))
     qmodel = quantized(config.replace(input=read if dynamic else None), llama(intermediate_size=80))
     qfx.export.huggingface(qmodel, tmp_path)
     (scheme,) = quantization(tmp_path)["config_groups"].values()
-    assert scheme["weights"]["block_structure"] == [32, 32]
-    assert (scheme["input_activations"] or {}).get("group_size") == (32 if dynamic else None)
+    assert scheme["weights"]["block_structure"] == [size, size]
+    assert (scheme["input_activations"] or {}).get("group_size") == (size if dynamic else None)
     scale = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.up_proj.weight_scale"]
-    assert (scale.dtype, scale.shape) == (torch.float32, (3, 2))
+    assert (scale.dtype, scale.shape) == (torch.float32, (-(-80 // size), -(-64 // size)))
     found, ours = load(tmp_path), qmodel.eager()
     assert (logits(found) - logits(qmodel)).abs().max() < 0.02 * logits(qmodel).abs().max()
     values = transformers.CompressedTensorsConfig(dequantize=True)

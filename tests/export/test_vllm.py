@@ -154,6 +154,9 @@ def test_square_blocks_are_multiplied_by_activations_in_groups(target: str) -> N
         with pytest.raises(qfx.ConfigError, match="multiplies square blocks by activations in groups; set input="):
             qfx.quantize(model, QuantConfig(weight=SQUARE, input=read, target=target), x)  # type: ignore[arg-type]
     config = QuantConfig(weight=SQUARE, input=GROUPS, target=target)  # type: ignore[arg-type]
+    for inputs, outputs in ((64, 128), (200, 128), (128, 200)):
+        with pytest.raises(qfx.ConfigError, match="its outputs or inputs are not a multiple of 128"):
+            qfx.quantize(nn.Sequential(nn.Linear(inputs, outputs)).eval(), config, [torch.randn(4, inputs)])
     (row,) = qfx.quantize(model, config, x).report()
     assert row.weight == str(SQUARE)
 

@@ -402,9 +402,12 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     weights = _arguments(weight.format.bits, not integer, weight.is_symmetric, strategy, False)
     weights["group_size"] = size
     micro = size == 32 and are_exponents(weight.scale)
-    square = weight.format == FP8_E4M3 and dense and not micro and block_scales(weight) is not None
+    groups = activation.block_size if activation is not None and activation.block_size > 0 else None
+    # One scale per output and one per block of all inputs look alike; activations in groups are beside blocks.
+    blocks = (size or groups) and weight.format == FP8_E4M3 and dense and not micro
+    square = weight.layout.block if blocks and block_scales(weight) is not None else None
     if square:
-        weights |= {"strategy": "block", "group_size": None, "block_structure": [size, size]}
+        weights |= {"strategy": "block", "group_size": None, "block_structure": [square, square]}
     elif not integer and (size or weight.format.bits < 8):
         return _block_scheme(layer, weights)
     if not integer and weight.format != FP8_E4M3:
@@ -418,8 +421,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     bits = (weight.format.bits, fmt.bits) if fmt is not None and fmt.is_integer else ()
     if fmt is None or not (bits == (8, 8) if integer else fmt == FP8_E4M3):
         raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
-    groups = activation.block_size if activation.block_size > 0 else None
-    if groups != (size if square else None) or activation.scale_type != str(FLOAT32):
+    if groups != square or activation.scale_type != str(FLOAT32):
         raise ExportError(
             "activations in groups, or with scales of 8 bits; it holds float32 scales per tensor or token, and beside "
             "fp8_e4m3 in square blocks per group of as many channels"
