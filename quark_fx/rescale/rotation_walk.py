@@ -8,7 +8,7 @@ the value is rotated, or rotated back, at run time (`made`, `read`), so nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -291,7 +291,7 @@ def _divide(walk: RotationWalk, node: Node) -> None:
 
 _SUMS = ("aten.mean.dim", "aten.sum.dim_IntList")
 
-RULES: dict[str, Callable[[RotationWalk, Node], None]] = {
+RULES: Mapping[str, Callable[[RotationWalk, Node], None]] = {
     name: SCALE_RULES[name]
     for name in (
         *(name for name in MOVING if not name.startswith("aten.max_pool")),

@@ -33,7 +33,7 @@ def settle_quantizers(model: ir.Model, nodes: Sequence[ir.Node]) -> None:
             zeros = ir.Tensor(np.zeros(shape_of(scale).numpy(), dtype.numpy()), dtype=dtype)
             node.resize_inputs(3)
             node.replace_input_with(2, add_initializer(model, f"{node.name}_zero_{kind}", zeros))
-        if scale.shape.rank():
+        if shape_of(scale).rank():
             node.attributes["axis"] = ir.AttrInt64("axis", node.attributes.get_int("axis", 1))
     for node in nodes:
         for value in node.inputs:
