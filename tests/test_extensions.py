@@ -723,7 +723,7 @@ def test_a_stored_model_runs_without_the_code_of_its_target(tmp_path: Path, monk
         (
             Refusal,
             {"when": bool, "why": "no {other}"},
-            r"cannot be filled in: 'other'; write it as .* no {spec.format}",
+            r"cannot be filled in: 'other'; write it as .* {spec.format}",
         ),
         (OnnxFiles, {"formats": ()}, "formats of OnnxFiles is empty; name at least one"),
         (OnnxFiles, {"opsets": 21}, "opsets of OnnxFiles must be a tuple of an integer and an integer"),
