@@ -304,8 +304,8 @@ def eager(
     result = copy.deepcopy(source)
     if functions := bound_elsewhere(result, source):
         raise QuarkError(
-            f"{some_of(functions)} would go on calling the float model, whose modules or parameters it holds in "
-            "variables; bind it to its own module with types.MethodType, or call the quantized model itself"
+            f"{some_of(functions)} would go on calling the float model, because a function refers to its modules or "
+            "parameters; bind it to its own module with types.MethodType, or call the quantized model itself"
         )
     shared: dict[tuple[str, ...], nn.Parameter] = {}
     for path in found.identities:

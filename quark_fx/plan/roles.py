@@ -55,9 +55,9 @@ _SCALING = frozenset({"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "
 
 _ADDING = frozenset({"aten.add.Tensor"})
 
-_PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsort.stable"})
+PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsort.stable"})
 
-_CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
+CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
 """Operators that return values and their places."""
 
 
@@ -153,7 +153,7 @@ def values_chosen_from(graph: Graph) -> frozenset[Node]:
 def _chooses(node: Node) -> bool:
     """Tell whether a node finds which elements are the largest, not only how large they are."""
     name = target_name(node)
-    return name in _PLACES or (name in _CHOOSING and any(result.args[1] == 1 for result in node.users))
+    return name in PLACES or (name in CHOOSING and any(result.args[1] == 1 for result in node.users))
 
 
 def _is_head(node: Node) -> bool:

@@ -269,12 +269,15 @@ class Transfers:
         return room
 
     def settle(self, left: int = 0) -> None:
-        """Let go of values that are being copied to the host, but for so many: the device waits, the host does not."""
+        """Make the device wait until at most `left` copies to the host are unfinished, then free their sources.
+
+        The host does not wait.
+        """
         while len(self._leaving) > left:
             self.received(self._leaving.popleft())
 
     def to_device(self, room: Tensor) -> Arriving:
-        """Begin to copy a tensor of `to_host` back; `received` has to follow, also if it is no longer wanted.
+        """Begin to copy a tensor of `to_host` back; call `received` even if the tensor is no longer needed.
 
         The copy waits for earlier work of the device, and not for later work.
         """

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from quark_fx.checkpoints.files import is_float
 from quark_fx.graph.nodes import describe, results_of, target_name
 from quark_fx.graph.operators import named_argument
+from quark_fx.plan.roles import CHOOSING, PLACES
 
 _UNITS = 4
 """Half width of the noise in units of the last place: sums in another order differ by about as much."""
@@ -77,12 +78,11 @@ def orderings(gm: GraphModule, output_names: Sequence[str]) -> dict[str, str]:
     return _sources(gm, output_names, (), lambda node: target_name(node) in _ORDERING)
 
 
-_ORDERING = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("topk.default", "sort.default", "sort.stable", "argsort.default", "argsort.stable", "kthvalue.default"),
-        *("max.dim", "min.dim", "argmax.default", "argmin.default", "median.default", "median.dim", "mode.default"),
-    )
+_ORDERING = (
+    PLACES
+    | CHOOSING
+    | {"aten.argmin.default", "aten.min.dim", "aten.kthvalue.default", "aten.median.default", "aten.median.dim"}
+    | {"aten.mode.default"}
 )
 """Operators whose indices depend on which of two equal values comes first; runtimes choose differently."""
 

@@ -1,4 +1,4 @@
-"""ONNX lowering of writes and sums at positions."""
+"""ONNX lowering of `index_put`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ op: Any = opset21
 
 @lowers("aten.index_put.default")
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    """Write values at positions, or add them each time that a position occurs.
+    """Write values at indices, or add one for each occurrence of an index.
 
-    `ScatterND` does so along the first dimensions: those that are indexed move there, and back. Positions that a mask
-    chooses count as those of its dimensions.
+    `ScatterND` indexes the first dimensions, so the indexed ones are transposed to the front and back. A mask stands
+    for the indices of its nonzero elements.
     """
     chosen = [place for place, index in enumerate(indices) if index is not None]
     parts = [indices[place] for place in chosen]

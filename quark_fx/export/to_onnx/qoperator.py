@@ -181,7 +181,7 @@ class Result:
         codes: of the output.
         quantizer: the node that makes them.
         clamp: a `Relu` or `Clip` before it, `None` without.
-        bounds: of the clamp.
+        bounds: Smallest and largest value after the clamp.
     """
 
     codes: Codes

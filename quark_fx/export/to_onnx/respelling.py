@@ -11,6 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -117,16 +118,21 @@ _DEVIATIONS = frozenset(
 
 _DIVISIONS = frozenset(
     (
-        *("aten.floor_divide.default", "aten.floor_divide.Scalar", "aten.div.Tensor_mode", "aten.div.Scalar_mode"),
+        *("aten.div.Tensor_mode", "aten.div.Scalar_mode"),
         *("aten.remainder.Tensor", "aten.remainder.Scalar", "aten.remainder.Scalar_Tensor"),
         *("aten.fmod.Tensor", "aten.fmod.Scalar"),
     )
 )
-"""Operators that may have a number first, and that torch computes in float32 for operands of 16 bits."""
+"""Operators whose first operand may be a number, and which torch computes in float32 for operands of 16 bits."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 _ADAPTIVE_MAXIMA = frozenset(f"aten.adaptive_max_pool{rank}d.default" for rank in (1, 2, 3))
+
+
+def _cast(gm: GraphModule, value: Any, dtype: torch.dtype, node: Node) -> Node:
+    """Insert a cast of a value in place of a part of `node`."""
+    return call(gm, aten.to.dtype, value, dtype, like=node)
 
 
 def _refuse(reason: str) -> Rule:
@@ -173,13 +179,13 @@ def _zero_where_forbidden(gm: GraphModule, attended: Node, mask: Node, node: Nod
 def _attention_in_float32(gm: GraphModule, node: Node) -> Node:
     """Attend in float32, as torch's kernels do: products of queries and keys may be larger than float16 holds."""
     *values, mask = (argument(node, position) for position in range(4))
-    values = [call(gm, aten.to.dtype, value, torch.float32, like=node) for value in values]
+    values = [_cast(gm, value, torch.float32, node) for value in values]
     if mask is not None and value_of(gm, mask).is_floating_point():
-        mask = call(gm, aten.to.dtype, mask, torch.float32, like=node)
+        mask = _cast(gm, mask, torch.float32, node)
     attended = _attend(gm, node, values, mask)
     rule = _rule(gm, attended)
     made = attended if rule is None else rule(gm, attended)
-    return call(gm, aten.to.dtype, made, value_of(gm, node).dtype, like=node)
+    return _cast(gm, made, value_of(gm, node).dtype, node)
 
 
 def _attend(gm: GraphModule, node: Node, values: list[Node], mask: Node | None) -> Node:
@@ -282,12 +288,12 @@ def _transposed_convolution(gm: GraphModule, node: Node) -> Node:
 
 def _in_float32(gm: GraphModule, node: Node) -> Node | tuple[Node, ...]:
     dtype = value_of(gm, argument(node, 0)).dtype
-    wide = call(gm, aten.to.dtype, argument(node, 0), torch.float32, like=node)
+    wide = _cast(gm, argument(node, 0), torch.float32, node)
     made = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
     if "mean" not in target_name(node):
-        return call(gm, aten.to.dtype, made, dtype, like=node)
+        return _cast(gm, made, dtype, node)
     parts = (call(gm, operator.getitem, made, place, like=node) for place in (0, 1))
-    return tuple(call(gm, aten.to.dtype, part, dtype, like=node) for part in parts)
+    return tuple(_cast(gm, part, dtype, node) for part in parts)
 
 
 def _has_number_first(node: Node) -> bool:
@@ -295,40 +301,41 @@ def _has_number_first(node: Node) -> bool:
 
 
 def _division(gm: GraphModule, node: Node) -> Node:
-    """Make a number that comes first a tensor, and compute in float32 for operands of 16 bits, as torch does."""
-    dtype, operands, name = value_of(gm, node).dtype, [argument(node, 0), argument(node, 1)], target_name(node)
+    """Make a number that comes first a tensor, and compute in float32 for operands of 16 bits, as torch does.
+
+    torch rounds each operand to 16 bits first, except for a divisor that is a number.
+    """
+    dtype, name = value_of(gm, node).dtype, target_name(node)
+    divides = "div" in name
+    operands = [argument(node, 0), argument(node, 1)]
     for place, operand in enumerate(operands):
         if isinstance(operand, Node):
-            rounded = operand
-        elif place == 1 and "div" in name:
-            continue  # a divisor is not rounded to 16 bits, that of a remainder is
+            rounded = _cast(gm, operand, dtype, node) if dtype in _HALVES else operand
+        elif place == 1 and divides:
+            continue
         else:
             rounded = call(gm, aten.scalar_tensor.default, operand, like=node, dtype=dtype)
-        if dtype in _HALVES:
-            rounded = call(gm, aten.to.dtype, rounded, dtype, like=node)
-            rounded = call(gm, aten.to.dtype, rounded, torch.float32, like=node)
-        operands[place] = rounded
-    if "floor_divide" in name:
-        made = call(gm, aten.div.Tensor_mode, *operands, like=node, rounding_mode="floor")
-    elif "div" in name:
-        made = call(gm, node.target, *operands, like=node, **node.kwargs)
+        operands[place] = _cast(gm, rounded, torch.float32, node) if dtype in _HALVES else rounded
+    if divides:
+        mode = node.kwargs.get("rounding_mode", "floor")  # floor_divide has none
+        made = call(gm, aten.div.Tensor_mode, *operands, like=node, rounding_mode=mode)
     else:
         made = call(gm, aten.fmod.Tensor if "fmod" in name else aten.remainder.Tensor, *operands, like=node)
-    return call(gm, aten.to.dtype, made, dtype, like=node)
+    return _cast(gm, made, dtype, node)
 
 
 def _truth_as_number(gm: GraphModule, node: Node) -> Node:
     truth = call(gm, aten.ne.Scalar, argument(node, 0), 0, like=node)
     made = call(gm, node.target, truth, *node.args[1:], like=node, **node.kwargs)
-    return call(gm, aten.to.dtype, made, torch.uint8, like=node)
+    return _cast(gm, made, torch.uint8, node)
 
 
 def _rounded_pixels(gm: GraphModule, node: Node) -> Node:
     """Interpolate bytes in float32, and round as torch does: `Resize` of bytes in ONNX Runtime drops the fraction."""
-    wide = call(gm, aten.to.dtype, argument(node, 0), torch.float32, like=node)
+    wide = _cast(gm, argument(node, 0), torch.float32, node)
     made = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
     nearest = call(gm, aten.floor.default, call(gm, aten.add.Tensor, made, 0.5, like=node), like=node)
-    return call(gm, aten.to.dtype, nearest, torch.uint8, like=node)
+    return _cast(gm, nearest, torch.uint8, node)
 
 
 def _mean_of_all(gm: GraphModule, node: Node) -> Node:
@@ -337,7 +344,7 @@ def _mean_of_all(gm: GraphModule, node: Node) -> Node:
 
 
 def _joined(gm: GraphModule, node: Node) -> list[Node]:
-    """Return what a concatenation joins, without vectors of no values, which torch lets join values of any rank."""
+    """Return the operands of a concatenation without empty vectors, which torch accepts next to any rank."""
     parts = argument(node, 0)
     if value_of(gm, node).dim() == 1:
         return list(parts)
@@ -345,14 +352,14 @@ def _joined(gm: GraphModule, node: Node) -> list[Node]:
 
 
 def _without_empty_vectors(gm: GraphModule, node: Node) -> Node:
-    """Join the rest in the dtype of the result, which the empty vectors take part in."""
+    """Join the other operands in the dtype of the result: empty vectors count in its promotion."""
     dtype = value_of(gm, node).dtype
-    parts = [call(gm, aten.to.dtype, part, dtype, like=node) for part in _joined(gm, node)]
+    parts = [_cast(gm, part, dtype, node) for part in _joined(gm, node)]
     return call(gm, aten.cat.default, parts, argument(node, 1) or 0, like=node)
 
 
 def _quotient(gm: GraphModule, node: Node) -> Node:
-    """Write `divide` as `div`, which is the same and has a lowering for integers."""
+    """Replace `divide` by its synonym `div`, whose lowering supports integers."""
     return call(gm, aten.div.Tensor, *node.args, like=node)
 
 
@@ -369,7 +376,7 @@ def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
     dim = argument(node, 1)
     made = value_of(gm, node)
     if value_of(gm, value).dtype != made.dtype:
-        value = call(gm, aten.to.dtype, value, made.dtype, like=node)
+        value = _cast(gm, value, made.dtype, node)
     if not made.dim():
         return call(gm, aten.mul.Tensor, value, 1, like=node)
     dim, size = dim % made.dim(), static_size(made.shape[dim % made.dim()])
