@@ -409,7 +409,7 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: configured(d, text_config={"quantization_config": {"quant_method": "fp8"}}),
         "says in text_config.quantization_config that the checkpoint is quantized already",
     ),
-    "result": (lambda d: (d / "graph.json").write_text("{}"), "holds graph.json, as .*; read it with qfx.load"),
+    "result": (lambda d: (d / "graph.json").write_text("{}"), "holds graph.json, so .*; read it with qfx.load"),
     "versions": (lambda d: configured(d, configuration_files=["config.1.0.json"]), "leaves the configuration to"),
     "shape": (widen, "is not a checkpoint of LlamaForCausalLM|expects"),
     "tensor": (drop_tensor, "lacks "),
@@ -560,7 +560,7 @@ def recode(directory: Path, ending: str, dtype: torch.dtype) -> str:
 def test_codes_are_not_weights(model: str, ending: str, dtype: torch.dtype, tmp_path: Path) -> None:
     stored(model, tmp_path)
     recode(tmp_path, ending, dtype)
-    with pytest.raises(CheckpointError, match=rf"holds \S*{ending} in \S*, and .* computes with floats: .*; pass the"):
+    with pytest.raises(CheckpointError, match=rf"holds \S*{ending} in \S*, but .* computes with floats: .*; pass the"):
         qfx.open_checkpoint(tmp_path)
 
 
@@ -575,7 +575,7 @@ def test_masks_of_earlier_versions_are_no_codes(tmp_path: Path) -> None:
 def test_codes_are_not_the_weights_of_a_factory_s_model(tmp_path: Path) -> None:
     save_model(seeded(Patches()), str(tmp_path / "model.safetensors"))
     recode(tmp_path, "norm.running_var", torch.int8)
-    with pytest.raises(CheckpointError, match=r"holds norm.running_var in int8, and Patches computes with floats"):
+    with pytest.raises(CheckpointError, match=r"holds norm.running_var in int8, but Patches computes with floats"):
         qfx.open_checkpoint(tmp_path, Patches)
 
 

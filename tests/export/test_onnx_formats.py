@@ -751,7 +751,7 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
         (
             INT4_WEIGHT_ONLY,
             {"format": "matmul_nbits", "accuracy_level": True},
-            "accuracy_level of onnx must be a whole",
+            "accuracy_level of onnx must be an integer or None, not True",
         ),
         (INT8_STATIC, {"input_names": "x"}, "input_names is a list of names, not 'x'"),
         (INT8_STATIC, {"input_names": [""]}, r"input_names is a list of names, not \[''\]"),

@@ -51,7 +51,7 @@ def test_a_symmetric_scheme_and_options_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match="symmetry='asymmetric'"):
         Hqq().of_constant(rand(2, 8), Scheme(format=INT4))
     for options in ({"norm": 0.0}, {"norm": 1.5}, {"penalty": 0.0}, {"iterations": 0}):
-        with pytest.raises(ConfigError, match=f"{next(iter(options))} of Hqq must be a (whole )?number"):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} of Hqq must be an? (number|integer)"):
             Hqq(**options)
 
 

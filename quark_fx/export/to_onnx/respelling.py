@@ -11,7 +11,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,7 +18,17 @@ from torch.fx import GraphModule, Node
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.recurrent import KINDS, spell_out_layers
 from quark_fx.graph.linear import per_dimension
-from quark_fx.graph.nodes import call, describe, erase_dead, is_parameter, parameter, static_size, target_name, value_of
+from quark_fx.graph.nodes import (
+    call,
+    cast,
+    describe,
+    erase_dead,
+    is_parameter,
+    parameter,
+    static_size,
+    target_name,
+    value_of,
+)
 from quark_fx.graph.operators import argument
 from quark_fx.graph.pass_manager import copy_graph
 
@@ -59,11 +68,7 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return None
     name = target_name(node)
     if name == "aten.scaled_dot_product_attention.default":
-        if value_of(gm, argument(node, 0)).dtype in _HALVES:
-            return _attention_in_float32
-        if value_of(gm, argument(node, 0)).dim() != 4:
-            return _attention_of_rank_four
-        return _attention_to_nothing if _may_forbid_rows(gm, argument(node, 3)) else None
+        return _rule_of_attention(gm, node)
     if name in ("aten.avg_pool2d.default", "aten.avg_pool3d.default") and argument(node, 6) is not None:
         return _sum_over_divisor
     if name in _ANTIALIASED and argument(node, 2):
@@ -130,9 +135,12 @@ _HALVES = (torch.float16, torch.bfloat16)
 _ADAPTIVE_MAXIMA = frozenset(f"aten.adaptive_max_pool{rank}d.default" for rank in (1, 2, 3))
 
 
-def _cast(gm: GraphModule, value: Any, dtype: torch.dtype, node: Node) -> Node:
-    """Insert a cast of a value in place of a part of `node`."""
-    return call(gm, aten.to.dtype, value, dtype, like=node)
+def _rule_of_attention(gm: GraphModule, node: Node) -> Callable[[GraphModule, Node], Node] | None:
+    if value_of(gm, argument(node, 0)).dtype in _HALVES:
+        return _attention_in_float32
+    if value_of(gm, argument(node, 0)).dim() != 4:
+        return _attention_of_rank_four
+    return _attention_to_nothing if _may_forbid_rows(gm, argument(node, 3)) else None
 
 
 def _refuse(reason: str) -> Rule:
@@ -179,13 +187,13 @@ def _zero_where_forbidden(gm: GraphModule, attended: Node, mask: Node, node: Nod
 def _attention_in_float32(gm: GraphModule, node: Node) -> Node:
     """Attend in float32, as torch's kernels do: products of queries and keys may be larger than float16 holds."""
     *values, mask = (argument(node, position) for position in range(4))
-    values = [_cast(gm, value, torch.float32, node) for value in values]
+    values = [cast(gm, value, torch.float32, node) for value in values]
     if mask is not None and value_of(gm, mask).is_floating_point():
-        mask = _cast(gm, mask, torch.float32, node)
+        mask = cast(gm, mask, torch.float32, node)
     attended = _attend(gm, node, values, mask)
-    rule = _rule(gm, attended)
+    rule = _rule_of_attention(gm, attended)
     made = attended if rule is None else rule(gm, attended)
-    return _cast(gm, made, value_of(gm, node).dtype, node)
+    return cast(gm, made, value_of(gm, node).dtype, node)
 
 
 def _attend(gm: GraphModule, node: Node, values: list[Node], mask: Node | None) -> Node:
@@ -288,12 +296,12 @@ def _transposed_convolution(gm: GraphModule, node: Node) -> Node:
 
 def _in_float32(gm: GraphModule, node: Node) -> Node | tuple[Node, ...]:
     dtype = value_of(gm, argument(node, 0)).dtype
-    wide = _cast(gm, argument(node, 0), torch.float32, node)
+    wide = cast(gm, argument(node, 0), torch.float32, node)
     made = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
     if "mean" not in target_name(node):
-        return _cast(gm, made, dtype, node)
+        return cast(gm, made, dtype, node)
     parts = (call(gm, operator.getitem, made, place, like=node) for place in (0, 1))
-    return tuple(_cast(gm, part, dtype, node) for part in parts)
+    return tuple(cast(gm, part, dtype, node) for part in parts)
 
 
 def _has_number_first(node: Node) -> bool:
@@ -310,32 +318,32 @@ def _division(gm: GraphModule, node: Node) -> Node:
     operands = [argument(node, 0), argument(node, 1)]
     for place, operand in enumerate(operands):
         if isinstance(operand, Node):
-            rounded = _cast(gm, operand, dtype, node) if dtype in _HALVES else operand
+            rounded = cast(gm, operand, dtype, node) if dtype in _HALVES else operand
         elif place == 1 and divides:
             continue
         else:
             rounded = call(gm, aten.scalar_tensor.default, operand, like=node, dtype=dtype)
-        operands[place] = _cast(gm, rounded, torch.float32, node) if dtype in _HALVES else rounded
+        operands[place] = cast(gm, rounded, torch.float32, node) if dtype in _HALVES else rounded
     if divides:
         mode = node.kwargs.get("rounding_mode", "floor")  # floor_divide has none
         made = call(gm, aten.div.Tensor_mode, *operands, like=node, rounding_mode=mode)
     else:
         made = call(gm, aten.fmod.Tensor if "fmod" in name else aten.remainder.Tensor, *operands, like=node)
-    return _cast(gm, made, dtype, node)
+    return cast(gm, made, dtype, node)
 
 
 def _truth_as_number(gm: GraphModule, node: Node) -> Node:
     truth = call(gm, aten.ne.Scalar, argument(node, 0), 0, like=node)
     made = call(gm, node.target, truth, *node.args[1:], like=node, **node.kwargs)
-    return _cast(gm, made, torch.uint8, node)
+    return cast(gm, made, torch.uint8, node)
 
 
 def _rounded_pixels(gm: GraphModule, node: Node) -> Node:
     """Interpolate bytes in float32, and round as torch does: `Resize` of bytes in ONNX Runtime drops the fraction."""
-    wide = _cast(gm, argument(node, 0), torch.float32, node)
+    wide = cast(gm, argument(node, 0), torch.float32, node)
     made = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
     nearest = call(gm, aten.floor.default, call(gm, aten.add.Tensor, made, 0.5, like=node), like=node)
-    return _cast(gm, nearest, torch.uint8, node)
+    return cast(gm, nearest, torch.uint8, node)
 
 
 def _mean_of_all(gm: GraphModule, node: Node) -> Node:
@@ -354,7 +362,7 @@ def _joined(gm: GraphModule, node: Node) -> list[Node]:
 def _without_empty_vectors(gm: GraphModule, node: Node) -> Node:
     """Join the other operands in the dtype of the result: empty vectors count in its promotion."""
     dtype = value_of(gm, node).dtype
-    parts = [_cast(gm, part, dtype, node) for part in _joined(gm, node)]
+    parts = [cast(gm, part, dtype, node) for part in _joined(gm, node)]
     return call(gm, aten.cat.default, parts, argument(node, 1) or 0, like=node)
 
 
@@ -376,7 +384,7 @@ def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
     dim = argument(node, 1)
     made = value_of(gm, node)
     if value_of(gm, value).dtype != made.dtype:
-        value = _cast(gm, value, made.dtype, node)
+        value = cast(gm, value, made.dtype, node)
     if not made.dim():
         return call(gm, aten.mul.Tensor, value, 1, like=node)
     dim, size = dim % made.dim(), static_size(made.shape[dim % made.dim()])
