@@ -39,7 +39,6 @@ from quark_fx.graph.pass_manager import (
     takes_context,
 )
 from quark_fx.graph.provenance import digest
-from quark_fx.graph.signature import split_batch
 from quark_fx.model.eager import is_eager
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.passes import calibrate, convert, insert_observers
@@ -319,7 +318,7 @@ class Session:
         """Return the flat inputs of the first batch; `None` without batches."""
         if self.shares:
             return tuple(self.data.inputs(0)) if self.data.batches else None
-        return None if self._first is None else tuple(flatten(self.captured, self._first))
+        return None if self._first is None else tuple(self.captured.signature.leaves_of(self._first))
 
     def shared(self) -> list[Tensor]:
         """Return the tensors of the captured model, and of the rewritten graphs that runs share."""
@@ -458,7 +457,7 @@ def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "cal
     rows = _rows_selected(captured.module)
     for index, batch in enumerate(batches):
         try:
-            leaves = flatten(captured, batch)
+            leaves = captured.signature.leaves_of(batch)
         except QuarkError as error:
             several = (
                 "; a tuple is read as several batches: one batch of several inputs is [(x, y)]"
@@ -509,17 +508,11 @@ _SAME_VALUES = {
 """Operators whose result holds the same values as their first argument."""
 
 
-def flatten(captured: Captured, batch: Any) -> list[Any]:
-    """Return the flat inputs of a batch."""
-    return captured.signature.flatten(*split_batch(batch))
-
-
 __all__ = [
     "Session",
     "divided",
     "divisible",
     "flat_batches",
-    "flatten",
     "peek",
     "reads_data_often",
     "require_of_session",

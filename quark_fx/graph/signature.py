@@ -68,6 +68,10 @@ class Signature:
         args, kwargs = pytree.tree_unflatten([0] * self.in_spec.num_leaves, self.in_spec)
         return pytree.tree_structure(((*args, *(kwargs[name] for name in names)), {}))
 
+    def leaves_of(self, batch: Any) -> list[Any]:
+        """Return the flat inputs of a batch; errors are those of `flatten`."""
+        return self.flatten(*split_batch(batch))
+
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the flat inputs of a call, however its arguments were spelled.
 

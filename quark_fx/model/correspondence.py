@@ -27,7 +27,7 @@ from quark_fx.model.module_slices import ModuleCall, ModuleSlice, calls_around, 
 from quark_fx.model.parts import Part, whole_of
 from quark_fx.model.rounded_attention import RoundedAttention, place_attentions
 from quark_fx.model.rounded_modules import RoundedModules, place_rounding
-from quark_fx.model.stored_weights import StoredWeight, storable, with_stored_weights
+from quark_fx.model.stored_weights import ComputedParameter, storable, with_stored_weights
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Correspondence:
     borrowed: set[str] = field(default_factory=set)
     computed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parts: set[str] = field(default_factory=set)
-    stored: dict[str, StoredWeight] = field(default_factory=dict)
+    stored: dict[str, ComputedParameter] = field(default_factory=dict)
     maps: list[tuple[str, Linear, AbsorbedMap]] = field(default_factory=list)
 
 

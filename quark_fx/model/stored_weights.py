@@ -24,7 +24,7 @@ from quark_fx.model.parts import Part, whole_of
 
 
 @dataclass(frozen=True)
-class StoredWeight:
+class ComputedParameter:
     """A computed parameter that a module can store.
 
     Attributes:
@@ -36,7 +36,7 @@ class StoredWeight:
     like: Tensor
 
 
-def storable(model: nn.Module, view: FloatView) -> dict[str, StoredWeight]:
+def storable(model: nn.Module, view: FloatView) -> dict[str, ComputedParameter]:
     """Find the computed weights and biases that modules read as their parameters; rename their constants in `view`.
 
     A module keeps its parametrization if other operators read the sources or the computed value.
@@ -55,7 +55,7 @@ def storable(model: nn.Module, view: FloatView) -> dict[str, StoredWeight]:
             unstorable.update(_sources(node))
         else:
             by_module.setdefault(place[0], {}).setdefault(place[1], []).append(node)
-    stored: dict[str, StoredWeight] = {}
+    stored: dict[str, ComputedParameter] = {}
     for path, nodes in by_module.items():
         module = modules[path]
         tensors = {
@@ -68,7 +68,7 @@ def storable(model: nn.Module, view: FloatView) -> dict[str, StoredWeight]:
         for leaf, constant in constants.items() if len(constants) == len(nodes) else ():
             name = _joined(path, leaf)
             like = torch.empty(constant.tensor.shape, dtype=constant.dtype, device="meta")
-            stored[name] = StoredWeight(sources[leaf], like)
+            stored[name] = ComputedParameter(sources[leaf], like)
             for node in nodes[leaf]:
                 view.constants[node] = constant
                 _drop_transpositions(view, node)
@@ -120,7 +120,7 @@ def _as_read(constant: Constant, node: Node) -> Constant | None:
     return whole_of(tuple(value.shape), [Part(constant, (shape, whole.stride(), 0))])
 
 
-def with_stored_weights(model: nn.Module, stored: Mapping[str, StoredWeight]) -> nn.Module:
+def with_stored_weights(model: nn.Module, stored: Mapping[str, ComputedParameter]) -> nn.Module:
     """Return a copy of a model, with the same tensors, whose modules have parameters for the stored weights.
 
     The parameters are on the meta device. Without stored weights the model itself is returned.
@@ -187,7 +187,7 @@ def _sources(node: Node) -> tuple[str, ...]:
     return folded.tensors if folded is not None else (str(node.meta.get("parameter", "")),)
 
 
-def _store(module: nn.Module, path: str, stored: Mapping[str, StoredWeight]) -> None:
+def _store(module: nn.Module, path: str, stored: Mapping[str, ComputedParameter]) -> None:
     leaves = computed_leaves(module)
     if parametrize.is_parametrized(module):
         module.__class__ = parametrize.type_before_parametrizations(module)
@@ -202,4 +202,4 @@ def _store(module: nn.Module, path: str, stored: Mapping[str, StoredWeight]) -> 
         module.register_parameter(leaf, nn.Parameter(weight.like))
 
 
-__all__ = ["StoredWeight", "computed_leaves", "drop_hooks", "storable", "with_stored_weights"]
+__all__ = ["ComputedParameter", "computed_leaves", "drop_hooks", "storable", "with_stored_weights"]

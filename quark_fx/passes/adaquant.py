@@ -10,11 +10,11 @@ from torch import Tensor
 from quark_fx.numbers.grid import Grid
 from quark_fx.solvers.gradient_solver import GradientSolver
 from quark_fx.solvers.solver import solver
-from quark_fx.solvers.trainable import Codes
+from quark_fx.solvers.trainable import LearnedWeight
 from quark_fx.system.options import NonNegativeFloat, NonNegativeInt
 
 
-class StraightThrough(Codes):
+class StraightThrough(LearnedWeight):
     """A weight that is rounded in every step, with the gradient of one that is not, and the ratios of its scales.
 
     Args:

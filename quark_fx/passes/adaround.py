@@ -11,7 +11,7 @@ from torch import Tensor
 from quark_fx.numbers.grid import Grid
 from quark_fx.solvers.gradient_solver import GradientSolver
 from quark_fx.solvers.solver import solver
-from quark_fx.solvers.trainable import Codes
+from quark_fx.solvers.trainable import LearnedWeight
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt
 
 _ZETA, _GAMMA = 1.1, -0.1
@@ -21,7 +21,7 @@ _STEEPEST, _FLATTEST = 20.0, 2.0
 """Exponent of the penalty at its beginning and at its end."""
 
 
-class SoftRounding(Codes):
+class SoftRounding(LearnedWeight):
     """A weight between the code it starts at and the next one on the side where the weight lies that it is to be near.
 
     The weight is `floor + h(v) * gap`, with `gap` the distance of the two codes (1, but for floats) and `h` a stretched

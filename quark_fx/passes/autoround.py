@@ -13,14 +13,14 @@ from quark_fx.numbers.grid import Grid
 from quark_fx.solvers.gradient_solver import GradientSolver
 from quark_fx.solvers.solver import solver
 from quark_fx.solvers.starts import Start
-from quark_fx.solvers.trainable import Codes
+from quark_fx.solvers.trainable import LearnedWeight
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _FROM_FEEDBACK = 0.3
 """The number of steps times the first, in codes: those at the end of their bin may change, most stay."""
 
 
-class SignRounding(Codes):
+class SignRounding(LearnedWeight):
     """A rounded weight, an offset of up to half a code before rounding, and a share of each scale that stays."""
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AutoRound) -> None:

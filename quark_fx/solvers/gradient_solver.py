@@ -25,7 +25,7 @@ from quark_fx.plan.placement import Quantized
 from quark_fx.solvers.proposals import naming_failures
 from quark_fx.solvers.reconstruction import Reconstruction
 from quark_fx.solvers.schedule import Schedule
-from quark_fx.solvers.trainable import Codes
+from quark_fx.solvers.trainable import LearnedWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class GradientSolver(Schedule, ABC):
     """
 
     @abstractmethod
-    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> Codes:
+    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> LearnedWeight:
         """Return codes that can be learned.
 
         Args:

@@ -15,7 +15,7 @@ from quark_fx.engine.context import Context
 from quark_fx.engine.room import with_room
 from quark_fx.solvers.minibatches import MiniBatches, Piece
 from quark_fx.solvers.schedule import Schedule
-from quark_fx.solvers.trainable import Codes, Trainable
+from quark_fx.solvers.trainable import LearnedWeight, Trainable
 from quark_fx.system import accelerator
 
 
@@ -29,7 +29,7 @@ class Learned:
         scales: of activations, by name.
     """
 
-    codes: Sequence[Codes]
+    codes: Sequence[LearnedWeight]
     biases: Sequence[Tensor | None]
     scales: dict[str, Tensor]
 

@@ -26,7 +26,7 @@ from quark_fx.numbers.grid import Grid
 from quark_fx.solvers.gradient_steps import Learned, Steps
 from quark_fx.solvers.schedule import Schedule
 from quark_fx.solvers.starts import Start, descend, feed_back
-from quark_fx.solvers.trainable import Codes, Trainable, trainable_block
+from quark_fx.solvers.trainable import LearnedWeight, Trainable, trainable_block
 
 _EVALUATIONS = 20
 """Looks at the validation batches during the steps of one block."""
@@ -34,7 +34,7 @@ _EVALUATIONS = 20
 _SMALLEST_SHARE = 0.1
 """A learned activation scale stays above this share of the calibrated one."""
 
-Begin = Callable[[Grid, Tensor, Tensor], Codes]
+Begin = Callable[[Grid, Tensor, Tensor], LearnedWeight]
 """From a grid, the weight that codes are to be nearest to and the codes to start from, to codes that can be learned."""
 
 

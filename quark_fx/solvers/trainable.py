@@ -19,7 +19,7 @@ from quark_fx.graph.straight_through import quantize_of
 from quark_fx.numbers import ops
 
 
-class Codes(ABC):
+class LearnedWeight(ABC):
     """A weight on its way to codes.
 
     Attributes:
@@ -159,4 +159,4 @@ def fake_quantize(
     return torch.where(chance < drop, x, y)
 
 
-__all__ = ["Codes", "Trainable", "fake_quantize", "trainable_block"]
+__all__ = ["LearnedWeight", "Trainable", "fake_quantize", "trainable_block"]

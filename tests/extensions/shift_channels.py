@@ -11,11 +11,11 @@ from quark_fx.numbers.grid import Grid
 from quark_fx.solvers.gradient_solver import GradientSolver
 from quark_fx.solvers.solver import solver
 from quark_fx.solvers.starts import Start
-from quark_fx.solvers.trainable import Codes
+from quark_fx.solvers.trainable import LearnedWeight
 from quark_fx.system.options import NonNegativeFloat, NonNegativeInt
 
 
-class Shifted(Codes):
+class Shifted(LearnedWeight):
     """A weight that is rounded after an offset per channel, with the gradient of one that is not rounded."""
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor) -> None:

@@ -267,7 +267,7 @@ def verify(
     count = 0
     first: list[Any] = []
     for batch in as_called(batches):
-        leaves = qmodel.signature.flatten(*split_batch(batch))
+        leaves = qmodel.signature.leaves_of(batch)
         first = first or leaves
         feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         _require_values(feed, count)
@@ -449,7 +449,7 @@ def _verify_saved(qmodel: QuantizedModel, path: Path, batches: Iterable[Any]) ->
     by_node = _Comparison(dict.fromkeys(_quantizers(qmodel), 1.0))
     count = 0
     for batch in batches:
-        leaves = qmodel.signature.flatten(*split_batch(batch))
+        leaves = qmodel.signature.leaves_of(batch)
         _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], count)
         own, outputs = _values(gm, leaves)
         try:

@@ -93,7 +93,7 @@ def _no_form(model: ir.Model, node: ir.Node) -> None:
 
 
 @dataclass(frozen=True)
-class Codes:
+class QuantizedValue:
     """A quantized value: what `DequantizeLinear` reads, or `QuantizeLinear` makes.
 
     Attributes:
@@ -119,7 +119,7 @@ class Codes:
         array = array_of(self.scale)
         return None if array is None else array.astype(np.float64)
 
-    def same_grid(self, other: Codes) -> bool:
+    def same_grid(self, other: QuantizedValue) -> bool:
         """Tell whether the codes of both stand for the same values."""
         if self.dtype != other.dtype or self.axis is not None or other.axis is not None:
             return False
@@ -127,7 +127,7 @@ class Codes:
         return all(a is not None and b is not None and np.array_equal(a, b) for a, b in pairs)
 
 
-def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> Codes:
+def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> QuantizedValue:
     """Return the parameters of a `QuantizeLinear` or `DequantizeLinear` with the codes it makes or reads."""
     scale = node.inputs[1]
     zero_point = node.inputs[2] if len(node.inputs) > 2 else None
@@ -142,10 +142,10 @@ def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> Codes:
         # One for each weight: session.x64quantprecision fails on a shared one.
         zero_point = add_array(model, f"{values.name}_zero_point", zeros)
     axis = node.attributes.get_int("axis", 1) if scale.shape.rank() else None
-    return Codes(values, scale, zero_point, dtype, axis)
+    return QuantizedValue(values, scale, zero_point, dtype, axis)
 
 
-def _operand(model: ir.Model, value: ir.Value | None, *, per_tensor: bool = True) -> Codes:
+def _operand(model: ir.Model, value: ir.Value | None, *, per_tensor: bool = True) -> QuantizedValue:
     node = made_by(value, "DequantizeLinear")
     turned = made_by(value, "Transpose") if not per_tensor else None
     if node is None and turned is not None:
@@ -161,7 +161,7 @@ def _operand(model: ir.Model, value: ir.Value | None, *, per_tensor: bool = True
     return codes
 
 
-def _turned(codes: Codes, transpose: ir.Node) -> Codes:
+def _turned(codes: QuantizedValue, transpose: ir.Node) -> QuantizedValue:
     """Transpose codes instead of the matrix they stand for: a weight that is read both ways is stored once."""
     if array_of(codes.values) is None or codes.values.shape is None or codes.values.shape.rank() != 2:
         raise DeclinedError("its weight is transposed, and is no constant matrix")
@@ -184,7 +184,7 @@ class Result:
         bounds: Smallest and largest value after the clamp.
     """
 
-    codes: Codes
+    codes: QuantizedValue
     quantizer: ir.Node
     clamp: ir.Node | None
     bounds: tuple[float, float]
@@ -232,7 +232,7 @@ def _finish(model: ir.Model, result: Result, new: ir.Node) -> None:
     put_node(result.quantizer, new)
 
 
-def _code_of(bound: float, codes: Codes) -> int:
+def _code_of(bound: float, codes: QuantizedValue) -> int:
     """Return the code of a real number, as `QuantizeLinear` computes it."""
     scale, zero_point = array_of(codes.scale), array_of(codes.zero_point)
     if scale is None or zero_point is None:
@@ -276,13 +276,13 @@ def _conv(model: ir.Model, node: ir.Node) -> None:
     _finish(model, result, _node("", "QLinearConv", node, inputs, _attributes(node)))
 
 
-def _require(holds: bool, *operands: Codes) -> None:
+def _require(holds: bool, *operands: QuantizedValue) -> None:
     if not holds:
         names = " and ".join(operand.dtype.name.lower() for operand in operands)
         raise DeclinedError(f"there is no integer kernel for {names} with this output")
 
 
-def _integer_bias(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> ir.Value | None:
+def _integer_bias(model: ir.Model, node: ir.Node, x: QuantizedValue, w: QuantizedValue) -> ir.Value | None:
     """Return the bias in int32 at the scale of the product; one at another scale only if that changes no value."""
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is None:
@@ -304,7 +304,7 @@ def _integer_bias(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> ir.Valu
     return add_array(model, f"{node.name}_bias_int32", ideal.astype(np.int32))
 
 
-def _conv_integer(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> None:
+def _conv_integer(model: ir.Model, node: ir.Node, x: QuantizedValue, w: QuantizedValue) -> None:
     """`ConvInteger`, which takes one zero point for the weight, and the scales and the bias after it."""
     zero_point = array_of(w.zero_point)
     if zero_point is None or (zero_point != zero_point.reshape(-1)[:1]).any():
@@ -350,7 +350,7 @@ def _matmul(model: ir.Model, node: ir.Node) -> None:
     _finish(model, result, _node("", "QLinearMatMul", node, inputs))
 
 
-def _columns(matrix: Codes) -> int | None:
+def _columns(matrix: QuantizedValue) -> int | None:
     """Return the size of the last dimension, where it is known."""
     size = matrix.values.shape[-1] if matrix.values.shape is not None else None
     return size if isinstance(size, int) else None
