@@ -1,1 +1,1 @@
-"""The captured graph: questions and edits, the operator table, signatures, passes and their contracts."""
+"""The captured graph: queries and edits, the operator table, signatures, passes, and their contracts."""

@@ -1,14 +1,15 @@
-"""How a model's own code agrees with a graph in which a pass folded affine maps into operators.
+"""Notes that keep a model's own code in agreement with a graph in which a pass folded affine maps into operators.
 
 `eager()` and checkpoints keep the code that multiplies and adds. Each folded map leaves one of these notes:
 
-- The map is all that the only call of a module computes: the module is left out, as a batch norm is.
-- Its constants are parameters: these are to be 1 or 0, so that the code changes nothing.
-- Otherwise the operator's module takes the map back (`node.meta["absorbed_maps"]`), and the code outside of it applies
-  it again, with the tensors that it was folded with. A map that no module takes back has the same note: a module that
-  the code of the map is part of computes a piece of the graph.
+- If the map is everything that the only call of a module computes, the module is left out, such as a batch norm.
+- If its constants are parameters, they are set to 1 or 0, so that the code changes nothing.
+- Otherwise the operator's module undoes the map (`node.meta["absorbed_maps"]`), and the code outside of the module
+  applies it again with the tensors it was folded with. A map that no module undoes has the same note: a module whose
+  code includes the map is replaced by a piece of the graph.
 
-`gm.meta["code_reads"]` has those tensors: by name, the number that all their elements are to be, or `None` for as is.
+`gm.meta["code_reads"]` maps the names of those tensors to the value that all elements are set to, or to `None` if the
+tensor stays as it is.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from quark_fx.graph.provenance import CODE_READS, MAPS, PASSED
 
 @dataclass(frozen=True)
 class AbsorbedMap:
-    """A map of one factor and one offset per channel that an operator computes as well.
+    """A map of one factor and one offset per channel that an operator also computes.
 
     Attributes:
-        before: Whether values pass it before the operator.
-        factor: Factor of each channel, none of them zero; empty if no module takes the map back.
-        offset: Offset of each channel; empty with `factor`.
-        calls: Number of module calls around the operator, outermost first, whose code computes the map as well.
+        before: Whether the map comes before the operator.
+        factor: Factor of each channel, all nonzero; empty if no module undoes the map.
+        offset: Offset of each channel; empty if `factor` is.
+        calls: Number of module calls around the operator, outermost first, whose code also computes the map.
     """
 
     before: bool
@@ -47,11 +48,11 @@ class AbsorbedMap:
 
 
 class AbsorbedMaps:
-    """Notes what becomes of folded maps in the modules of a graph.
+    """Record the effect of folded maps on the modules of a graph.
 
     Args:
-        gm: Graph before anything is folded.
-        constants: Its computed constants.
+        gm: Graph before any map is folded.
+        constants: Computed constants of the graph.
     """
 
     def __init__(self, gm: GraphModule, constants: Collection[Node]) -> None:
@@ -64,7 +65,7 @@ class AbsorbedMaps:
                 self.keys.setdefault(path, set()).add(key)
 
     def note(self, node: Node, steps: Sequence[Step], factor: Tensor, offset: Tensor, *, before: bool) -> None:
-        """Note that an operator computes a chain of maps as well, which the graph still holds."""
+        """Note that an operator also computes a chain of maps that is still in the graph."""
         chain = {entry for step in steps for entry in (step.node, step.result)}
         neutral: dict[str, float] = {}
         passed: list[Step] = []
@@ -88,7 +89,7 @@ class AbsorbedMaps:
         self._pass(steps, dict.fromkeys(self._tensors(steps)))
 
     def cancel_transpositions(self) -> None:
-        """Drop pairs of transpositions that nothing lies between any more; the model's code still has them."""
+        """Drop pairs of adjacent transpositions that cancel; the model's code still has them."""
         for node in list(self.gm.graph.nodes):
             first = node.args[0] if permutation(node) is not None else None
             before, after = (permutation(n) if isinstance(n, Node) else None for n in (first, node))
@@ -103,7 +104,7 @@ class AbsorbedMaps:
         self.gm.meta[CODE_READS] = {**self.gm.meta.get(CODE_READS, {}), **tensors}
 
     def _tensors(self, steps: Sequence[Step]) -> Iterator[str]:
-        """Yield the names of the model's tensors that the constants of maps are computed from."""
+        """Yield the names of the model's tensors from which the constants of maps are computed."""
         pending = [entry for step in steps for entry in step.node.all_input_nodes if entry is not step.value]
         while pending:
             entry = pending.pop()
@@ -114,7 +115,7 @@ class AbsorbedMaps:
                 yield entry.meta.get("parameter", str(entry.target))
 
     def _is_left_out(self, node: Node, chain: set[Node]) -> bool:
-        """Tell whether the one call of the module that made a node computes a chain, and the rest from its result."""
+        """Tell whether a node's module has one call, which only computes a chain and uses its result."""
         found = module_calls(node)
         if not found:
             return False
@@ -123,7 +124,7 @@ class AbsorbedMaps:
         return len(self.keys[path]) == 1 and all(chain.union(rest).issuperset(n.all_input_nodes) for n in rest)
 
     def _neutral(self, step: Step) -> dict[str, float] | None:
-        """Return values of the parameters with which a call changes nothing; `None` if no parameters do."""
+        """Return parameter values with which a call returns its input; `None` if there are none."""
         operands = [entry for entry in step.node.args if isinstance(entry, Node) and entry is not step.value]
         names = [self._own_parameter(entry) for entry in operands]
         known = [name for name in names if name is not None]
@@ -139,7 +140,7 @@ class AbsorbedMaps:
         return None
 
     def _own_parameter(self, operand: Node) -> str | None:
-        """Return the name of the parameter that is moved to an operand and to nothing else."""
+        """Return the name of the parameter that data movement turns into an operand, if nothing else uses it."""
         node = operand
         while len(node.users) == 1 and not is_parameter(node) and target_name(node) in MOVING and node.all_input_nodes:
             node = node.all_input_nodes[0]

@@ -1,7 +1,7 @@
 """Affine maps by constants, with one factor and one offset per channel, in every spelling.
 
 `x * g + b`, `(x - mean) / std`, `torch.addcmul(b, x, g)`, a batch norm in eval mode, and chains of them compute the
-same thing. `affine_step` reads one operator as such a map, whatever computes its constants from parameters.
+same function. `affine_step` reads one operator as such a map; its constants can be computed from parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Step:
     Attributes:
         node: Call.
         value: Operand that is multiplied.
-        result: Node that holds the result: the call, or what selects it from several results.
+        result: Node that holds the result: the call, or the node that selects it from several results.
         factor: Factor, float64 on the host, shape `(channels,)` or `(1,)`.
         offset: Offset, of the same type and one of these shapes.
         per_channel: Whether a constant has an element for each channel.
@@ -58,7 +58,7 @@ _OPERATORS = {
     "aten.lerp.Scalar": (0, 1),
     "aten.lerp.Tensor": (0, 1, 2),
 }
-"""The operands in which an operator is affine, each while the other operands are constants."""
+"""Operands in which an operator is affine if the other operands are constants."""
 
 _NORMS = {"aten.batch_norm.default": 7, "aten.instance_norm.default": 7}
 """Norms with stored statistics, and the position of epsilon; their channels are dimension 1."""
@@ -78,7 +78,7 @@ _RESHAPES = frozenset(
 
 
 def affine_step(gm: GraphModule, node: Node, channels: int, constants: Collection[Node]) -> Step | None:
-    """Return a call as an affine map by constants that vary along one dimension only; `None` if it is none.
+    """Return a call as an affine map by constants that vary along one dimension only, or `None`.
 
     Args:
         gm: Graph.
@@ -136,7 +136,7 @@ def _norm(gm: GraphModule, node: Node, constants: Collection[Node]) -> Step | No
     weight, bias = (None if entry is None else constant_value(gm, entry, wide=True) for entry in given[:2])
     mean, variance = (constant_value(gm, entry, wide=True) for entry in given[2:])
     _require_usable(node, dict(zip(given, (weight, bias, mean, variance), strict=True)), given[3], epsilon)
-    # In half precision the sum of a small variance and epsilon, or its root, is off by per cents.
+    # In half precision, the sum of a small variance and epsilon, or its root, is off by percents.
     factor = torch.rsqrt(_wide(variance) + epsilon)
     gamma = torch.ones_like(factor) if weight is None else _wide(weight)
     beta = torch.zeros_like(factor) if bias is None else _wide(bias)
@@ -145,7 +145,7 @@ def _norm(gm: GraphModule, node: Node, constants: Collection[Node]) -> Step | No
 
 
 def _require_usable(node: Node, constants: dict[Any, Tensor | None], variance: Node, epsilon: float) -> None:
-    """Raise `CalibrationError` for a constant that is not finite, or a variance that no data has."""
+    """Raise `CalibrationError` for a constant that is not finite, or a variance that is not positive with epsilon."""
     for source, constant in constants.items():
         if constant is not None and not is_finite(constant):
             raise CalibrationError(
@@ -198,12 +198,12 @@ def _equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
 
 def carried_dim(gm: GraphModule, node: Node, dim: int) -> int | None:
-    """Return which dimension of a data movement's result is dimension `dim` of its input; `None` if none is.
+    """Return the dimension of a data movement's result that holds dimension `dim` of its input, or `None`.
 
     Args:
         gm: Graph.
         node: Any node.
-        dim: Dimension of its first input, counted from 0.
+        dim: Dimension of the node's first input, counted from 0.
     """
     order = permutation(node) if node.op == "call_function" else None
     if order is not None:
@@ -217,7 +217,7 @@ def carried_dim(gm: GraphModule, node: Node, dim: int) -> int | None:
 
 
 def _before_expansions(node: Node) -> Node:
-    """Return what is expanded; operands broadcast to the same values without it."""
+    """Return the operand before it is expanded; it broadcasts to the same values."""
     while target_name(node) in _EXPANSIONS:
         node = node.all_input_nodes[0]
     return node

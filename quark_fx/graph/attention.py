@@ -1,6 +1,7 @@
-"""Attention in a graph: which values its keys and values are, as a KV cache holds them.
+"""Attention in a graph, and its keys and values in the form that a KV cache holds.
 
-Found by what is computed: the fused operator, or a softmax of a product of two activations that multiplies a third.
+Attention is recognized by its computation: the fused operator, or a softmax of a product of two activations, multiplied
+by a third.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from quark_fx.graph.operators import argument, permutation
 
 @dataclass(frozen=True)
 class Cached:
-    """Keys or values, as a cache holds them: before their heads are repeated for groups of queries.
+    """Keys or values in the form that a cache holds: before heads are repeated for groups of queries.
 
     Attributes:
-        value: the node that makes them.
-        reader: what of the attention reads it: the product itself, or the first step of the data movement before it.
-        product: what multiplies by them.
-        position: of the argument of `product` that they become.
-        tokens: dimension of `value` that counts tokens, from 0.
-        channels: dimension of `value` that a head's channels lie along.
-        across: dimension of that argument that they lie along, counted from the last (-1).
+        value: Node that computes them.
+        reader: Consumer of `value` in the attention: the product itself, or the first data movement before it.
+        product: Operator that multiplies by them.
+        position: Position of their argument in `product`.
+        tokens: Dimension of `value` that counts tokens, from 0.
+        channels: Dimension of `value` that holds the channels of a head.
+        across: Dimension of the argument of `product` that holds those channels, counted from the last (-1).
     """
 
     value: Node
@@ -44,11 +45,11 @@ class Attention:
     """One attention of a graph.
 
     Attributes:
-        node: the fused operator, or the softmax.
-        scores: what multiplies queries by keys: the same fused operator, or a product.
-        query: position of the queries among its arguments.
-        keys: what a cache holds of it, or why nothing.
-        values: likewise.
+        node: The fused operator, or the softmax.
+        scores: Operator that multiplies queries by keys: the same fused operator, or a product.
+        query: Position of the queries in the arguments of `scores`.
+        keys: Keys in the form that a cache holds, or the reason why a cache cannot hold them.
+        values: Values, in the same form.
     """
 
     node: Node
@@ -65,19 +66,19 @@ class Attention:
 
     @property
     def reason(self) -> str:
-        """Why a cache cannot hold its keys and values; empty if it can."""
+        """Reason why a cache cannot hold the keys and values; empty if it can."""
         return next((found for found in (self.keys, self.values) if isinstance(found, str)), "")
 
 
 FUSED = "aten.scaled_dot_product_attention.default"
-"""The fused operator, of queries, keys and values."""
+"""Fused operator on queries, keys, and values."""
 
 PRODUCTS = {
     **dict.fromkeys(("aten.matmul.default", "aten.bmm.default", "aten.mm.default"), (0, 1)),
     "aten.baddbmm.default": (1, 2),
     "aten.einsum.default": (0, 1),
 }
-"""Products of two activations, with the positions of what they multiply."""
+"""Products of two activations, with the positions of the two factors."""
 
 _EINSUM = "aten.einsum.default"
 
@@ -92,10 +93,10 @@ _RESHAPING = frozenset(
 _IN_PLACE = frozenset(
     {*_REPEATING, *_RESHAPING, CAST, "aten.slice.Tensor", "aten.clone.default", "aten.contiguous.default"}
 )
-"""Data movement that leaves the last dimensions where they are, if their sizes stay."""
+"""Data movement that leaves the last dimensions in place if their sizes do not change."""
 
 _PADDING = frozenset({"aten.cat.default", "aten.slice.Tensor"})
-"""What adds places to attend to, and takes them away, as an attention sink."""
+"""Operators that add and remove places to attend to, such as an attention sink."""
 
 
 def find_attentions(graph: Graph) -> Iterator[Attention]:
@@ -109,7 +110,7 @@ def find_attentions(graph: Graph) -> Iterator[Attention]:
 
 
 def _spelled_out(softmax: Node) -> Attention | None:
-    """Return the attention that a softmax belongs to: there is a product before it, and one behind it."""
+    """Return the attention that contains a softmax: one product precedes it, and one follows."""
     dim, rank = int(argument(softmax, 1)), len(_sizes(softmax))
     axis = dim if dim < 0 else dim - rank
     before, after = list(_scores(softmax.all_input_nodes[0], axis)), list(_mixes(softmax, axis))
@@ -123,7 +124,8 @@ def _spelled_out(softmax: Node) -> Attention | None:
         why = "its scores are a sum of several products"
     if why:
         return Attention(softmax, scores, 0, why, why)
-    # Where the softmax sums to one lie the tokens: columns of scores come from the right factor, rows from the left.
+    # The dimension that the softmax sums to one counts tokens: columns of scores come from the right factor, rows
+    # from the left.
     left, right = PRODUCTS[target_name(scores)]
     key, query = (right, left) if summed == -1 else (left, right)
     keys = _cached(scores, key, _NAMES[0], summed, -3 - summed)
@@ -134,7 +136,7 @@ def _spelled_out(softmax: Node) -> Attention | None:
 
 
 def _scores(value: Node, axis: int, seen: set[Node] | None = None) -> Iterator[tuple[Node, int]]:
-    """Yield the products that a value is computed from element by element, with the axis as they have it."""
+    """Yield the products from which a value is computed element by element, with their dimension for `axis`."""
     seen = set() if seen is None else seen
     if value in seen or value.op != "call_function":
         return
@@ -150,7 +152,7 @@ def _scores(value: Node, axis: int, seen: set[Node] | None = None) -> Iterator[t
 
 
 def _mixes(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
-    """Yield the products that sum a value along the axis, with the axis as they have it."""
+    """Yield the products that sum a value along `axis`, with their dimension for `axis`."""
     for user in value.users:
         name = target_name(user)
         if name in PRODUCTS:
@@ -166,18 +168,18 @@ def _mixes(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Tell whether a node computes each element from those at the same place."""
+    """Tell whether a node computes each element from the elements at the same position."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _cached(product: Node, position: int, what: str, tokens: int, channels: int) -> Cached | str:
-    """Return what a cache holds of a factor, whose dimensions are counted from the last (-1)."""
+    """Return a factor in the form that a cache holds; dimensions are counted from the last (-1)."""
     steps: list[tuple[Node, tuple[int, ...]]] = [(argument(product, position), (tokens, channels))]
     while (before := _before(*steps[-1])) is not None:
         steps.append(before)
     if is_parameter(steps[-1][0]):
         return f"its {what} are constants of the model"
-    # A step that something else reads as well stays in front.
+    # A step with another consumer stays before the cache.
     alone = next((i for i, (node, _) in enumerate(steps) if sum(map(_is_tensor, node.users)) > 1), len(steps) - 1)
     repeated = [i for i, ((a, _), (b, _)) in enumerate(pairwise(steps)) if i < alone and _repeats(a, b)]
     chosen = repeated[-1] + 1 if repeated else 0
@@ -194,21 +196,21 @@ def _cached(product: Node, position: int, what: str, tokens: int, channels: int)
 _NAMES = ("keys", "values")
 
 _SPREADING = frozenset({"aten.unsqueeze.default", "aten.slice.Tensor"})
-"""What is done to heads before they are repeated."""
+"""Operators applied to heads before they are repeated."""
 
 
 def _repeats(node: Node, source: Node) -> bool:
-    """Tell whether a step of data movement makes several of one value."""
+    """Tell whether a step of data movement repeats values."""
     ones = [[size for size in _sizes(n) if size != "1"] for n in (node, source)]
     return target_name(node) in _REPEATING and ones[0] != ones[1]
 
 
 def _before(node: Node, dims: tuple[int, ...]) -> tuple[Node, tuple[int, ...]] | None:
-    """Return what a step of data movement moves, and where it has some dimensions; `None` for any other node.
+    """Return the input of a data movement and the positions of some dimensions in it; `None` for any other node.
 
     Args:
-        node: the step.
-        dims: counted from the last (-1).
+        node: Data movement.
+        dims: Dimensions of its result, counted from the last (-1).
     """
     name, sources = target_name(node), [n for n in node.all_input_nodes if _sizes(n)]
     if len(sources) != 1 or not _sizes(node):
@@ -222,7 +224,7 @@ def _before(node: Node, dims: tuple[int, ...]) -> tuple[Node, tuple[int, ...]] |
         moved = tuple(d if d > at else d + 1 for d in dims)
         return None if at in dims else (source, moved)
     kept = name in _IN_PLACE and all(-d <= before for d in dims)
-    if name in _RESHAPING:  # only what lies behind all that is reshaped stays
+    if name in _RESHAPING:  # only dimensions after all reshaped ones stay
         kept = kept and _sizes(node)[min(dims) :] == _sizes(source)[min(dims) :]
     return (source, dims) if kept and all(_sizes(node)[d] == _sizes(source)[d] for d in dims) else None
 
@@ -232,7 +234,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _sizes(node: Node) -> tuple[str, ...]:
-    """Return the sizes of a value, as text that is equal where they are; empty if it is no tensor."""
+    """Return the sizes of a value as text that is equal for equal sizes; empty if it is not a tensor."""
     return tuple(map(str, node.meta["val"].shape)) if _is_tensor(node) else ()
 
 

@@ -15,7 +15,7 @@ from quark_fx.graph.operators import argument, permutation, row_by_target, unsup
 
 
 def computed_constants(graph: Graph) -> frozenset[Node]:
-    """Return the calls that depend on no input of the graph and give the same result each time."""
+    """Return the calls that depend on no graph input and give the same result each time."""
     constants: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not _is_deterministic(node):
@@ -105,14 +105,14 @@ def _nodes_at(node: Node, positions: Iterable[int]) -> tuple[Node, ...]:
 
 
 def before_transpositions(value: Node) -> Node:
-    """Return the value that transpositions turn into a weight, where operators look for their stored parameter."""
+    """Return the value that transpositions turn into a weight: the place where operators look for a parameter."""
     while value.op == "call_function" and len(value.users) == 1 and permutation(value) is not None:
         (value,) = value.all_input_nodes
     return value
 
 
 def parameters_of(value: Node, through: Collection[Node]) -> list[Node]:
-    """Return the `get_attr` nodes that a value is computed from, in order, looking through some calls."""
+    """Return the `get_attr` nodes that a value is computed from, in order, looking through the calls in `through`."""
     parameters: dict[Node, None] = {}
     pending, seen = [value], {value}
     while pending:

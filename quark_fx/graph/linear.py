@@ -19,19 +19,19 @@ _CONVOLUTIONS = ("conv", _TRANSPOSED)
 
 @dataclass(frozen=True)
 class Linear:
-    """Where the parts of one call are, and its geometry. Dimensions are those of the weight as it is stored.
+    """The arguments of one call and its geometry. Dimensions refer to the stored weight.
 
     Attributes:
-        node: the call.
-        kind: the family of the operator.
-        shape: of the weight.
-        output_axis: dimension of the weight that indexes output channels, counted from 0.
-        input_axis: dimension of the weight that is summed over, counted from 0; groups of weights lie along it.
-        kernel_axes: dimensions of the weight along which a convolution moves, from 0; none for a matrix product.
-        activation_at: position of the activation among the arguments.
-        weight_at: position of the weight.
-        bias_at: position of the bias, `None` if the operator has none.
-        offsets_at: position of where the rows of each expert end, `None` if data chooses no rows.
+        node: The call.
+        kind: Operator family.
+        shape: Shape of the weight.
+        output_axis: Dimension of the weight that indexes output channels, counted from 0.
+        input_axis: Dimension of the weight that is summed over, counted from 0; groups of weights run along it.
+        kernel_axes: Dimensions of the weight that hold the kernel of a convolution, from 0; empty for a matrix product.
+        activation_at: Position of the activation among the arguments.
+        weight_at: Position of the weight.
+        bias_at: Position of the bias, `None` if the operator has none.
+        offsets_at: Position of the offsets at which the rows of each expert end, `None` if data does not select rows.
     """
 
     node: Node
@@ -47,7 +47,7 @@ class Linear:
 
     @classmethod
     def of(cls, node: Node) -> Self | None:
-        """Return the view of a call; `None` for one that multiplies no activation by a stored weight."""
+        """Return the view of a call; `None` for a call that does not multiply an activation by a stored weight."""
         row = operator_row(node)
         stored = None if row is None else stored_weight(node, row)
         if row is None or stored is None or not row.activations:
@@ -69,29 +69,29 @@ class Linear:
         )
 
     def at(self, node: Node) -> Self:
-        """Return the view of the same call in another graph: of a block, or after its weight became codes."""
+        """Return the view of the same call in another graph: in a block, or after its weight became codes."""
         return replace(self, node=node)
 
-    # What it reads.
+    # Operands
 
     @property
     def activation(self) -> Node:
-        """What it multiplies."""
+        """The activation, which is multiplied by the weight."""
         value: Node = argument(self.node, self.activation_at)
         return value
 
     @property
     def weight(self) -> Node:
-        """What it multiplies by: the parameter, or what transposes or dequantizes it."""
+        """The weight argument: the parameter, or a transposition or dequantization of it."""
         value: Node = argument(self.node, self.weight_at)
         return value
 
     @property
     def stored(self) -> StoredWeight:
-        """The parameter it multiplies by.
+        """The parameter that holds the weight.
 
         Raises:
-            LookupError: where codes took the place of the weight.
+            LookupError: If codes replaced the weight.
         """
         row = operator_row(self.node)
         found = None if row is None else stored_weight(self.node, row)
@@ -101,20 +101,20 @@ class Linear:
 
     @property
     def bias(self) -> Node | None:
-        """What it adds."""
+        """The bias, or `None`."""
         return None if self.bias_at is None else argument(self.node, self.bias_at)
 
     @property
     def offsets(self) -> Node | None:
-        """Where the rows of each expert end; `None` where every matrix has rows of its own."""
+        """The offsets at which the rows of each expert end; `None` if every matrix has separate rows."""
         return None if self.offsets_at is None else argument(self.node, self.offsets_at)
 
     @property
     def has_factors(self) -> bool:
-        """Whether its product or its bias is multiplied by a number, as those of `addmm` may be."""
+        """True if the product or the bias is multiplied by a number, such as `alpha` and `beta` of `addmm`."""
         return any(self.node.kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta"))
 
-    # How it multiplies.
+    # Geometry
 
     @property
     def kernel(self) -> tuple[int, ...]:
@@ -123,40 +123,40 @@ class Linear:
 
     @property
     def stacked(self) -> bool:
-        """Whether the weight is a stack of matrices, one for each index of its first dimensions."""
+        """True if the weight is a stack of matrices, one for each index of its first dimensions."""
         return len(self.shape) > 2 and not self.kernel
 
     @property
     def transposed(self) -> bool:
-        """Whether the weight is stored with its input channels before its output channels."""
+        """True if the weight is stored with its input channels before its output channels."""
         return self.input_axis < self.output_axis
 
     @property
     def groups(self) -> int:
-        """How many groups of channels a convolution has, 1 for a matrix product."""
+        """Number of channel groups of a convolution; 1 for a matrix product."""
         return int(named_argument(self.node, "groups") or 1) if self.kernel else 1
 
     @property
     def output_groups(self) -> int:
-        """How many groups count their output channels alike: those of a transposed convolution.
+        """Number of groups that share the output channels in the weight.
 
-        Its weight has the output channels of one group, and any other weight those of all.
+        The weight of a transposed convolution has the output channels of one group; others have the channels of all.
         """
         return self.groups if self.kind == _TRANSPOSED else 1
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """For each dimension of the kernel."""
+        """Stride of each dimension of the kernel."""
         return self._sizes("stride", 1)
 
     @property
     def dilation(self) -> tuple[int, ...]:
-        """For each dimension of the kernel."""
+        """Dilation of each dimension of the kernel."""
         return self._sizes("dilation", 1)
 
     @property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Before and after each dimension of the kernel: of the input, or cut off a transposed convolution's output."""
+        """Padding before and after each dimension of the kernel: of the input, or cropped from a transposed output."""
         given = named_argument(self.node, "padding") if self.kernel else None
         if given == "same":
             spans = (d * (size - 1) for size, d in zip(self.kernel, self.dilation, strict=True))
@@ -165,7 +165,7 @@ class Linear:
 
     @property
     def pads(self) -> bool:
-        """Whether it reads zeros around its input."""
+        """True if the operator pads its input with zeros."""
         return self.kind == "conv" and any(map(any, self.padding))
 
     def _sizes(self, name: str, fill: int) -> tuple[int, ...]:
@@ -173,10 +173,10 @@ class Linear:
 
     @property
     def matrices(self) -> LinearMap | None:
-        """Its weight as matrices and its activation as rows; `None` where they are not known.
+        """The weight as matrices and the activation as rows; `None` if not supported.
 
-        They are not for transposed and three-dimensional convolutions, for those whose weight is stored in another
-        order, for images without a batch, and where one stack of matrices meets several.
+        Not supported: transposed and three-dimensional convolutions, convolution weights stored in another order,
+        images without a batch dimension, and a stack of matrices multiplied by several.
         """
         rank = self.node.meta["val"].dim()
         if not self.kernel:
@@ -191,46 +191,46 @@ class Linear:
             return None
         return LinearMap(self.groups, self.kernel, self.stride, self.padding, self.dilation)
 
-    # Which channels are whose.
+    # Channels
 
     def channel_dim(self, rank: int) -> int:
-        """Return the dimension that counts channels, of an activation or output with `rank` dimensions."""
+        """Return the channel dimension of an activation or output with `rank` dimensions."""
         return rank - 1 - len(self.kernel)
 
     def of_inputs(self, values: Tensor) -> Tensor:
-        """Return one value per channel of the input, shape `(channels,)`, so that it broadcasts over the weight."""
+        """Reshape one value per input channel, shape `(channels,)`, so that it broadcasts over the weight."""
         if self.groups == 1 or self.kind == _TRANSPOSED:
             return self._placed(values[None])
         return self._placed(self._for_each(values, self.shape[self.output_axis]))
 
     def of_outputs(self, values: Tensor) -> Tensor:
-        """Return one value per channel of the output, shape `(channels,)`, so that it broadcasts over the weight."""
+        """Reshape one value per output channel, shape `(channels,)`, so that it broadcasts over the weight."""
         if self.output_groups == 1:
             return self._placed(values[:, None])
         return self._placed(self._for_each(values, self.shape[self.input_axis]).T)
 
     def _for_each(self, values: Tensor, others: int) -> Tensor:
-        """Return the values of its group for each of the channels on the other side, shape (others, channels)."""
+        """Return, for each channel on the other side, the values of its group, shape (others, channels)."""
         return values.reshape(self.groups, -1).repeat_interleave(others // self.groups, 0)
 
     def _placed(self, table: Tensor) -> Tensor:
-        """Lay a table of (output, input) channels out as the weight is."""
+        """Lay out a table of (output, input) channels in the order of the weight's dimensions."""
         shape = [1] * len(self.shape)
         shape[self.output_axis], shape[self.input_axis] = table.shape
         return (table.T if self.transposed else table).reshape(shape)
 
     def response(self, weight: Tensor, shift: Tensor) -> Tensor | None:
-        """Return what each output channel gains when each input channel gains a constant.
+        """Return the change of each output channel when a constant is added to each input channel.
 
-        Borders that a convolution pads gain less.
+        The borders that a convolution pads change less.
 
         Args:
-            weight: as it is stored.
-            shift: one value per input channel.
+            weight: Weight in its stored layout.
+            shift: One value per input channel.
 
         Returns:
-            One value per output channel, float32 or wider; `None` for an operator that does not say (a transposed
-            convolution adds up a different part of its kernel at every position).
+            One value per output channel, float32 or wider; `None` for an operator without one such value (a transposed
+            convolution sums a different part of its kernel at every position).
         """
         if self.kind not in ("conv", "linear") or self.stacked or self.has_factors:
             return None
@@ -257,7 +257,7 @@ def _shape(parameter: Node) -> tuple[int, ...]:
 
 
 def per_dimension(given: Any, rank: int, fill: int) -> tuple[int, ...]:
-    """Return one size per dimension of what may be left out, or given once for all."""
+    """Return one size per dimension, from a size per dimension, one size for all, or `None` for the default `fill`."""
     if given is None:
         return (fill,) * rank
     if isinstance(given, int):

@@ -1,4 +1,4 @@
-"""How a weighted operator multiplies: its weight as matrices, its activation as rows."""
+"""The product of a weighted operator: its weight as matrices, its activation as rows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from quark_fx.numbers.sampling import spread_indices
 
 @dataclass(frozen=True)
 class LinearMap:
-    """How an operator multiplies: its weight as matrices, its activation as rows.
+    """The product of an operator: its weight as matrices, its activation as rows.
 
     Attributes:
-        groups: independent groups of channels.
-        kernel: spatial size of the kernel, empty for a matrix product.
-        stride, dilation: of a convolution.
-        padding: of a convolution, before and after, for each spatial dimension.
-        transposed: the weight is stored (inputs, outputs).
-        stacked: the weight is a stack of matrices, one for each group.
-        offsets: where the rows of a stack's groups end, a node; `None`: the activation is a stack as well.
+        groups: Number of independent channel groups.
+        kernel: Spatial size of the kernel, empty for a matrix product.
+        stride: Stride of a convolution.
+        padding: Padding of a convolution, before and after each spatial dimension.
+        dilation: Dilation of a convolution.
+        transposed: Whether the weight is stored as (inputs, outputs).
+        stacked: Whether the weight is a stack of matrices, one per group.
+        offsets: Node with the offsets at which the rows of each group end; `None` if the activation is a stack, too.
     """
 
     groups: int = 1
@@ -35,7 +36,7 @@ class LinearMap:
     offsets: Node | None = None
 
     def row_dims(self, rank: int) -> tuple[int, ...]:
-        """Return the dimensions of a stored weight of that rank which index matrices and their rows."""
+        """Return the dimensions of a stored weight of rank `rank` that index matrices and their rows."""
         rows = rank - 1 if self.transposed else rank - 2 if self.stacked else 0
         return (0, rows) if self.stacked else (rows,)
 
@@ -46,18 +47,18 @@ class LinearMap:
         return weight if self.stacked else weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
 
     def restore(self, matrix: Tensor, like: Tensor) -> Tensor:
-        """Return the matrices of `matrix` in the shape of the weight `like`; inverse of it."""
+        """Return `matrix` in the shape of the weight `like`; the inverse of `matrix()`."""
         weight = matrix.reshape(like.mT.shape if self.transposed else like.shape)
         return (weight.mT if self.transposed else weight).contiguous()
 
     def rows(self, x: Tensor, y: Tensor, *, most: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Return what each output value is the product of, and the outputs.
+        """Return the inputs of each output value, and the outputs.
 
         Args:
-            x: the operator's activation.
-            y: a value of the shape of its output.
-            most: output positions to use, about; of an image, those of a lattice that `seed` shifts.
-            seed: chooses them.
+            x: Activation of the operator.
+            y: Tensor of the shape of the operator's output.
+            most: Approximate number of output positions to use; for an image, positions of a lattice shifted by `seed`.
+            seed: Seed of the choice of positions.
 
         Returns:
             Shapes (groups, inputs per group * kernel, positions) and (groups, outputs per group, positions).

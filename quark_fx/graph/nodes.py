@@ -1,4 +1,4 @@
-"""Small questions about an ATen graph, and the few edits every pass needs."""
+"""Queries of an ATen graph, and the edits that every pass needs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tensor_of(gm: GraphModule, name: str) -> Tensor:
 
 
 _PIECE = 1 << 26
-"""Values that are looked at at once."""
+"""Number of values that are checked at once."""
 
 
 def is_finite(x: Tensor) -> bool:
@@ -62,7 +62,7 @@ def is_finite(x: Tensor) -> bool:
         return True
     rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
     for piece in rows.split(max(1, _PIECE * len(rows) // rows.numel())):
-        # The ends of a range are NaN or infinite if a value is; there are none of 8-bit floats.
+        # The minimum or maximum is NaN or infinite if a value is; `aminmax` does not support 8-bit floats.
         ends = torch.stack(torch.aminmax(piece if piece.element_size() > 1 else piece.half()))
         if not bool(ends.isfinite().all()):
             return False
@@ -75,9 +75,9 @@ def is_parameter(node: Any) -> TypeGuard[Node]:
 
 
 def set_parameter(gm: GraphModule, name: str, value: Tensor) -> None:
-    """Store `value` under the dotted `name`, replacing what `gm` (not the user's model) holds there.
+    """Store `value` under the dotted `name`, replacing the tensor that `gm` (not the user's model) has there.
 
-    A graph with a `Shelf` (`gm.meta["shelf"]`) keeps it in a file.
+    A graph with a `Shelf` (`gm.meta["shelf"]`) keeps the tensor in a file.
     """
     shelf = gm.meta.get("shelf")
     value = value.detach() if shelf is None else shelf.put(value)
@@ -94,7 +94,7 @@ def set_parameter(gm: GraphModule, name: str, value: Tensor) -> None:
 
 
 def fresh_name(gm: GraphModule, name: str) -> str:
-    """Return `name`, or `name_1`, `name_2`, … if `gm` already has an attribute called that."""
+    """Return `name`, or `name_1`, `name_2`, … if `gm` already has an attribute with that name."""
     candidates = (name if not i else f"{name}_{i}" for i in range(1 << 20))
     return next(candidate for candidate in candidates if not _has_attribute(gm, candidate))
 
@@ -119,20 +119,20 @@ def get_attr(gm: GraphModule, name: str, value: Tensor) -> Node:
 
 
 def call(gm: GraphModule, target: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
-    """Insert a call at the graph's insertion point, with the value (`meta["val"]`) it would have.
+    """Insert a call at the graph's insertion point, with its fake value (`meta["val"]`).
 
     Args:
-        gm: the graph's module.
-        target: an `OpOverload`.
-        args: nodes or constants.
-        like: the node this call comes from: source line and module stack are taken from it.
-        kwargs: constants.
+        gm: Module of the graph.
+        target: An `OpOverload`.
+        args: Nodes or constants.
+        like: Node that the call comes from; it provides the source line and module stack.
+        kwargs: Constants.
     """
     node = gm.graph.call_function(target, args, kwargs)
     node.meta |= {"nn_module_stack": {}, "stack_trace": ""}
     if like is not None:
         node.meta |= {k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta}
-    # Torch's own rules for composite operators keep sizes that vary; the compiled ones ask for numbers, and fix them.
+    # Torch's Python rules for composite operators keep dynamic sizes; the compiled ones need numbers, and fix them.
     with fake_mode(gm), enable_python_dispatcher():
         node.meta["val"] = SHAPES.get(target, target)(*(_values(gm, args)), **kwargs)
     return node
@@ -155,7 +155,7 @@ def value_of(gm: GraphModule, node: Node) -> Any:
 
 
 def fake_mode(gm: GraphModule) -> FakeTensorMode:
-    """Return the mode the graph's fake values belong to (kept for the lifetime of the graph)."""
+    """Return the mode that the graph's fake values belong to (kept for the lifetime of the graph)."""
     mode = gm.meta.get("fake_mode")
     if mode is None:
         fakes = (v for n in gm.graph.nodes for v in _leaves(n.meta.get("val")) if isinstance(v, FakeTensor))
@@ -169,7 +169,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def buffer_names(gm: GraphModule) -> frozenset[str]:
-    """Return the names of the tensors that were no parameters of the captured model: statistics, masks, tables."""
+    """Return the names of tensors that were not parameters of the captured model: statistics, masks, tables."""
     return gm.meta.get("buffers", frozenset())  # type: ignore[no-any-return]
 
 
@@ -187,8 +187,8 @@ def own_tensors(gm: GraphModule, shared: Iterable[Tensor] | None = None) -> Grap
     """Give `gm` its own copy of every tensor it reads, and return it.
 
     Args:
-        gm: a graph.
-        shared: copy only what shares memory with these, default everything.
+        gm: Graph.
+        shared: Tensors; only tensors that share memory with them are copied. Default: copy all.
     """
     memory = None if shared is None else {tensor.untyped_storage().data_ptr() for tensor in shared}
     for name, tensor in stored_tensors(gm).items():
@@ -198,7 +198,7 @@ def own_tensors(gm: GraphModule, shared: Iterable[Tensor] | None = None) -> Grap
 
 
 def code_format(node: Node) -> Format | None:
-    """Return the format of the codes that a `quantize` makes or a `dequantize` reads; `None` for any other node."""
+    """Return the format of the codes that a `quantize` returns or a `dequantize` reads; `None` for any other node."""
     if target_name(node) not in (QUANTIZE, DEQUANTIZE):
         return None
     return parse_format(next(argument for argument in node.args if isinstance(argument, str)))
@@ -227,7 +227,7 @@ def results_of(gm: GraphModule) -> tuple[Any, ...]:
 
 
 def static_size(size: int | torch.SymInt) -> int | None:
-    """Return a dimension's size, `None` if it varies; torch wraps sizes it has settled, too."""
+    """Return a dimension's size, or `None` if it is dynamic; torch also wraps sizes that are fixed."""
     if isinstance(size, int):
         return size
     from torch.fx.experimental.symbolic_shapes import is_concrete_int  # imports sympy, which takes half a second
@@ -236,7 +236,7 @@ def static_size(size: int | torch.SymInt) -> int | None:
 
 
 def is_known(comparison: bool | torch.SymBool) -> bool:
-    """Tell whether a comparison of sizes holds for all of them."""
+    """Tell whether a comparison of sizes holds for every size."""
     if isinstance(comparison, bool):
         return comparison
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: half a second
@@ -251,9 +251,9 @@ def is_floating(gm: GraphModule, node: Node) -> bool:
 
 
 def source_line(node: Node) -> str:
-    """Return `file:line` of the user's code that made the node, or `"?"`.
+    """Return `file:line` of the user's code for the node, or `"?"`.
 
-    The innermost frame outside of torch is the user's: captured stack traces already omit torch itself.
+    The innermost frame outside of torch is the user's; captured stack traces already omit torch itself.
     """
     frames = _OWN_FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
@@ -267,7 +267,7 @@ def describe(node: Node) -> str:
 
 
 def module_calls(node: Node) -> dict[str, str]:
-    """Return the calls of modules the node is part of, outermost first: a key for each call, and the path."""
+    """Return the module calls that contain the node, outermost first: the path by the key of the call."""
     return {k: path for k, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not k.startswith("_empty")}
 
 
@@ -277,7 +277,7 @@ def module_path(node: Node) -> str:
 
 
 def module_classes(gm: GraphModule) -> dict[str, str]:
-    """Return the class names of the modules that made the graph, by path."""
+    """Return the class names of the graph's modules, by path."""
     found: dict[str, str] = {}
     for node in gm.graph.nodes:
         for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
@@ -287,13 +287,13 @@ def module_classes(gm: GraphModule) -> dict[str, str]:
 
 
 def is_activation(node: Node) -> bool:
-    """Tell whether the node makes a floating-point tensor that is no parameter."""
+    """Tell whether the node computes a floating-point tensor and is not a parameter."""
     value = node.meta.get("val")
     return node.op != "get_attr" and isinstance(value, Tensor) and value.is_floating_point()
 
 
 def erase_dead(gm: GraphModule) -> int:
-    """Erase calls and attribute reads nobody uses; return how many."""
+    """Erase calls and attribute reads without consumers; return their number."""
     dead = 0
     for node in reversed(list(gm.graph.nodes)):
         if not node.users and node.op in ("call_function", "get_attr"):
@@ -308,9 +308,9 @@ def is_getitem(node: Node) -> bool:
 
 
 def tensor_names(gm: GraphModule) -> Mapping[str, str]:
-    """Return what the tensors of a loaded graph were called, by the names its nodes have for them.
+    """Return the original names of a loaded graph's tensors, by the names that its nodes use.
 
-    The names come from a file: they are for messages and for the names of tensors in other files.
+    The names come from a file; use them in messages and for names of tensors in other files.
     """
     return gm.meta.get("tensor_names", {})  # type: ignore[no-any-return]
 
@@ -326,20 +326,20 @@ def restore_values(
     """Give every node its fake value (`meta["val"]`) by running the graph on fakes of `inputs`.
 
     Args:
-        gm: a functional graph.
-        inputs: one tensor per input, `None` for an input that is no tensor.
-        symbols: per input, the dimensions that vary, and a number for each size: equal sizes have equal numbers.
-        check: called with every call of the graph and the fake values of its arguments, and with every node and its
-            value, before anything else sees them; raises to stop.
-        device: what `inputs` on the meta device stand for; default: the device they are on.
+        gm: Functional graph.
+        inputs: One tensor per input, `None` for an input that is not a tensor.
+        symbols: Dynamic dimensions of each input, with a number for the size: equal sizes have equal numbers.
+        check: Function called first with every call of the graph and the fake values of its arguments, and with every
+            node and its value; it raises an error to stop.
+        device: Device that `inputs` on the meta device represent; default: their own device.
 
     Raises:
-        QuarkError: if an operator holds only for the sizes of `inputs` in a dimension that varies.
+        QuarkError: If an operator supports only the sizes of `inputs` in a dynamic dimension.
     """
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     env = ShapeEnv(duck_shape=False)
-    # What has no rule for its shapes would be run on zeros.
+    # Without this, an operator without a shape rule would be run on zeros.
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, allow_fallback_kernels=False)
     gm.meta["fake_mode"] = mode
     sizes: dict[int, torch.SymInt] = {}
@@ -353,7 +353,7 @@ def restore_values(
             value.fake_device = device
         for dim, symbol in dims.items():
             size: Any = value.shape[dim]
-            bool(size == sizes.setdefault(symbol, size))  # from here on the environment knows that they are equal
+            bool(size == sizes.setdefault(symbol, size))  # tells the environment that they are equal
         return value
 
     def require_free(node: Node) -> None:
@@ -375,6 +375,6 @@ def restore_values(
                 require_free(n)
             return value
 
-    # Torch's own rules for composite operators keep sizes as symbols; the compiled ones ask for numbers.
+    # Torch's Python rules for composite operators keep symbolic sizes; the compiled ones need numbers.
     with torch.no_grad(), mode, enable_python_dispatcher():
         Recorder(gm).run(*(fake(x, dims) for x, dims in zip(inputs, symbols, strict=True)))

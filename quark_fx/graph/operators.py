@@ -1,6 +1,6 @@
-"""The table of operators: which arguments of an ATen op are activation, weight and bias, and what commutes.
+"""The operator table: the positions of activation, weight, and bias of ATen operators, and which operators commute.
 
-Passes ask this table; no pass knows an operator and no file knows a model. To support an operator, add a row.
+Passes read this table; no pass knows an operator and no file knows a model. To support an operator, add a row.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ class Operator:
     """One row: an operator with weights, or a product of two activations.
 
     Attributes:
-        kind: the family, as patterns and the report name it.
-        activations: positions of the arguments that are quantized as activations.
-        weight: position of the weight, or of the list of a recurrent layer's; `None` for products of two activations.
-        bias: position of the bias, `None` if the operator has none.
-        output_axis: dimension of the weight that indexes output channels.
-        input_axis: dimension of the weight that is summed over; groups of weights lie along it.
-        by_default: quantized unless an override says otherwise.
-        offsets: position of where the rows end that each matrix of a stack multiplies, `None` if data chooses no rows.
+        kind: Operator family, the name in patterns and the report.
+        activations: Positions of the arguments that are quantized as activations.
+        weight: Position of the weight, or of a recurrent layer's list of weights; `None` for products of activations.
+        bias: Position of the bias, `None` if the operator has none.
+        output_axis: Dimension of the weight that indexes output channels.
+        input_axis: Dimension of the weight that is summed over; groups of weights run along it.
+        by_default: Whether the operator is quantized without an override.
+        offsets: Position of the offsets at which the rows of each matrix of a stack end, `None` if data does not select
+            rows.
     """
 
     kind: str
@@ -68,19 +69,19 @@ _OPERATORS = {
 }
 
 RECURRENT = frozenset(row.kind for row in _RECURRENT.values())
-"""The families of recurrent layers."""
+"""Families of recurrent layers."""
 
 ATTENTION = Operator(kind="attention", activations=(), by_default=False)
-"""What reads keys and values (`quark_fx.graph.attention`)."""
+"""The operator that multiplies by keys and values (`quark_fx.graph.attention`)."""
 
 KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT, ATTENTION))
-"""Every operator family, as patterns name them."""
+"""All operator families, by their names in patterns."""
 
 BRANCH = "branch"
-"""Marks what a pass computes beside a quantized operator, in float (`node.meta`): the operator's name in the graph."""
+"""Mark of nodes for a pass's float branch parallel to a quantized operator (`node.meta`): the operator's node name."""
 
 TARGETS = frozenset(_OPERATORS)
-"""Every operator with a row of its own, by target name."""
+"""Operators with a row, by target name."""
 
 _UNSUPPORTED = {
     "aten.convolution.default": (1,),
@@ -99,7 +100,7 @@ _UNSUPPORTED = {
     **{f"aten.{name}_cell.default": (2, 3) for name in ("rnn_tanh", "rnn_relu", "gru")},
     "aten.lstm_cell.default": (2, 3),
 }
-"""Operators with weights that have no row above, and the positions of these: the report lists them."""
+"""Operators with weights but without a row above, and the positions of the weights: the report lists them."""
 
 MOVING = frozenset(
     {
@@ -120,7 +121,7 @@ MOVING = frozenset(
         *("aten.cat.default", "aten.stack.default", "python.getitem"),
     }
 )
-"""Operators whose output values are input values: they share quantization parameters, and commute with rounding."""
+"""Operators whose outputs are input values: they share quantization parameters, and commute with rounding."""
 
 _AVERAGES = frozenset(
     {
@@ -131,12 +132,12 @@ _AVERAGES = frozenset(
 
 
 def row_by_target(node: Node) -> Operator | None:
-    """Return the row of a node's operator, whatever it multiplies by: a parameter, codes or another activation."""
+    """Return the row of a node's operator; it may multiply by a parameter, codes, or another activation."""
     return _OPERATORS.get(target_name(node)) if node.op == "call_function" else None
 
 
 def operator_row(node: Node) -> Operator | None:
-    """Return the row of a node, `None` if it has no weights and is no product of activations."""
+    """Return the row of a node, or `None` if it is neither an operator with weights nor a product of activations."""
     row = row_by_target(node)
     if row is None or row.weight is None:
         return row
@@ -149,14 +150,14 @@ def operator_row(node: Node) -> Operator | None:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The parameter behind an operator's weight argument.
+    """The parameter that an operator's weight argument comes from.
 
     Attributes:
-        node: the `get_attr` node.
-        position: of the weight among the operator's arguments.
-        reader: the first node that reads it: the operator, or a transposition before it.
-        order: where the parameter is transposed on its way, the parameter's dimension for each
-            dimension of the argument.
+        node: The `get_attr` node.
+        position: Position of the weight among the operator's arguments.
+        reader: First consumer of the parameter: the operator, or a transposition before it.
+        order: Dimension of the parameter for each dimension of the argument if the parameter is transposed on the way,
+            otherwise `None`.
     """
 
     node: Node
@@ -166,7 +167,7 @@ class StoredWeight:
 
 
 def stored_weights(node: Node, row: Operator) -> tuple[StoredWeight, ...]:
-    """Return the parameters the operator multiplies by: one, or those of all layers of a recurrent one."""
+    """Return the parameters that the operator multiplies by: one, or the weights of all layers of a recurrent one."""
     given = None if row.weight is None else argument(node, row.weight)
     if row.weight is not None and isinstance(given, list | tuple):
         own = dict.fromkeys(weight for weight in given if _is_weight(weight))
@@ -176,12 +177,12 @@ def stored_weights(node: Node, row: Operator) -> tuple[StoredWeight, ...]:
 
 
 def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
-    """Return the one parameter the operator multiplies by, looking through transpositions; `None` if it has none."""
+    """Return the one parameter that the operator multiplies by, looking through transpositions, or `None`."""
     if row.weight is None:
         return None
     reader, value = node, argument(node, row.weight)
     order: tuple[int, ...] | None = None
-    looked_up = not row.activations  # rows of the table as it is stored
+    looked_up = not row.activations  # an embedding reads rows of the stored table
     while not looked_up and isinstance(value, Node) and value.op == "call_function" and len(value.users) == 1:
         step = permutation(value)
         if step is None:
@@ -215,7 +216,7 @@ def is_average(node: Node) -> bool:
 
 
 def argument(node: Node, position: int) -> Any:
-    """Return the argument at a schema position, wherever it was given; `None` if it was not."""
+    """Return the argument at a schema position, given by position or name; `None` if it was not given."""
     if position < len(node.args):
         return node.args[position]
     schema = node.target._schema.arguments  # type: ignore[union-attr]
@@ -223,18 +224,18 @@ def argument(node: Node, position: int) -> Any:
 
 
 def measured_share(node: Node) -> float:
-    """Return the share of the range that a `dynamic_qparams` node keeps; models stored by earlier versions have all."""
+    """Return the fraction of the range that a `dynamic_qparams` node keeps; models of earlier versions keep all."""
     return float(argument(node, 7) or 1)
 
 
 def named_argument(node: Node, name: str) -> Any:
-    """Return the argument that the operator's schema has under a name; `None` if it was not given."""
+    """Return the argument with a name in the operator's schema; `None` if it was not given."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     return argument(node, next(i for i, entry in enumerate(schema) if entry.name == name))
 
 
 def set_argument(node: Node, position: int, value: Any) -> None:
-    """Set the argument at a schema position; arguments left out before it get their defaults."""
+    """Set the argument at a schema position; omitted arguments before it get their defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     if position < len(node.args):
         node.update_arg(position, value)
@@ -246,7 +247,7 @@ def set_argument(node: Node, position: int, value: Any) -> None:
 
 
 def unsupported_positions(node: Node) -> tuple[int, ...]:
-    """Return the positions of the weights of an operator that has some but no row in the table."""
+    """Return the positions of the weights of an operator that has weights but no row in the table."""
     return _UNSUPPORTED.get(target_name(node), ())
 
 

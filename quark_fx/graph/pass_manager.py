@@ -1,12 +1,12 @@
-"""Graph passes: what one is, and how a list of them is run.
+"""Graph passes: their interface, and the function that runs a list of them.
 
-A pass rewrites the graph it is given and returns how often it did. It is a function decorated with
-`@graph_pass`, or, when it has options, a frozen dataclass decorated with it. Parameters are shared with
-the caller's model: a pass adds a new attribute (`quark_fx.graph.nodes.set_parameter`), it never writes into one.
+A pass rewrites the graph it gets and returns the number of rewrites. It is a function decorated with `@graph_pass`, or,
+if it has options, a frozen dataclass decorated with it. Parameters are shared with the caller's model: a pass adds a
+new attribute (`quark_fx.graph.nodes.set_parameter`) and never writes into a parameter.
 
-A pass with a parameter called `context` gets the `Context` of the run: calibration data, cache, where to note what it
-changed. One whose `stage` is `CALIBRATED` runs between calibration and conversion and changes scales, not the graph;
-one whose `stage` is `QUANTIZED` runs after conversion, on the graph of codes, next to the float graph.
+A pass with a parameter called `context` gets the `Context` of the run: calibration data, cache, and a place to record
+changes. A pass whose `stage` is `CALIBRATED` runs between calibration and conversion and changes scales, not the graph;
+a pass whose `stage` is `QUANTIZED` runs after conversion, on the graph of codes, with access to the float graph.
 """
 
 from __future__ import annotations
@@ -37,48 +37,49 @@ from quark_fx.system.untrusted import brief
 GraphPass = Callable[..., int]
 """`pass(graph)`, or `pass(graph, context=...)`, returns the number of rewrites."""
 Check = Callable[[GraphModule], None]
-"""A condition on a graph: raises, naming the node, where it does not hold."""
+"""A condition on a graph: raises an error that names the node if it does not hold."""
 
 P = TypeVar("P")
 
 
 class Stage(StrEnum):
-    """Which graph a pass rewrites."""
+    """The graph that a pass rewrites."""
 
     FLOAT = "float"
     """The captured graph, before anything is quantized."""
     PLANNED = "planned"
-    """The final float graph. One pass, `insert_observers`, plans what is quantized."""
+    """The final float graph. One pass, `insert_observers`, plans the quantization."""
     OBSERVED = "observed"
-    """The graph with observers in it. One pass, `calibrate`, runs the data and takes them out again."""
+    """The graph with observers. One pass, `calibrate`, runs the data and removes them again."""
     CALIBRATED = "calibrated"
-    """The graph with the plan and the scales it was calibrated to, which can be changed yet."""
+    """The graph with the plan and the calibrated scales, which can still change."""
     SETTLED = "settled"
-    """The same when the scales are final. One pass, `convert`, makes it a graph of codes."""
+    """The same graph with final scales. One pass, `convert`, turns it into a graph of codes."""
     QUANTIZED = "quantized"
     """The graph of codes."""
 
     @property
     def is_single(self) -> bool:
-        """Whether exactly one pass runs at this stage: that of the configuration, or quark_fx's own."""
+        """True if exactly one pass runs at this stage: the one in the configuration, or the default."""
         return self in (Stage.PLANNED, Stage.OBSERVED, Stage.SETTLED)
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What a pass keeps.
+    """The promises of a pass.
 
     Attributes:
-        exact: the function the graph computes is unchanged up to float rounding.
-        requires: conditions on the graph before.
-        ensures: conditions on the graph after.
-        stage: the graph it rewrites.
-        after: names of passes that, listed as well, have to be listed before it.
-        distributed: it runs on several ranks: it adds up what it measures, and all ranks end with the same graph.
-        targets: names of the targets it is for; empty for any.
-        validated: it keeps a change only where that lowers the error on batches it did not learn from, and notes that
-            error; otherwise what it notes is the error on the data it learned from.
-        branches: it computes something beside operators, for which checkpoints have no place.
+        exact: Whether the function that the graph computes is unchanged up to float rounding.
+        requires: Conditions on the graph before the pass.
+        ensures: Conditions on the graph after the pass.
+        stage: Graph that the pass rewrites.
+        after: Names of passes that must precede it if they are also listed.
+        distributed: Whether the pass supports several ranks: it sums its measurements over ranks, and all ranks end
+            with the same graph.
+        targets: Names of the targets that the pass is for; empty for any.
+        validated: Whether the pass keeps a change only if it lowers the error on batches held out from fitting, and
+            records that error; otherwise it records the error on the data it was fitted to.
+        branches: Whether the pass adds computations parallel to operators, which checkpoints do not store.
     """
 
     exact: bool = True
@@ -94,17 +95,17 @@ class Promise:
 
 @dataclass(frozen=True)
 class Change:
-    """What a pass did to one operator or site.
+    """The effect of a pass on one operator or site.
 
     Attributes:
-        name: module path, or the paths of a site's operators.
-        what: in a few words.
-        changed: whether it did anything.
-        before: what it minimizes, a relative squared error unless the pass says otherwise (0 is exact);
-            `PassRecord.validated` says on which data.
-        after: the same with what was kept.
-        seconds: what it took; NaN of a loaded model.
-        all_samples: after it was accepted, it was learned again from all samples, those of validation included.
+        name: Module path, or the paths of a site's operators.
+        what: Short description.
+        changed: Whether the pass changed anything.
+        before: Value of the objective before, a relative squared error unless the pass says otherwise (0 is exact);
+            `PassRecord.validated` tells which data it was measured on.
+        after: Value of the objective with the result that was kept.
+        seconds: Duration; NaN in a loaded model.
+        all_samples: Whether the change, once accepted, was fitted again to all samples, including validation samples.
     """
 
     name: str
@@ -118,13 +119,13 @@ class Change:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: its name, the number of rewrites, seconds, and a row for each operator or site.
+    """The record of one pass: name, number of rewrites, seconds, and a row for each operator or site.
 
     Attributes:
-        seconds: what it took, also where runs on a session share what it made; NaN of a loaded model.
-        validated: the errors of the rows are on data that was not learned from: the pass judges by it
-            (`Promise.validated`), there was more than a single sample, and no pass before learned from all of them.
-        remark: what else could be done, in a few words.
+        seconds: Duration, also if runs of a session share the result; NaN in a loaded model.
+        validated: Whether the errors of the rows are on held-out data: the pass validates
+            (`Promise.validated`), there was more than one sample, and no earlier pass was fitted to all samples.
+        remark: Short note about possible improvements.
     """
 
     name: str
@@ -142,7 +143,7 @@ class PassRecord:
 
 
 PASSES: Registry[Any, GraphPass] = Registry("pass", answers={"promise": Promise()})
-"""Every registered pass by name: the function, or the dataclass of options."""
+"""Registered passes under their names: functions, and dataclasses of options."""
 _register = PASSES.add
 
 
@@ -178,8 +179,8 @@ def graph_pass(
 ) -> Any:
     """Register a pass under its name and attach its `Promise`: `@graph_pass`, or `@graph_pass(stage="quantized")`.
 
-    The options of a class are checked by their annotations (`system.options`). A pass can be defined again, as a
-    notebook cell does that runs twice.
+    The options of a class are checked by their annotations (`system.options`). A pass can be defined again, for example
+    if a notebook cell runs twice.
 
     Raises:
         ConfigError: If another pass has the name, `stage` is unknown, or a class of passes with options is not a
@@ -211,25 +212,25 @@ def _has_options(cls: type) -> bool:
 
 
 def pass_name(p: GraphPass) -> str:
-    """Return the name a pass is registered under."""
+    """Return the registered name of a pass."""
     return p.name if isinstance(p, Stored) else getattr(p, "__name__", type(p).__name__)
 
 
 def pass_stage(p: GraphPass) -> Stage:
-    """Return the stage a pass promised; the float graph's for one that promised nothing."""
+    """Return the stage of a pass; the float graph's for a pass without a `Promise`."""
     promise: Promise = getattr(p, "promise", Promise())
     return promise.stage
 
 
 def pass_targets(p: GraphPass) -> tuple[str, ...]:
-    """Return the names of the targets a pass is for, none if it is for any."""
+    """Return the names of the targets that a pass is for; empty for any target."""
     promise: Promise = getattr(p, "promise", Promise())
     return promise.targets
 
 
 def require_order(passes: Sequence[GraphPass]) -> None:
-    """Raise `ConfigError` if a pass is listed before one that has to run first; the message names both."""
-    passes = [p for p in passes if not isinstance(p, Stored)]  # whose promises are not known
+    """Raise `ConfigError` if a pass is listed before one that must precede it; the message names both."""
+    passes = [p for p in passes if not isinstance(p, Stored)]  # the promises of stored passes are unknown
     for late, p in enumerate(passes):
         for early in passes[:late]:
             before: Promise = getattr(early, "promise", Promise())
@@ -251,25 +252,25 @@ def require_order(passes: Sequence[GraphPass]) -> None:
 
 
 def takes_context(p: GraphPass) -> bool:
-    """Tell whether a pass asks for the context of the run: by a parameter of that name."""
+    """Tell whether a pass has a parameter for the context of the run, called `context`."""
     return "context" in _parameters(p)
 
 
 def needs_context(p: GraphPass) -> bool:
-    """Tell whether a pass, or a class of passes, cannot do without the context of the run."""
+    """Tell whether a pass, or a class of passes, requires the context of the run."""
     parameter = _parameters(p).get("context")
     return parameter is not None and parameter.default is parameter.empty
 
 
 def learns_from_data(p: GraphPass) -> bool:
-    """Tell whether a pass chooses something that has to be judged on data it did not see."""
+    """Tell whether a pass makes a choice that must be validated on held-out data."""
     return needs_context(p) and not pass_stage(p).is_single
 
 
 def is_ours(value: Any) -> bool:
-    """Tell whether a pass or an observer, and every option it has, is defined in this package alone.
+    """Tell whether a pass or an observer, and all of its options, are defined in this package alone.
 
-    Other code may read globals, closures or files that change between two calls.
+    Other code may read globals, closures, or files that change between two calls.
     """
     if isinstance(value, FunctionType):
         return _in_package(value) and value.__closure__ is None
@@ -288,18 +289,18 @@ def is_ours(value: Any) -> bool:
 
 
 def _in_package(function: FunctionType) -> bool:
-    # Unlike `__module__`, which `functools.wraps` copies, the globals are those that the code reads.
+    # Unlike `__module__`, which `functools.wraps` copies, these globals belong to the code itself.
     root = str(function.__globals__.get("__name__")).partition(".")[0]
-    return root == "quark_fx" or root in sys.stdlib_module_names  # where dataclasses and typing write methods
+    return root == "quark_fx" or root in sys.stdlib_module_names  # dataclasses and typing define methods, too
 
 
 def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
-    # Of a class, the call of its instances counts, not the constructor, which takes options.
+    # The options of a class belong to its constructor; passes are called through the instance.
     return inspect.signature(p.__call__ if isinstance(p, type) else p).parameters
 
 
 def require_callable(p: GraphPass) -> None:
-    """Raise `ConfigError` if a pass cannot be called with a graph and `context`, or takes the name of another one."""
+    """Raise `ConfigError` if a pass cannot be called with a graph and `context`, or has the name of another one."""
     if isinstance(p, type):
         raise ConfigError(f"passes: {p.__name__} is a class; write {p.__name__}()")
     if not callable(p):
@@ -315,9 +316,9 @@ def require_callable(p: GraphPass) -> None:
 
 
 pass_to_dict = PASSES.plain
-"""Returns `{"name": ..., option: value, ...}`."""
+"""Return `{"name": ..., option: value, ...}`."""
 pass_from_dict = PASSES.make
-"""Builds a pass from its name or from what `pass_to_dict` returned; the error lists the valid ones."""
+"""Build a pass from its name or from the result of `pass_to_dict`; the error lists valid names."""
 
 
 @checked_call
@@ -332,22 +333,22 @@ def run_passes(
 ) -> tuple[GraphModule, list[PassRecord]]:
     """Run `passes` in order on a copy of `gm` that shares its parameters.
 
-    What a pass changes is noted on the graph: see `quark_fx.graph.provenance`.
+    Changes are recorded on the graph: see `quark_fx.graph.provenance`.
 
     Args:
-        gm: the graph; left as it is, unless `in_place`.
-        passes: what to run.
-        verify_inputs: a real batch (positional arguments of `gm`). When given, every pass that promises
-            to be exact is held to it: the outputs may differ by the rounding of a reordered sum, `1e-4` of
-            the largest output in float32, 8 steps of the mantissa in half precision.
-        context: a `quark_fx.engine.context.Context`, for the passes that take one.
-        in_place: rewrite `gm` itself, so that nothing keeps the tensors that passes replace.
+        gm: Graph; unchanged unless `in_place`.
+        passes: Passes to run.
+        verify_inputs: Real batch (positional arguments of `gm`). If given, passes that promise to be exact are
+            checked: outputs may differ by the rounding of a reordered sum, `1e-4` of the largest output in float32,
+            8 steps of the mantissa in half precision.
+        context: A `quark_fx.engine.context.Context`, for passes that take one.
+        in_place: Whether to rewrite `gm` itself, so that tensors replaced by passes are freed.
 
     Returns:
         The rewritten copy and a record of each pass.
 
     Raises:
-        PassError: naming the pass, if it left an invalid graph or broke a promise.
+        PassError: If a pass left an invalid graph or broke a promise; the message names the pass.
     """
     for p in passes:
         require_callable(p)
@@ -365,7 +366,7 @@ def run_passes(
                 raise ConfigError(
                     f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
                 )
-            notes = None if promise.stage.is_single else Notes(gm)  # such passes leave the calls of modules as they are
+            notes = None if promise.stage.is_single else Notes(gm)  # such passes do not change module calls
             weights = _Unwritten(gm, p, getattr(context, "calibrated", None))
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)
             if type(rewrites) is not int or rewrites < 0:
@@ -396,14 +397,14 @@ def run_passes(
 
 
 class _Unwritten:
-    """Holds a pass to leaving the tensors alone that the graph shares with the caller's model.
+    """Check that a pass does not write into tensors that the graph shares with the caller's model.
 
-    Torch counts writes that it sees. It does not see those through `tensor.data`, so the bytes are compared as well, of
-    passes that are not part of this package: a gigabyte takes about a second.
+    Torch counts the writes that it sees. It does not see writes through `tensor.data`; the bytes are compared as well
+    for passes from outside of this package: a gigabyte takes about a second.
     """
 
     def __init__(self, gm: GraphModule, p: GraphPass, calibrated: Any = None) -> None:
-        # Once there is a float graph, the caller's tensors are in it, and the other graph has codes of ours.
+        # Once there is a float graph, it holds the caller's tensors, and the other graph holds our codes.
         callers = stored_tensors(gm if calibrated is None else calibrated.float_graph)
         ours = {name: t for name, t in stored_tensors(gm).items() if t is not callers.get(name)}
         foreign = not is_ours(p)
@@ -415,7 +416,7 @@ class _Unwritten:
         ]
 
     def check(self, name: str) -> None:
-        """Raise `PassError` if a tensor was written to since."""
+        """Raise `PassError` if a tensor was written to since construction."""
         written = {
             key: owner
             for key, owner, tensor, version, before in self.watched
@@ -442,7 +443,7 @@ def copy_graph(gm: GraphModule, *, lazy: bool = False) -> GraphModule:
 
     Args:
         gm: a graph.
-        lazy: generate its Python code on the first call, which a graph that is only rewritten never needs.
+        lazy: Whether to generate its Python code on the first call; a graph that is only rewritten never needs it.
     """
     graph = torch.fx.Graph()
     result = graph.graph_copy(gm.graph, {})
@@ -464,7 +465,7 @@ def _require_equal(name: str, expected: list[torch.Tensor], got: list[torch.Tens
     for index, (a, b) in enumerate(zip(expected, got, strict=True)):
         if not a.numel():
             continue
-        # Where both are the same infinity or NaN (a mask's) nothing moved.
+        # Equal infinities, and NaN in both (from a mask), do not count as a difference.
         moved = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).max().item()
         largest = a.abs().nan_to_num(posinf=0.0).max().item()
         if not moved <= max(1e-4, 8 * torch.finfo(a.dtype).eps) * largest:

@@ -1,17 +1,17 @@
-"""What a graph remembers of the model it came from: capture, passes and conversion each leave notes on it.
+"""Provenance of a graph: capture, passes, and conversion record on it how it relates to the model.
 
 On nodes, in `node.meta`:
 
-- `nn_module_stack`: the calls of modules that computed the node, as `torch.export` has them.
+- `nn_module_stack`: the module calls that computed the node, in the form of `torch.export`.
 - `made_by`: the pass that added or changed the node; `CONVERT` for codes and quantizers.
-- `parameter` (of `get_attr`): the parameter or buffer of the model whose values, or codes, the tensor holds.
-- `digest` (of `get_attr`): of a tensor that was no parameter when it was captured or folded.
-- `folded` (of `get_attr`): what the tensor was computed from, a `Folded`.
-- `reshaped` (of operators): code gave a parameter another shape, and its own back, before they read it.
-- `absorbed_maps` (of operators), `passed` (of calls that are gone): see `quark_fx.graph.absorbed`.
-- `absorbed` (of `quantize`): names and module stacks of the clamps its saturation performs, in order.
+- `parameter` (of `get_attr`): the model's parameter or buffer whose values, or codes, the tensor holds.
+- `digest` (of `get_attr`): checksum of a tensor that was not a parameter when it was captured or folded.
+- `folded` (of `get_attr`): the source of the tensor, a `Folded`.
+- `reshaped` (of operators): code changed the shape of a parameter, and back, before the operator read it.
+- `absorbed_maps` (of operators), `passed` (of removed calls): see `quark_fx.graph.absorbed`.
+- `absorbed` (of `quantize`): names and module stacks of the clamps that its saturation performs, in order.
 
-On the graph, in `gm.meta["rewrites"]`: the calls of modules that no longer compute what they did, as `Rewrite`.
+On the graph, in `gm.meta["rewrites"]`: module calls whose computation changed, each a `Rewrite`.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ from quark_fx.graph.nodes import (
 from quark_fx.graph.operators import BRANCH, MOVING
 
 CONVERT = "convert"
-"""What has made the nodes of codes and quantizers."""
+"""Value of `made_by` for codes and quantizers."""
 
 FACTORS = {"aten.mul.Tensor": 1, ROTATE: 2}
-"""Operators by which passes multiply what a module reads, or makes, with how many constants each takes."""
+"""Operators with which passes multiply an input or output of a module, and the number of constants they take."""
 
 MAPS, PASSED, CODE_READS = "absorbed_maps", "passed", "code_reads"
 """Notes of `quark_fx.graph.absorbed`: on an operator, on a call that is no longer in the graph, and on the graph."""
 
 _NOTES = ("parameter", "digest", "folded")
-"""What a tensor in the place of another one inherits."""
+"""Notes that a tensor inherits from the tensor it replaces."""
 
 _PIECE = 1 << 26
-"""Bytes that are looked at at once."""
+"""Number of bytes that are read at once."""
 
 
 class Kind(StrEnum):
-    """What became of a call of a module."""
+    """Change of a module call."""
 
     REPLACED = "replaced"
-    """Other nodes compute it, all of them part of the same call."""
+    """Other nodes compute it, all within the same call."""
     LEFT_OUT = "left out"
-    """No node computes it, and what read its result reads its input."""
+    """No node computes it; consumers of its result read its input."""
     REROUTED = "rerouted"
-    """Something reads another value than before."""
+    """A consumer reads another value than before."""
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A call of a module that a pass rewrote.
+    """A module call that a pass rewrote.
 
     Attributes:
-        path: of the module.
-        made_by: name of the pass.
-        kind: what became of the call.
-        operator: of the call, that is there no longer; empty if none is known.
+        path: Path of the module.
+        made_by: Name of the pass.
+        kind: Change of the call.
+        operator: Operator of the call that was removed; empty if unknown.
     """
 
     path: str
@@ -86,14 +86,14 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Folded:
-    """What a constant was computed from.
+    """The source of a constant.
 
     Attributes:
-        tensors: names of the parameters and buffers.
-        undo: what brings the value back to the only one of them, last step first: a number to subtract, or the type to
-            cast to; `None` if nothing does.
-        view: Size, stride, and offset of the constant in the only one of them, stored contiguously, if data movement
-            alone computed it; each element of the constant is then another element of the parameter.
+        tensors: Names of the parameters and buffers it was computed from.
+        undo: Steps that turn the constant back into the only source, last step first: a number to subtract, or a
+            dtype to cast to; `None` if no such steps exist.
+        view: Size, stride, and offset of the constant in the only source, stored contiguously, if data movement alone
+            computed it; each element of the constant is then another element of the parameter.
         name: Name that the constant would have as a parameter of the module that computes it.
     """
 
@@ -103,7 +103,7 @@ class Folded:
     name: str = ""
 
     def undone(self, value: Tensor) -> Tensor | None:
-        """Return what the tensor has to be for the constant to be `value`; `None` if that is not known."""
+        """Return the source tensor for which the constant equals `value`; `None` if unknown."""
         if self.undo is None:
             return None
         for step in self.undo:
@@ -112,7 +112,7 @@ class Folded:
 
 
 def digest(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bytes: a gigabyte takes about a second."""
+    """Return a checksum of a tensor's bytes; a gigabyte takes about a second."""
     rows = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
     found = 0
     for piece in rows.split(_PIECE):
@@ -121,7 +121,7 @@ def digest(tensor: Tensor) -> int:
 
 
 def note_tensors(gm: GraphModule) -> None:
-    """Note on every `get_attr` of a captured graph which parameter it reads, and what the tensors are that are none."""
+    """Note on every `get_attr` of a captured graph the name of its tensor, and a checksum if it is not a parameter."""
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             node.meta["parameter"] = str(node.target)
@@ -131,13 +131,13 @@ def note_tensors(gm: GraphModule) -> None:
 
 
 def note_folded(gm: GraphModule, constant: Node, calls: Sequence[Node], main: Node, name: str) -> None:
-    """Note what a constant is computed from.
+    """Note the source of a constant.
 
     Args:
-        gm: The graph.
-        constant: The node that reads the constant.
-        calls: The calls that compute it, in order, the last of which it replaces.
-        main: The parameter that it is named after.
+        gm: Graph.
+        constant: Node that reads the constant.
+        calls: Calls that compute it, in order; the constant replaces the last one.
+        main: Parameter that the constant is named after.
         name: See `Folded`.
     """
     inputs = dict.fromkeys([main, *(n for call in calls for n in call.all_input_nodes if is_parameter(n))])
@@ -155,7 +155,7 @@ def note_folded(gm: GraphModule, constant: Node, calls: Sequence[Node], main: No
 
 
 def _view(stored: Tensor, calls: Sequence[Node]) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Return what `Folded.view` is of calls on one tensor; `None` if they copy or repeat elements, or compute."""
+    """Return `Folded.view` for calls on one tensor; `None` if they copy or repeat elements, or compute."""
     if not all(target_name(call) in MOVING for call in calls):
         return None
     origin: Any = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
@@ -180,19 +180,19 @@ def _inverse(node: Node) -> float | torch.dtype | None:
 
 
 def inherit(tensor: Node, old: Node) -> None:
-    """Let a tensor that takes the place of `old` be known as what `old` was."""
+    """Copy the notes of `old` to the tensor that replaces it."""
     if "parameter" not in tensor.meta:
         tensor.meta |= {note: old.meta[note] for note in _NOTES if note in old.meta}
 
 
 def kept_tensors(gm: GraphModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the model that its code reads and the graph does not hold, by name.
+    """Return the model's tensors that its code reads but the graph does not hold, with their names.
 
-    Constants are computed from them that no pass changed, or affine maps that were folded (`quark_fx.graph.absorbed`).
+    They are the sources of constants that no pass changed, and of folded affine maps (`quark_fx.graph.absorbed`).
 
     Args:
-        gm: a graph.
-        tensors: those of the captured one.
+        gm: Graph.
+        tensors: Tensors of the captured graph.
     """
     folded = [node for node in gm.graph.nodes if node.op == "get_attr" and "folded" in node.meta]
     same = [node for node in folded if digest(parameter(gm, node)) == node.meta["digest"]]
@@ -204,15 +204,15 @@ def kept_tensors(gm: GraphModule, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def rewrites(gm: GraphModule) -> tuple[Rewrite, ...]:
-    """Return the calls of modules that passes rewrote."""
+    """Return the module calls that passes rewrote."""
     return gm.meta.get("rewrites", ())  # type: ignore[no-any-return]
 
 
 class Notes:
-    """What one pass does to a graph: made before it runs; `take` writes it down after it ran.
+    """Record the changes of one pass: construct it before the pass runs, and call `take` afterwards.
 
     Args:
-        gm: the graph that it will rewrite.
+        gm: Graph that the pass will rewrite.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -235,7 +235,7 @@ class Notes:
                 self.calls.setdefault(_call(node), []).append(node)
 
     def take(self, gm: GraphModule, name: str) -> None:
-        """Note on `gm` what the pass `name` changed."""
+        """Record on `gm` the changes of the pass `name`."""
         nodes = set(gm.graph.nodes)
         live = {call for node in nodes for call in module_calls(node)}
         changed = [node for node in gm.graph.nodes if self.operations.get(node) != _operation(node)]
@@ -249,9 +249,9 @@ class Notes:
             if is_parameter(old) and is_parameter(new) and new not in self.operations:
                 inherit(new, old)
             elif is_parameter(new) and old in self.constants:
-                continue  # it is computed beforehand now
+                continue  # it is now computed in advance
             elif BRANCH in new.meta:
-                continue  # what is left of a value, or the sum of an operator and its branch
+                continue  # the remainder of a value, or the sum of an operator and its branch
             elif new not in self.operations and _is_factor(new, old):
                 new.meta["factor"] = True
             elif (skipped := _skipped(old, new, ends)) is not None:
@@ -276,7 +276,7 @@ class Notes:
             gm.meta["rewrites"] = (*rewrites(gm), *listed)
 
     def _moved(self, gm: GraphModule) -> Iterator[tuple[Node, Node, Node]]:
-        """Yield every reader that reads another node than before, what it read, and what it reads."""
+        """Yield every consumer whose input changed, with the old and the new input."""
         for node in gm.graph.nodes:
             before, after = self.leaves.get(node, []), _leaves(node)
             for old, new in zip(before, after, strict=False):
@@ -284,7 +284,7 @@ class Notes:
                     yield node, old, new
 
     def _stays_within(self, reader: Node, old: Node, new: Node) -> bool:
-        """Tell whether a reader that reads `new` instead of `old` is explained by a rewrite of one call."""
+        """Tell whether a rewrite of one call explains that a consumer reads `new` instead of `old`."""
         own = _call(reader)
         if is_parameter(old) or is_parameter(new):
             return False
@@ -293,24 +293,24 @@ class Notes:
         return _call(old) == own and any(new in self.leaves[node] for node in self.calls[own])
 
     def _ends(self, call: str) -> list[tuple[Node, Node]]:
-        """Return the one result of a call and the one value that it reads; empty if it has several."""
+        """Return the only result of a call with its only input; empty if it has several."""
         nodes = set(self.calls[call])
         results = [node for node in nodes if not nodes.issuperset(self.readers.get(node, []))]
         read = {n for node in nodes for n in self.leaves[node] if isinstance(n, Node) and n.op != "get_attr"} - nodes
         return [(results[0], read.pop())] if len(results) == len(read) == 1 else []
 
     def _is_value(self, node: Node) -> bool:
-        """Tell whether something read the node, and it made floats of inputs of the model."""
+        """Tell whether the node had consumers and computed floats from inputs of the model."""
         return node in self.readers and is_activation(node) and node not in self.constants
 
 
 def _skipped(old: Node, new: Node, ends: Mapping[Node, Node]) -> set[Node] | None:
-    """Return the results of calls that are left out between `new` and `old`, which was read; `None` if not only those.
+    """Return the results of calls left out between `new` and the earlier input `old`; `None` if `new` is elsewhere.
 
     Args:
-        old: what was read.
-        new: what is read instead.
-        ends: the values that calls read which nothing computes any more, by their results.
+        old: Earlier input.
+        new: Input that replaces it.
+        ends: Inputs of removed calls, by their results.
     """
     passed = set[Node]()
     while old in ends and old is not new:
@@ -320,14 +320,14 @@ def _skipped(old: Node, new: Node, ends: Mapping[Node, Node]) -> set[Node] | Non
 
 
 def _is_factor(node: Node, value: Node) -> bool:
-    """Tell whether a node multiplies `value` by constants that are none of the model."""
+    """Tell whether a node multiplies `value` by constants that are not part of the model."""
     if target_name(node) not in FACTORS or node.args[0] is not value:
         return False
     return all(is_parameter(factor) and "parameter" not in factor.meta for factor in node.args[1:])
 
 
 def _call(node: Node) -> str:
-    """Return the key of the innermost call of a module that the node is part of."""
+    """Return the key of the innermost module call that contains the node."""
     return next(reversed(module_calls(node)), "")
 
 
@@ -336,7 +336,7 @@ def _leaves(node: Node) -> list[Any]:
 
 
 def _operation(node: Node) -> tuple[Any, ...]:
-    """Return what a node does, whatever it reads."""
+    """Return the operator of a node and its constant arguments, without its inputs."""
     return node.target, *(repr(leaf) for leaf in _leaves(node) if leaf is not None and not isinstance(leaf, Node))
 
 

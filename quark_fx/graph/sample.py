@@ -1,4 +1,4 @@
-"""Inputs to try a graph with: a small part of a batch, or made-up values of the right shapes."""
+"""Sample inputs of a graph: a small part of a batch, or synthetic values of the right shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sample = tuple[Any, ...]
 
 
 def sample_of(gm: GraphModule, signature: Signature, leaves: Sequence[Any]) -> Sample:
-    """Copy a batch to the CPU, cut to its first samples if all inputs share one batch dimension of any size."""
+    """Copy a batch to the CPU, cut to its first samples if all inputs share one dynamic batch dimension."""
     count = None if signature.input_multiples else _fewest(gm)
     return tuple(
         leaf[slice(count) if leaf.dim() else ...].detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
@@ -26,7 +26,7 @@ def sample_of(gm: GraphModule, signature: Signature, leaves: Sequence[Any]) -> S
 
 
 def made_up_sample(gm: GraphModule) -> Sample:
-    """Return inputs of the shapes the graph was captured with: normal floats, and zeros for other types."""
+    """Return inputs of the captured shapes: normal floats, and zeros for other types."""
     generator = torch.Generator().manual_seed(0)
 
     def made_up(value: Any) -> Any:
@@ -41,7 +41,7 @@ def made_up_sample(gm: GraphModule) -> Sample:
 
 
 def _fewest(gm: GraphModule) -> int | None:
-    """Return the smallest batch that the graph takes, `None` unless its inputs share one free batch dimension."""
+    """Return the smallest batch that the graph takes; `None` if the inputs do not share a dynamic batch dimension."""
     values = [node.meta["val"] for node in placeholders(gm)]
     shapes: list[list[Any]] = [list(value.shape) for value in values if isinstance(value, Tensor) and value.dim()]
     if not shapes or any(static_size(shape[0]) is not None for shape in shapes):

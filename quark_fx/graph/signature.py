@@ -1,4 +1,4 @@
-"""How a captured graph is called: the structure of its inputs and outputs, and their names."""
+"""The call signature of a captured graph: structure and names of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from quark_fx.errors import CaptureError, QuarkError
 
 BatchShape = tuple[tuple[int, ...], ...]
-"""The shapes of a batch's flat inputs, `()` for one that is no tensor."""
+"""Shapes of a batch's flat inputs, `()` for an input that is not a tensor."""
 
 
 def batch_shape(leaves: Iterable[Any]) -> BatchShape:
@@ -27,19 +27,18 @@ class Signature:
     """The call structure of a captured model.
 
     Attributes:
-        in_spec: structure of `(args, kwargs)` as captured.
-        out_spec: structure of the result.
-        parameters: names of `forward`'s parameters, in order.
-        input_names: one name per flattened input.
-        output_names: one name per flattened output.
-        input_shapes: per flattened input, its shape with `None` for a dynamic dimension, or `None` if it
-            is not a tensor.
-        input_dtypes: per flattened input, its dtype, or `None` if it is not a tensor.
-        input_constants: by name, the value of an input that is no tensor: the graph was captured with it.
-        input_limits: by name and dimension, the smallest and largest size a dynamic dimension may have, where the
-            model's code distinguishes sizes.
-        input_multiples: by name and dimension, the number whose multiples a dynamic dimension may have as size.
-        fixed_arguments: keyword arguments the graph was captured with that are no inputs of it.
+        in_spec: Structure of `(args, kwargs)` at capture.
+        out_spec: Structure of the result.
+        parameters: Names of `forward`'s parameters, in order.
+        input_names: Name of each flat input.
+        output_names: Name of each flat output.
+        input_shapes: Shape of each flat input, with `None` for a dynamic dimension; `None` if it is not a tensor.
+        input_dtypes: Dtype of each flat input; `None` if it is not a tensor.
+        input_constants: Values of inputs that are not tensors, keyed by input name: the graph was captured with them.
+        input_limits: Input name, dimension, and smallest and largest size of a dynamic dimension, if the model's code
+            distinguishes sizes.
+        input_multiples: Input name, dimension, and a number that must divide the size of a dynamic dimension.
+        fixed_arguments: Keyword arguments at capture that are not inputs of the graph.
     """
 
     in_spec: pytree.TreeSpec
@@ -56,12 +55,12 @@ class Signature:
 
     @property
     def keywords(self) -> list[str]:
-        """The names of the inputs that were captured as keywords."""
+        """Names of the inputs that were captured as keywords."""
         return list(_children(self.in_spec)[1].context or ())
 
     @property
     def positional_spec(self) -> pytree.TreeSpec:
-        """`in_spec`, with keywords by position if they are the first parameters of `forward`."""
+        """`in_spec`, with keywords as positional arguments if they are the first parameters of `forward`."""
         names = self.keywords
         if not names or tuple(names) != self.parameters[: len(names)]:
             return self.in_spec
@@ -69,14 +68,14 @@ class Signature:
         return pytree.tree_structure(((*args, *(kwargs[name] for name in names)), {}))
 
     def leaves_of(self, batch: Any) -> list[Any]:
-        """Return the flat inputs of a batch; errors are those of `flatten`."""
+        """Return the flat inputs of a batch; raises the errors of `flatten`."""
         return self.flatten(*split_batch(batch))
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the flat inputs of a call, however its arguments were spelled.
+        """Return the flat inputs of a call with arguments in any spelling.
 
         Raises:
-            QuarkError: if structure, rank, fixed dimension or dtype differ from the captured ones.
+            QuarkError: If structure, rank, a fixed dimension, or a dtype differs from the captured one.
         """
         given = self._as_captured(args, self._without_fixed(kwargs))
         try:
@@ -113,7 +112,7 @@ class Signature:
         return leaves
 
     def _varying(self, name: str, dims: Sequence[int]) -> str:
-        """Return the literal of `dynamic_shapes` that also lets `dims` of the input `name` vary."""
+        """Return the literal of `dynamic_shapes` that also makes `dims` of the input `name` dynamic."""
         if not self.names_inputs:
             return f"nested as the batch is, with Dim.AUTO for dimension {', '.join(map(str, dims))} of {name}"
         return self.literal_of(
@@ -126,11 +125,11 @@ class Signature:
 
     @property
     def names_inputs(self) -> bool:
-        """Whether the inputs are parameters of `forward`, not parts of them."""
+        """True if the inputs are parameters of `forward`, not parts of them."""
         return {*self.input_names} <= {*self.parameters}
 
     def literal_of(self, free: Mapping[str, Sequence[int]]) -> str:
-        """Return the literal of `dynamic_shapes` that lets some dimensions vary, by the names of inputs."""
+        """Return the literal of `dynamic_shapes` that makes some dimensions dynamic, by the names of inputs."""
         sizes = {name: f"{{{', '.join(f'{i}: Dim.AUTO' for i in dims)}}}" for name, dims in free.items()}
         if not self.names_inputs:
             listed = ", ".join(f"{size} for {name}" for name, size in sizes.items())
@@ -144,7 +143,7 @@ class Signature:
         return {name: value for name, value in kwargs.items() if name not in self.fixed_arguments}
 
     def unflatten(self, outputs: Any) -> Any:
-        """Return flat outputs in the structure of the model's own result."""
+        """Return flat outputs in the structure of the model's result."""
         return pytree.tree_unflatten(list(outputs), self.out_spec)
 
     def _as_captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -210,7 +209,7 @@ def _check_leaf(
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the `(args, kwargs)` a batch stands for: a mapping is keywords, a tuple or list positions."""
+    """Return the `(args, kwargs)` of a batch: a mapping becomes keywords, a tuple or list positional arguments."""
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
         return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118 (a BatchEncoding iterates over keys too)
     if isinstance(batch, tuple | list):
@@ -219,10 +218,10 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments by parameter name, or `None` where `forward` takes `*args` or `**kwargs` for some.
+    """Return the arguments by parameter name, or `None` if `forward` takes some of them as `*args` or `**kwargs`.
 
     Raises:
-        CaptureError: if they do not fit; the message shows the parameters and the usual cause.
+        CaptureError: If they do not fit; the message shows the parameters and the usual cause.
     """
     signature = inspect.signature(forward)
     try:
@@ -245,18 +244,18 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the parameters that can be given by position or by name."""
+    """Return the names of the parameters that accept keyword arguments."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return tuple(name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds)
 
 
 def leaf_names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
-    """Name the leaves of a structure by the keys and indices that lead to them (`logits`, `past.0.1`)."""
+    """Name the leaves of a structure by their keys and indices (`logits`, `past.0.1`)."""
     children = _children(spec)
     if spec.is_leaf():
         return [prefix or "output"]
     keys = spec.context if isinstance(spec.context, list) else []
-    if keys and all(isinstance(part, list) for part in keys):  # of a dataclass: fields with a value, and those without
+    if keys and all(isinstance(part, list) for part in keys):  # a dataclass: fields with a value, then fields without
         keys = keys[0]
     named = len(keys) == len(children)
     names = [str(key) for key in keys] if named else [str(i) if prefix else f"output_{i}" for i in range(len(children))]

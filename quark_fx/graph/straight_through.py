@@ -1,7 +1,7 @@
 """Run a quantized graph so that gradients pass its quantizers.
 
-A `quantize` and the `dequantize` that reads it are one function with a gradient, `numbers.ops.fake_quantize`; between
-them are integers, which have none.
+A `quantize` and the `dequantize` that reads it become one differentiable function, `numbers.ops.fake_quantize`; the
+integer codes between them are not differentiable.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from quark_fx.system.isolation import warn
 
 
 def records_gradients(*values: Any) -> bool:
-    """Tell whether what is computed of `values` has a gradient; an export keeps the operators on codes."""
+    """Tell whether the result of a computation on `values` has a gradient; an export keeps the operators on codes."""
     wanted = any(isinstance(value, Tensor) and value.requires_grad for value in values)
     return wanted and torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
 def quantize_of(node: Node) -> Node | None:
-    """Return the `quantize` whose codes a `dequantize` turns back with the same scale, `None` for any other node."""
+    """Return the `quantize` whose codes a `dequantize` reads with the same scale, `None` for any other node."""
     source = node.args[0] if target_name(node) == DEQUANTIZE else None
     if not isinstance(source, Node) or target_name(source) != QUANTIZE:
         return None
-    # scale, zero point, format and granularity, whether or not defaults are written
+    # scale, zero point, format, and granularity, with or without defaults
     theirs, ours = ([*n.args[1:6], *(None, 0)[len(n.args[:6]) - 4 :]] for n in (source, node))
     return source if all(map(_same, theirs, ours)) and not (source.kwargs or set(node.kwargs) - {"dtype"}) else None
 
@@ -40,9 +40,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def run_with_gradients(gm: GraphModule, *inputs: Any) -> Any:
-    """Return what `gm` computes for `inputs`, bit for bit, with the straight-through gradient of its quantizers.
+    """Return the outputs of `gm` for `inputs`, bit for bit, with the straight-through gradient of its quantizers.
 
-    Where something else than a `dequantize` reads codes, the gradient ends; a warning names the operator.
+    The gradient ends at codes that an operator other than `dequantize` reads; a warning names that operator.
     """
     return _Differentiable(gm).run(*inputs)
 
@@ -52,7 +52,7 @@ class _Differentiable(Interpreter):
         if target_name(n) == QUANTIZE:
             (x, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
             if _read_in_pairs(n):
-                # These values stand for codes until `dequantize` is asked for them.
+                # These values stand for the codes until `dequantize` casts them.
                 return ops.fake_quantize(x.float(), *rest, **kwargs)
             if x.requires_grad:
                 others = ", ".join(describe(user) for user in n.users if quantize_of(user) is not n)
