@@ -1,1 +1,1 @@
-"""Which values and weights are quantized, with which parameters, and the report on them."""
+"""The plan: quantized values and weights with their parameters, and the report on them."""

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of figures and tables, readable at five rows and at thousands."""
+"""One self-contained HTML page of charts and tables, readable with five rows and with thousands."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from quark_fx.plan.report import Histogram
 
 _SHOWN = 25
-"""Rows of a table that are shown until more are asked for, and bars of a figure."""
+"""Initial number of rows of a table, and number of bars of a chart."""
 
 _HISTOGRAMS = 12
-"""Histograms that are drawn."""
+"""Number of histograms drawn."""
 
 _STEP = 0.05
-"""Share of a sum that a step has to have to be named."""
+"""Smallest share of the sum at which a step gets a label."""
 
 _BLUE, _GRAY, _INK = "#2563a8", "#c3c9d1", "#333a44"
 
 
 @dataclass(frozen=True)
 class Table:
-    """What a page lists.
+    """A table of a page.
 
     Attributes:
-        title: above it.
-        header: names of the columns.
-        rows: numbers and texts; `None` for what there is not.
+        title: Title above the table.
+        header: Names of the columns.
+        rows: Numbers and texts; `None` for an empty cell.
     """
 
     title: str
@@ -47,14 +47,14 @@ class Table:
 
 
 def bars(title: str, names: Sequence[str], values: Sequence[float], unit: str, before: Sequence[float] = ()) -> Figure:
-    """Return a figure of the largest values, largest first.
+    """Return a bar chart of the largest values, largest first.
 
     Args:
-        title: of the figure.
-        names: one for each value.
-        values: the lengths of the bars.
-        unit: of the values.
-        before: what each was before, for a bar behind it; the largest of these are shown then.
+        title: Title of the chart.
+        names: Name of each value.
+        values: Lengths of the bars.
+        unit: Unit of the values.
+        before: Earlier values, drawn as a second bar each; the largest of these are then selected.
     """
     keys = before or values
     order = sorted(range(len(values)), key=lambda i: -abs(keys[i]))[:_SHOWN]
@@ -74,13 +74,13 @@ def bars(title: str, names: Sequence[str], values: Sequence[float], unit: str, b
 
 
 def build_up(title: str, names: Sequence[str], values: Sequence[float], unit: str) -> Figure:
-    """Return a figure of the sum of values up to each place, with the names of the largest steps.
+    """Return a chart of the running sum of values, with the names of the largest steps.
 
     Args:
-        title: of the figure.
-        names: one for each value, in graph order.
-        values: the steps.
-        unit: of the sums.
+        title: Title of the chart.
+        names: Name of each value, in graph order.
+        values: Steps.
+        unit: Unit of the sum.
     """
     figure, axes = _axes(title, 2.8)
     sums = [0.0]
@@ -113,14 +113,14 @@ def frontier(
     across: str,
     up: str,
 ) -> Figure:
-    """Return a figure of a curve of estimates, and of measured points with labels.
+    """Return a chart of an estimated curve and measured points with labels.
 
     Args:
-        title: of the figure.
-        curve: points, from left to right.
-        marks: measured points, by label.
-        across: label of the x axis.
-        up: label of the y axis, which is logarithmic if all values are above zero.
+        title: Title of the chart.
+        curve: Points, from left to right.
+        marks: Measured points, keyed by label.
+        across: Label of the x axis.
+        up: Label of the y axis, which is logarithmic if all values are above zero.
     """
     figure, axes = _axes(title, 2.8)
     axes.plot(*zip(*curve, strict=True), color=_BLUE, linewidth=1.2, marker="o", markersize=3, label="estimated")
@@ -138,7 +138,7 @@ def frontier(
 
 
 def histograms(title: str, found: Sequence[Histogram]) -> Figure:
-    """Return a figure of the histograms that are clipped most, each with the range that has codes."""
+    """Return a chart of the histograms with the most clipping, each with its representable range."""
     shown = sorted(found, key=lambda h: -h.clipped)[:_HISTOGRAMS]
     lines = -(-len(shown) // 3)
     figure = _figure(title, 0.4 + 1.6 * lines)
@@ -164,18 +164,18 @@ def write_page(
     tables: Sequence[Table],
     texts: Mapping[str, str],
 ) -> None:
-    """Write a page that loads nothing from elsewhere, and names the version of this package.
+    """Write a page that loads no other files and names the version of this package.
 
     Args:
-        path: of the file.
-        title: of the page.
-        facts: what to know first.
-        figures: of matplotlib, drawn as SVG.
-        tables: listed below, with a filter and a choice of how many rows.
-        texts: to copy, by their titles.
+        path: Path of the file.
+        title: Title of the page.
+        facts: Summary at the top.
+        figures: Matplotlib charts, drawn as SVG.
+        tables: Tables below the charts, with a filter and a choice of the number of rows.
+        texts: Texts to copy, keyed by title.
 
     Raises:
-        QuarkError: if the file cannot be written.
+        QuarkError: If the file cannot be written.
     """
     facts = {**facts, "quark_fx": sys.modules["quark_fx"].__version__}
     tiles = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items())
@@ -217,20 +217,20 @@ def _short(name: str, longest: int = 38) -> str:
 
 
 def _svg(figure: Figure, number: int) -> str:
-    """Return a figure as SVG whose identifiers no other figure of the page has."""
+    """Return a chart as SVG with identifiers that are unique on the page."""
     from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
 
     stream = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": f"quark_fx {number}"}):
         figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
     text = stream.getvalue()
-    text = re.sub(r' id="(?!\w{11}")', f' id="f{number}_', text)  # but for those that links lead to, which are hashes
+    text = re.sub(r' id="(?!\w{11}")', f' id="f{number}_', text)  # except link targets, which are hashed
     return text[text.index("<svg") :]
 
 
 def _section(table: Table) -> str:
     data = json.dumps({"header": list(table.header), "rows": [list(row) for row in table.rows]}, ensure_ascii=False)
-    data = data.replace("<", "\\u003c")  # no text ends the element that holds it
+    data = data.replace("<", "\\u003c")  # no text can close the script element
     return (
         f'<section data-shown="{_SHOWN}"><h2>{html.escape(table.title)}</h2><p><input type="search" '
         f'placeholder="filter" aria-label="filter"> <select aria-label="rows"><option>{_SHOWN}</option>'

@@ -1,12 +1,13 @@
-"""Limits weight codes so that sums of two products fit 16 bits, which x64 processors without VNNI need.
+"""Limits on weight codes so that sums of two products fit 16 bits: a requirement of x64 processors without VNNI.
 
 Those processors multiply unsigned by signed bytes with `vpmaddubsw`: it adds the products of two neighbors along the
-summed dimension and saturates the sum at 16 bits. Activation codes go up to 255, so a pair of weight codes of one sign
-is exact as long as their magnitudes add up to at most `32767 // 255 = 128`; a pair of opposite signs always is.
+summed dimension and saturates the sum at 16 bits. Activation codes go up to 255, so a pair of weight codes with the
+same sign is exact as long as their magnitudes add up to at most `32767 // 255 = 128`; a pair with opposite signs always
+is.
 
-ONNX Runtime lays the weight of a matrix product out by inputs, and that of a convolution by kernel position, then
-input channel, and pairs positions 2k and 2k+1. Signed activations are stored from 0 to 255 when it loads a file.
-Unsigned weights, activations measured as signed codes, depthwise convolutions and `ConvInteger` are summed in 32 bits
+ONNX Runtime orders the weight of a matrix product by input, and the weight of a convolution by kernel position, then
+input channel, and pairs positions 2k and 2k+1. It stores signed activations from 0 to 255 when it loads a file.
+Unsigned weights, activations measured as signed codes, depthwise convolutions, and `ConvInteger` are summed in 32 bits
 there, and so is everything on processors with VNNI and on ARM.
 
 Source: Intel SDM, PMADDUBSW; kernels of ONNX Runtime's MLAS.
@@ -25,22 +26,21 @@ from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.graph.linear import Linear
 
 LARGEST_SUM = 2**15 - 1
-"""The largest sum of two products that 16 bits hold."""
+"""Largest sum of two products that 16 bits hold."""
 
 _VALUES_AT_ONCE = 1 << 22
 _BISECTIONS = 14
-"""Enough for a ratio of scales to four digits."""
+"""Number of bisection steps, enough for a ratio of scales to four digits."""
 
 
 @dataclass(frozen=True)
 class PairBound:
-    """The pairs of a weight's codes that a processor may add in 16 bits, and what they may add up to.
+    """The pairs of a weight's codes that a processor may add in 16 bits, and the limit of their sum.
 
     Attributes:
-        limit: largest sum of the magnitudes of two codes of one sign, at least the magnitude of one code.
-        order: dimensions of the weight: those that count sums, then those that are summed over as the kernel lays
-            them out.
-        summed: how many of them are summed over.
+        limit: Largest sum of the magnitudes of two codes with the same sign, at least the magnitude of one code.
+        order: Dimensions of the weight: dimensions that index sums, then summed dimensions in the kernel's order.
+        summed: Number of summed dimensions.
     """
 
     limit: int
@@ -49,19 +49,19 @@ class PairBound:
 
     @classmethod
     def of_convolution(cls, limit: int, kernel: Sequence[int], inputs: int) -> PairBound:
-        """Return the bound of a convolution's weight: it sums by position in the kernel, then input channel.
+        """Return the bound of a convolution's weight, summed by position in the kernel, then input channel.
 
         Args:
-            limit: of a sum.
-            kernel: dimensions of the weight along which the convolution moves.
-            inputs: dimension of the weight that counts input channels.
+            limit: Limit of a sum.
+            kernel: Dimensions of the weight that hold the kernel.
+            inputs: Dimension of the weight that indexes input channels.
         """
         summed = (*kernel, inputs)
         return cls(limit, (*(dim for dim in range(len(summed) + 1) if dim not in summed), *summed), len(summed))
 
     @classmethod
     def of_product(cls, limit: int, rank: int, inputs: int) -> PairBound:
-        """Return the bound of a matrix, or a stack of them, that is summed over its dimension `inputs`."""
+        """Return the bound of a matrix, or of a stack of matrices, summed over dimension `inputs`."""
         return cls(limit, (*(dim for dim in range(rank) if dim != inputs), inputs), 1)
 
     def rows(self, weight: Tensor) -> Tensor:
@@ -70,12 +70,12 @@ class PairBound:
         return moved.reshape(-1, math.prod(moved.shape[-self.summed :]))
 
     def restore(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Return what `rows` made of a tensor of the shape of `like` in that shape."""
+        """Return the result of `rows` in the shape of `like`: the inverse of `rows`."""
         inverse = [self.order.index(dim) for dim in range(len(self.order))]
         return rows.reshape([like.shape[dim] for dim in self.order]).permute(inverse).contiguous()
 
     def has_own_scales(self, weight: Tensor, scale: Tensor, axis: int | None) -> bool:
-        """Tell whether each sum has a scale of its own, or all have one, for `scale` along `axis` of `weight`."""
+        """Tell whether `scale` along `axis` of `weight` has one value per sum, or one for all sums."""
         if scale.numel() == 1:
             return True
         counted, summed = self.order[: -self.summed], self.order[-self.summed :]
@@ -86,16 +86,16 @@ class PairBound:
         )
 
     def exceeded(self, codes: Tensor) -> Tensor:
-        """Return which pairs of `codes`, integers in the weight's shape, saturate: shape (sums, pairs), bool."""
+        """Tell which pairs of `codes`, integers in the weight's shape, saturate: shape (sums, pairs), bool."""
         return _exceeded(_pairs(self.rows(codes).to(torch.int16)), self.limit)
 
     def limited(self, codes: Tensor, position: Tensor | None = None) -> Tensor:
-        """Return codes none of whose pairs saturate; those of other pairs stay as they are.
+        """Return codes without saturating pairs; other pairs do not change.
 
         Args:
-            codes: integers in the weight's shape.
-            position: what they were rounded from, in units of a code; default: the codes. A pair that saturates
-                becomes the nearest one that does not.
+            codes: Integers in the weight's shape.
+            position: Values before rounding, in units of a code; default: the codes. A pair that saturates becomes the
+                nearest pair that does not.
         """
         if not codes.is_cpu:
             return self.lowered(codes, position)
@@ -104,12 +104,12 @@ class PairBound:
             return codes
         rows = self.rows(codes)
         pairs, near = (_pairs(part).clone() for part in (rows, rows if position is None else self.rows(position)))
-        # Few pairs saturate: computing them alone takes a third of the time of all.
+        # Few pairs saturate: computing them alone takes a third of the time for all pairs.
         pairs[over] = self._nearest(pairs[over].float(), near[over].float(), *_extremes(rows)).to(pairs.dtype)
         return self.restore(_joined(pairs, rows), codes)
 
     def lowered(self, codes: Tensor, position: Tensor | None = None) -> Tensor:
-        """Return `limited(codes, position)` without waiting for the device that holds them."""
+        """Return `limited(codes, position)` without synchronizing with the device."""
         rows = self.rows(codes).to(torch.float32)
         near = rows if position is None else self.rows(position.to(torch.float32))
         extremes, kept = _extremes(rows), []
@@ -120,13 +120,13 @@ class PairBound:
         return self.restore(torch.cat(kept), codes).to(codes.dtype)
 
     def _nearest(self, pairs: Tensor, near: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
-        """Return for pairs of one sign those nearest to `near` that just do not saturate.
+        """Return, for pairs with equal signs, the pairs nearest to `near` that just do not saturate.
 
         Args:
-            pairs: codes, float32, shape (..., 2).
-            near: what they were rounded from, in units of a code.
-            smallest: code of the weight, shape `()`.
-            largest: code of the weight, shape `()`.
+            pairs: Codes, float32, shape (..., 2).
+            near: Values before rounding, in units of a code.
+            smallest: Smallest code of the weight, shape `()`.
+            largest: Largest code of the weight, shape `()`.
         """
         sign = pairs[..., 0].sign()
         most = torch.where(sign > 0, largest, -smallest).clamp_(max=self.limit)  # -128 has no counterpart
@@ -136,19 +136,19 @@ class PairBound:
         return torch.stack((sign * share, sign * (self.limit - share)), -1)
 
     def widening(self, position: Tensor, *, joint: bool = False, doubled: bool = False) -> Tensor:
-        """Return what each scale is to be multiplied by for the smallest expected squared error, at least 1.
+        """Return the factor of each scale with the smallest expected squared error, at least 1.
 
-        Larger scales round more coarsely, smaller ones have more pairs limited: the error of `n` values at a scale of
-        `r` is expected to be `n r**2 / 12 + sum(max(0, s - limit r)**2) / 2` over the sums `s` of pairs, in units of
-        codes now. It is convex; its minimum is found by bisection.
+        Larger scales round more coarsely; with smaller ones, more pairs are limited. The expected error of `n` values
+        at a scale of `r` is `n r**2 / 12 + sum(max(0, s - limit r)**2) / 2` over the sums `s` of pairs, in units of
+        current codes. It is convex; bisection finds its minimum.
 
         Args:
-            position: the weight over its scale, in the weight's shape.
-            joint: one scale for the whole weight instead of one for each sum.
-            doubled: scales can be doubled only, as powers of two are.
+            position: Weight divided by its scale, in the weight's shape.
+            joint: Whether the whole weight has one scale instead of one per sum.
+            doubled: Whether scales can only be doubled, such as powers of two.
 
         Returns:
-            float64, shape (sums,), or () if `joint`.
+            Factors, float64, shape (sums,), or () if `joint`.
         """
         sums = [self._excess(piece) for piece in _pieces(self.rows(position))]
         values = math.prod(position.shape) if joint else self.rows(position).shape[-1]
@@ -176,7 +176,7 @@ def _widening(sums: Tensor, limit: int, values: int) -> Tensor:
 
 
 def _doubling(sums: Tensor, limit: int, values: int) -> Tensor:
-    """Return 2 where the expected error is smaller than at 1; sums of two codes are below `2 * limit`."""
+    """Return 2 if the expected error is smaller than at 1, otherwise 1; sums of two codes are below `2 * limit`."""
     now, twice = (
         values * ratio**2 / 12 + (sums - limit * ratio).clamp_min_(0).square_().sum(-1).double() / 2
         for ratio in (1.0, 2.0)
@@ -190,13 +190,13 @@ def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _pairs(rows: Tensor) -> Tensor:
-    """Return the values of rows by two, shape (rows, pairs, 2); an odd last value is paired with zero."""
+    """Return the values of rows in pairs, shape (rows, pairs, 2); an odd last value is paired with zero."""
     pairs: Tensor = torch.nn.functional.pad(rows, (0, rows.shape[-1] % 2)).unflatten(-1, (-1, 2))
     return pairs
 
 
 def _joined(pairs: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows that `pairs` are of, without what `_pairs` added."""
+    """Return the rows from which `_pairs` made `pairs`, without padding."""
     return pairs.flatten(-2)[..., : rows.shape[-1]]
 
 
@@ -206,9 +206,9 @@ def _extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exceeded(pairs: Tensor, limit: int) -> Tensor:
-    """Return which pairs of codes, shape (..., 2), add up to more than the limit.
+    """Tell which pairs of codes, shape (..., 2), add up to more than the limit.
 
-    Both have one sign then: the sum of opposite signs is no larger than the larger of the two, which the limit allows.
+    Such codes have equal signs: with opposite signs, the sum is at most the larger magnitude, which the limit allows.
     """
     first, second = pairs.unbind(-1)
     return (first + second).abs() > limit
@@ -217,14 +217,14 @@ def _exceeded(pairs: Tensor, limit: int) -> Tensor:
 def pair_bound(
     kind: str, linear: Linear | None, weight: TensorSpec | None, input: TensorSpec | None
 ) -> PairBound | None:
-    """Return which pairs of an operator's codes are added in 16 bits; `None` where all sums are of 32 bits.
+    """Return the pairs of an operator's codes that are added in 16 bits; `None` if all sums have 32 bits.
 
     Args:
-        kind: of the operator.
-        linear: the operator, `None` for a recurrent layer: of those, an LSTM has integer kernels if what it reads is
+        kind: Operator family.
+        linear: The operator, `None` for a recurrent layer: of these, an LSTM has integer kernels if its input is
             measured at run time.
-        weight: spec of its weight, `None` for float.
-        input: spec of the activation, `None` for float.
+        weight: Spec of the weight, `None` for float.
+        input: Spec of the activation, `None` for float.
     """
     if weight is None or input is None or not (kind in ("conv", "linear") or (kind == "lstm" and input.dynamic)):
         return None
@@ -240,12 +240,12 @@ def pair_bound(
     if not linear.kernel:
         return PairBound.of_product(limit, len(linear.shape), linear.input_axis)
     if input.dynamic or (inputs == 1 and linear.groups == outputs):
-        return None  # a convolution of codes measured at run time is ConvInteger's; a depthwise one has 32 bits
+        return None  # codes measured at run time use ConvInteger; a depthwise convolution sums in 32 bits
     return PairBound.of_convolution(limit, linear.kernel_axes, linear.input_axis)
 
 
 def _largest_code(spec: TensorSpec) -> int | None:
-    """Return the largest code a kernel multiplies by, `None` where it does not multiply codes of 8 bits.
+    """Return the largest code that a kernel multiplies by, or `None` if it does not multiply 8-bit codes.
 
     Signed codes are stored from 0 to 255 when ONNX Runtime loads the file.
     """

@@ -1,9 +1,9 @@
-"""Which operators are quantized, and where in the graph quantized values live.
+"""The choice of quantized operators, and of the places of quantized values in the graph.
 
-The rules follow what runs: an integer kernel needs its inputs in integers; a convolution also its output;
-data movement keeps the codes of its input; additions and pools run in integers only between quantized
-operators, or wherever their inputs are integers. What has integer kernels, and when, the target says
-(`quark_fx.config.target.Placement`). No rule asks what model it is in.
+The rules follow the kernels: an integer kernel needs integer inputs; a convolution also needs an integer output; data
+movement keeps the codes of its input; additions and pools run in integers only between quantized operators, or wherever
+their inputs are integers. The target defines which operators have integer kernels, and when
+(`quark_fx.config.target.Placement`). No rule depends on the model.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class _Operator:
     """One weighted operator, or product of activations.
 
     Attributes:
-        node: the call.
-        name: the module it comes from.
-        kind: the operator family, or the ATen name where the operator table has no row.
-        roles: Its roles (`quark_fx.plan.roles`).
+        node: The call.
+        name: Path of its module.
+        kind: Operator family, or the ATen name of an operator without a row in the operator table.
+        roles: Roles of the operator (`quark_fx.plan.roles`).
     """
 
     node: Node
@@ -74,17 +74,17 @@ class _Operator:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What patterns may call it by."""
+        """Kinds by which patterns can select the operator."""
         return _kinds(self.kind, self.roles)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeftInFloat(_Operator):
-    """An operator that is not quantized, and a reason.
+    """An operator that is not quantized, with the reason.
 
     Attributes:
-        reason: why.
-        weight_node: the `get_attr` node of its weight, `None` for a product of activations.
+        reason: Reason for staying in float.
+        weight_node: The `get_attr` node of its weight, `None` for a product of activations.
     """
 
     reason: str
@@ -96,9 +96,9 @@ class Quantized(_Operator):
     """An operator that is quantized: a product of activations, `Coded` or `Attending`.
 
     Attributes:
-        row: its row in the operator table.
-        input: spec of its activations, `None` if they stay in float.
-        output: spec of its output, `None` if it stays in float.
+        row: Row of the operator in the operator table.
+        input: Spec of its activations, `None` if they stay in float.
+        output: Spec of its output, `None` if it stays in float.
     """
 
     row: Operator
@@ -111,11 +111,11 @@ class Coded(Quantized):
     """A quantized operator whose weight gets codes.
 
     Attributes:
-        weight: spec of the weight.
-        weight_node: the `get_attr` node of the weight.
-        linear: what it multiplies by what; `None` for a table whose rows are looked up, and for a recurrent layer,
-            which has an operator in the plan for each of its weights.
-        pairs: which pairs of its weight's codes the target may add in 16 bits, `None` if it does not.
+        weight: Spec of the weight.
+        weight_node: The `get_attr` node of the weight.
+        linear: View of the product; `None` for a lookup table, and for a recurrent layer, which has one planned
+            operator per weight.
+        pairs: Pairs of the weight's codes that the target may add in 16 bits, `None` if it does not.
     """
 
     weight: TensorSpec
@@ -129,8 +129,8 @@ class Attending(Quantized):
     """An attention whose keys and values are quantized.
 
     Attributes:
-        cache: spec of both.
-        attention: where they are.
+        cache: Spec of keys and values.
+        attention: The attention, with the positions of keys and values.
     """
 
     cache: TensorSpec
@@ -138,7 +138,7 @@ class Attending(Quantized):
 
 
 PlannedOperator = LeftInFloat | Quantized
-"""What a plan says of an operator."""
+"""The entry of an operator in a plan."""
 
 
 @dataclass
@@ -146,15 +146,15 @@ class Point:
     """A value that is quantized.
 
     Attributes:
-        value: the node whose value it is.
-        spec: how.
-        source: the node whose observer it shares (itself, unless data movement lies between).
-        readers: the operator arguments that read the quantized value; `None` means every reader does,
-            because the value is produced in integers.
-        absorbed: clamps between the operator and `value` that saturation may replace.
-        reduced: dimension that scales do not vary along, or in groups: that its readers sum over, for a spec per group;
-            of keys and values that of tokens for one per channel, and that of channels for any other unless it is the
-            last.
+        value: Node that computes the value.
+        spec: Spec of the quantization.
+        source: Node whose observer it shares (`value` itself, except after data movement).
+        readers: Operators that read the quantized value; `None` means all consumers, because the value is produced
+            in integers.
+        absorbed: Clamps between the operator and `value` that saturation may replace.
+        reduced: Dimension along which scales are constant, or change by group: for a spec per group, the dimension that
+            readers sum over; for keys and values, the token dimension for a scale per channel, else the channel
+            dimension unless it is the last.
     """
 
     value: Node
@@ -167,12 +167,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What conversion knew of a static `quantize` (`meta["rounding"]` of its node).
+    """Facts about a static `quantize` at conversion (`meta["rounding"]` of its node).
 
     Attributes:
-        value: name, in the graph before conversion, of the value whose range was observed.
-        spec: how it is quantized.
-        low, high: bounds of the clamps that were dropped because saturation performs them.
+        value: Name, in the graph before conversion, of the value whose range was observed.
+        spec: Spec of the quantization.
+        low: Lower bound of the clamps that were dropped because saturation performs them.
+        high: Upper bound of these clamps.
     """
 
     value: str
@@ -186,9 +187,9 @@ class Plan:
     """The operators of a graph and the values to quantize.
 
     Attributes:
-        operators: every weighted one.
-        points: by value, spec and `Point.reduced`.
-        outputs: for each operator whose output is in integers, the value that is rounded: it, or what follows it.
+        operators: All weighted operators.
+        points: Quantized values, keyed by node, spec, and `Point.reduced`.
+        outputs: For each operator with integer output, the value that is rounded: its output, or a later value.
     """
 
     operators: list[PlannedOperator]
@@ -197,18 +198,18 @@ class Plan:
 
     @property
     def observed(self) -> dict[tuple[Node, TensorSpec], int | None]:
-        """The (source, spec) pairs that need an observer, in graph order of discovery, with `Point.reduced`."""
+        """The (source, spec) pairs that need an observer, in the order of the graph, with `Point.reduced`."""
         return {(point.source, point.spec): point.reduced for point in self.points.values() if point.spec.is_calibrated}
 
 
 def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = False) -> Plan:
-    """Decide, for every weighted operator, how it is quantized, and list the values to quantize.
+    """Decide how each weighted operator is quantized, and list the values to quantize.
 
-    Warns about patterns of the configuration that select nothing, with the nearest names, and about a `kv_cache` that
-    no attention has, unless it is `quiet`: for plans that are made once more later.
+    Warns about patterns of the configuration that select nothing, with the nearest names, and about a `kv_cache` in a
+    model without attention. `quiet` turns warnings and errors off, for plans that will be made again.
 
     Raises:
-        ConfigError: if the target cannot run operators as they are configured, unless it is `quiet`; all are named.
+        ConfigError: If the target cannot run operators with this configuration, unless `quiet`; it names all of them.
     """
     attentions = list(_attentions(gm, config))
     operators = [*_operators(gm, config), *attentions]
@@ -222,10 +223,10 @@ def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = Fal
 
 
 def module_name(node: Node, weight: Node | str | None = None) -> str:
-    """Return the module path of an operator: that of its weight, or of the module that calls it if the two share one.
+    """Return the module path of an operator: the owner of its weight, or the caller if it does not contain the owner.
 
-    A module that calls an operator on the weight of one inside of it goes by the inner one's name. A weight is given by
-    the node that reads it, or by its name.
+    A module that applies an operator to the weight of a submodule goes by the submodule's name. The weight is given as
+    the node that reads it, or as its name.
     """
     caller = module_path(node)
     if weight is None:
@@ -238,20 +239,20 @@ def module_name(node: Node, weight: Node | str | None = None) -> str:
 
 
 def _weight_name(weight: Node) -> str:
-    """Return the name of a weight; that of a computed one as if the module had it."""
+    """Return the name of a weight; a computed one has the name it would have as a parameter of its module."""
     folded = weight.meta.get("folded")
     return folded.name if folded is not None and folded.name else str(weight.target)
 
 
 class Names(NamedTuple):
-    """What patterns may call an operator by: its module, and its kinds."""
+    """The names by which patterns can select an operator: its module, and its kinds."""
 
     name: str
     kinds: tuple[str, ...]
 
 
 def names_of(node: Node) -> Names:
-    """Return what patterns may call a weighted operator by."""
+    """Return the names by which patterns can select a weighted operator."""
     row = operator_row(node)
     stored = stored_weights(node, row) if row is not None else ()
     kinds = _kinds(target_name(node) if row is None else row.kind, roles_of(node))
@@ -278,7 +279,7 @@ def _looks_up(node: Node) -> bool:
 
 
 def _unplanned(gm: GraphModule, config: QuantConfig, node: Node, constants: Collection[Node]) -> Iterator[LeftInFloat]:
-    """Yield the weights of an operator that has no rule, or whose weight is no parameter, each with a reason.
+    """Yield the weights of an operator without a rule, or whose weight is not a parameter, each with a reason.
 
     Tables, masks, and affine parameters that are added or multiplied element by element are not weights.
     """
@@ -322,7 +323,7 @@ _LOOKING_UP = frozenset({"aten.index.Tensor", "aten.index_select.default", "aten
 
 
 def _looked_up(node: Node, constants: Collection[Node]) -> tuple[Node, ...]:
-    """Return the table whose rows the model's input selects, if a node does that."""
+    """Return the table of a node that looks up rows by an input of the model, else nothing."""
     if target_name(node) not in _LOOKING_UP or not isinstance(node.args[0], Node):
         return ()
     table = node.args[0]
@@ -330,13 +331,13 @@ def _looked_up(node: Node, constants: Collection[Node]) -> tuple[Node, ...]:
 
 
 def _of_custom_operator(node: Node) -> tuple[Node, ...]:
-    """Return what an operator that is neither torch's nor ours reads."""
+    """Return the inputs of an operator that is neither torch's nor ours."""
     custom = target_name(node).partition(".")[0] not in ("aten", "python", "prims", "quark_fx")
     return tuple(node.all_input_nodes) if custom else ()
 
 
 def _behind(value: Node) -> list[Node]:
-    """Return the parameters that a weight is computed from together with a value of the input."""
+    """Return the parameters of a weight that is computed from parameters and an input value."""
     through, pending = set[Node](), [value]
     while pending:
         node = pending.pop()
@@ -347,7 +348,7 @@ def _behind(value: Node) -> list[Node]:
 
 
 def _attentions(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
-    """Yield what becomes of every attention, if the configuration quantizes keys and values of any."""
+    """Yield the plan of every attention, if the configuration quantizes keys and values of any."""
     if not _asks_for_cache(config):
         return
     for attention in find_attentions(gm.graph):
@@ -376,7 +377,7 @@ def _asks_for_cache(config: QuantConfig) -> bool:
 
 
 def _without_scales(attention: Attention, spec: TensorSpec) -> str:
-    """Return why keys or values have no scales of a spec; empty if they have."""
+    """Return the reason why keys or values cannot have the scales of a spec; empty if they can."""
     for cached in attention.cached or ():
         shape = cached.value.meta["val"].shape
         sizes = [static_size(size) for d, size in enumerate(shape) if d not in (0, cached.tokens)]
@@ -427,7 +428,7 @@ def _plan_operator(
 
 
 def _unreadable(node: Node, weight: Node, row: Operator, constants: Collection[Node]) -> str:
-    """Return why a product of an activation and a parameter gets no codes."""
+    """Return the reason why the product of an activation and a parameter gets no codes."""
     if weight.meta["val"].is_complex():
         return "complex numbers have no codes"
     value = argument(node, row.activations[-1])
@@ -438,7 +439,7 @@ def _unreadable(node: Node, weight: Node, row: Operator, constants: Collection[N
 
 def _beside(node: Node) -> str:
     base = base_of_adapter(node)
-    assert base is not None  # what the role says
+    assert base is not None  # by definition of the role
     return (
         f"low-rank branch next to {names_of(base).name}: adapters stay in float unless an override selects them; merge "
         "it into the weight to quantize both"
@@ -457,7 +458,7 @@ def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: 
 
 
 def _require_kernels(config: QuantConfig, operators: Sequence[PlannedOperator]) -> None:
-    """Raise `ConfigError` for weights that the target refuses beside their activations, and siblings that differ."""
+    """Raise `ConfigError` for weights that the target refuses with their activations, and for siblings that differ."""
     rules, found = config.target.placement, dict[str, None]()
     for op in operators:
         if isinstance(op, Coded) and (why := rules.refuses(op.kind, op.weight, op.input, op.linear)):
@@ -476,7 +477,7 @@ def _require_kernels(config: QuantConfig, operators: Sequence[PlannedOperator]) 
 
 
 def _way(op: PlannedOperator) -> str:
-    """Say how an operator is quantized, as a kernel sees it."""
+    """Describe how an operator is quantized, from the point of view of a kernel."""
     if not isinstance(op, Coded):
         return "float"
     specs = (spec for spec in (op.weight, op.input) if spec is not None)
@@ -484,7 +485,7 @@ def _way(op: PlannedOperator) -> str:
 
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
-    """Raise `CalibrationError` for a weight that gets codes, or its bias, that holds NaN or infinity, with its name."""
+    """Raise `CalibrationError`, with the name, if a weight that gets codes, or its bias, holds NaN or infinity."""
     for operator in operators:
         if isinstance(operator, Coded):
             for what, node in (("weight", operator.weight_node), *_biases(operator)):
@@ -492,10 +493,10 @@ def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]
 
 
 def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
-    """Raise `CalibrationError` for a weight that stays in float, or any bias, that holds NaN or infinity.
+    """Raise `CalibrationError` if a weight that stays in float, or any bias, holds NaN or infinity.
 
-    Weights that get codes are refused where they get them: each is read once, perhaps from a disk. Tables that are no
-    weights may hold infinities, as masks do.
+    Weights that get codes are checked at conversion: each is read once, perhaps from disk. Tables that are not weights,
+    such as masks, may hold infinities.
     """
     checked: set[object] = set()
     for operator in operators:
@@ -511,7 +512,7 @@ def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator])
 
 
 def _biases(operator: PlannedOperator) -> list[tuple[str, Node | None]]:
-    """Return what an operator adds, after the word for it."""
+    """Return the biases of an operator, each with its description."""
     if (linear := Linear.of(operator.node)) is not None:
         return [("bias", linear.bias)]
     row = operator_row(operator.node)
@@ -531,17 +532,17 @@ def _kinds(kind: str, roles: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_lent(node: Node, weight: Node) -> bool:
-    """Tell whether code of a module gives the weight of another one to a function that reshapes it.
+    """Tell whether a module passes the weight of another module to a function that reshapes it.
 
-    What the function reads is then no input of a module, so that no module could round it; and no checkpoint of
-    transformers holds codes of such a weight.
+    The function's operand is then not the input of a module, so that no module could round it; and no checkpoint of
+    transformers holds codes for such a weight.
     """
     caller, owner = module_path(node), str(weight.target).rpartition(".")[0]
     return "reshaped" in node.meta and owner != caller
 
 
 class _Placement:
-    """The analysis behind `plan_quantization`: which values are produced and which are read in integers."""
+    """The analysis of `plan_quantization`: the values that are produced or read in integers."""
 
     def __init__(self, gm: GraphModule, config: QuantConfig, operators: list[PlannedOperator]) -> None:
         self.gm = gm
@@ -564,11 +565,11 @@ class _Placement:
         return target_name(node) in self.rules.arithmetic or (bool(node.args) and self._goes_on(node.args[0], node))
 
     def _goes_on(self, value: object, user: Node) -> bool:
-        """Tell whether `user` belongs to the operator that makes `value`, with nothing rounded between them."""
+        """Tell whether `user` belongs to the operator that computes `value`, without rounding between them."""
         return isinstance(value, Node) and self.rules.continues(value, user)
 
     def _rounded(self, node: Node) -> tuple[Node, list[Node]]:
-        """Return the value that an operator's output is rounded as, and the clamps right before."""
+        """Return the value at which an operator's output is rounded, and the clamps before it."""
         absorbed, value = [], node
         while len(value.users) == 1:
             user = next(iter(value.users))
@@ -599,10 +600,10 @@ class _Placement:
         return points
 
     def _share_concatenation(self, point: Point, produced: dict[Node, Point]) -> None:
-        """Give the inputs of a concatenation that nothing else reads the parameters of its output.
+        """Give the inputs of a concatenation the quantization parameters of its output, if nothing else reads them.
 
-        Their values are rounded to the output's grid anyway; rounding once loses less than twice. The
-        output's observer sees them all.
+        Their values are rounded to the output's grid anyway; rounding once loses less than rounding twice. The output's
+        observer sees all of them.
         """
         if (
             target_name(point.value) not in ("aten.cat.default", "aten.stack.default")
@@ -618,7 +619,7 @@ class _Placement:
                 origin.source = point.value
 
     def _reads(self) -> Iterator[tuple[Node, Node, TensorSpec, int | None]]:
-        """Yield (operator, activation, spec, dimension of its groups) for everything that is read in integers."""
+        """Yield (operator, activation, spec, dimension of its groups) for each value that is read in integers."""
         for node, spec in self.inputs.items():
             for position in self.quantized[node].row.activations:
                 value = argument(node, position)
@@ -634,7 +635,7 @@ class _Placement:
                     yield node, value, spec, None
 
     def _cached_reads(self, op: Attending) -> Iterator[tuple[Node, Node, TensorSpec, int | None]]:
-        """Yield what `_reads` does of keys and values; a cache that the model returns holds them rounded as well."""
+        """Yield the reads of keys and values; a cache that the model returns also holds them rounded."""
         result = output_node(self.gm)
         for cached in op.attention.cached or ():
             if op.cache.granularity is Granularity.CHANNEL:
@@ -647,14 +648,14 @@ class _Placement:
                 yield reader, cached.value, op.cache, dim
 
     def _reduced(self, node: Node, position: int, value: Node) -> int:
-        """Return the dimension of an activation that groups lie along."""
+        """Return the dimension of an activation that is split into groups."""
         op, rank = self.quantized[node], int(value_of(self.gm, value).dim())
         if isinstance(op, Coded) and op.linear is not None:
             return op.linear.channel_dim(rank)
         return rank - 1 if position == op.row.activations[0] else max(rank - 2, 0)
 
     def _produced(self) -> dict[Node, TensorSpec]:
-        """Return the operators whose own output is in integers."""
+        """Return the operators whose output is in integers."""
         made = {node: spec for node in self.quantized if (spec := self._integer_output(node)) is not None}
         return made | self.arithmetic
 
@@ -662,12 +663,12 @@ class _Placement:
         """Return the spec of a quantized operator's output, `None` if it is in float."""
         op = self.quantized[node]
         if op.output is None or op.output.is_cast or not is_floating(self.gm, node):
-            return None  # of the results of a recurrent layer, each that is read in integers is rounded by itself
+            return None  # the results of a recurrent layer are rounded separately if they are read in integers
         rounds = isinstance(op, Coded) and op.linear is not None and self.rules.rounds_output(op.linear)
         return op.output if rounds or node in self.wanted else None
 
     def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
-        """Return the value produced in integers that data movement makes `value` of, if there is one."""
+        """Return the value produced in integers from which data movement computes `value`, or `None`."""
         while value not in produced and target_name(value) in MOVING:
             sources = [node for node in value.all_input_nodes if not is_parameter(node)]
             floating = [node for node in sources if is_floating(self.gm, node) or target_name(node) in MOVING]
@@ -677,7 +678,7 @@ class _Placement:
         return value if value in produced else None
 
     def _settle(self) -> None:
-        """Find what runs in integers: the largest set in which each member has what it needs.
+        """Find the operators that run in integers: the largest set in which each member has its requirements.
 
         Each node starts in all three sets and leaves each at most once, so this takes time linear in the graph.
         """
@@ -702,13 +703,13 @@ class _Placement:
                 pending.extend(again)
 
     def _has_integers(self, node: Node) -> bool:
-        """Tell whether arithmetic is between quantized operators, or wherever the target has it in integers."""
+        """Tell whether arithmetic has integer inputs, and quantized consumers unless the target has it anywhere."""
         if not (self.rules.anywhere or node in self.wanted):
             return False
         return all(value in self.available for value in node.all_input_nodes if is_floating(self.gm, value))
 
     def _is_wanted(self, value: Node) -> bool:
-        """Tell whether everything that reads `value` reads it in integers."""
+        """Tell whether all consumers of `value` read it in integers."""
         return bool(value.users) and all(
             user in self.inputs
             or user in self.arithmetic
@@ -717,7 +718,7 @@ class _Placement:
         )
 
     def _is_available(self, value: Node) -> bool:
-        """Tell whether `value` is produced in integers, perhaps moved or clamped since."""
+        """Tell whether `value` is produced in integers, with only data movement and clamps after that."""
         if value in self.arithmetic:
             return True
         if value in self.quantized:
@@ -734,10 +735,10 @@ def _holds_floats(gm: GraphModule, node: Node) -> bool:
 
 
 def _clamped_per_channel(value: Node) -> Node:
-    """Return what is left of a value that only a clamp with bounds per channel reads, else the value.
+    """Return the result of clamps with bounds per channel if they are the only consumers of a value, else the value.
 
-    No quantizer performs that clamp. With the range of what it leaves, the one before it rounds to codes that the one
-    after it keeps, and saturates where the clamp cuts anyway.
+    No quantizer performs such a clamp. With the range of its result, the quantizer before it rounds to codes that the
+    one after it keeps, and saturates at the bounds.
     """
     while len(value.users) == 1 and target_name(user := next(iter(value.users))) == "aten.clamp.Tensor":
         value = user
@@ -753,7 +754,7 @@ def _warn_without_cache(config: QuantConfig, attentions: Sequence[PlannedOperato
 
 
 def _warn_overruled(config: QuantConfig, operators: Sequence[PlannedOperator]) -> None:
-    """Warn of overrides that change nothing, because every operator that they select is excluded."""
+    """Warn of overrides without effect, because every operator that they select is excluded."""
     for override in config.overrides:
         selected = [op for op in operators if matches(override.pattern, op.name, *op.kinds)]
         excluded = [config.exclusion(op.name, *op.kinds) for op in selected]
@@ -770,6 +771,6 @@ def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> No
         if any(matches(pattern, op.name, *op.kinds) for op in operators):
             continue
         if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):
-            continue  # a kind that exists and that this model does not have: presets name several
+            continue  # a valid kind that this model does not have: presets name several
         near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
         warn(f"pattern {pattern!r} selects no operator; names near it: {', '.join(near) or 'none'}")

@@ -1,4 +1,4 @@
-"""What happened to every weighted operator."""
+"""The report: the quantization of every weighted operator."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Row:
     """One weighted operator, or a product of two activations.
 
     Attributes:
-        name: module path.
-        kind: operator family.
-        weight: weight format, empty if it stays in float.
-        activation: input format, empty if it stays in float.
-        scale_min: smallest weight scale.
-        scale_max: largest weight scale.
-        sqnr: signal to quantization noise of the weight, dB.
-        bytes_before: bytes of the weight in the captured model.
-        bytes_after: bytes of codes, scales and zero points, and of what `LowRank` computes beside them.
-        reason: why it is in float; empty if it is quantized.
-        parameter: name of the weight; operators that share one share its bytes.
+        name: Module path.
+        kind: Operator family.
+        weight: Weight format, empty if it stays in float.
+        activation: Input format, empty if it stays in float.
+        scale_min: Smallest weight scale.
+        scale_max: Largest weight scale.
+        sqnr: Signal-to-quantization-noise ratio of the weight, dB.
+        bytes_before: Bytes of the weight in the captured model.
+        bytes_after: Bytes of codes, scales, and zero points, and of a `LowRank` branch.
+        reason: Reason for staying in float; empty if it is quantized.
+        parameter: Name of the weight; operators that share one share its bytes.
         computed_from: Names of the parameters that the weight is computed from, if it is not one of them.
     """
 
@@ -65,7 +65,7 @@ class Row:
     def of_quantized(
         cls, *, original: Tensor, quantized: QuantizedTensor, spec: TensorSpec, linear: Linear | None, **fields: Any
     ) -> Self:
-        """Build the row of a quantized weight; `linear` multiplies by it, if anything does."""
+        """Build the row of a quantized weight; `linear` is the operator that multiplies by it, if any."""
         scale = None if spec.is_cast else quantized.scale
         return cls(
             scale_min=None if scale is None else float(scale.min()),
@@ -78,14 +78,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Values of an activation, and what of them its scale can hold.
+    """Values of an activation, and the range of its scale.
 
     Attributes:
-        name: the module that makes it.
-        edges: of the bins, increasing, one more than there are counts.
-        counts: values in each bin.
-        low: smallest value that has a code of its own.
-        high: the largest one.
+        name: Module that computes it.
+        edges: Edges of the bins, increasing, one more than there are counts.
+        counts: Number of values in each bin.
+        low: Smallest representable value.
+        high: Largest representable value.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Histogram:
 
     @property
     def clipped(self) -> float:
-        """Share of the values that saturate, by the middles of their bins."""
+        """Fraction of the values that saturate, measured at the centers of the bins."""
         middles = ((a + b) / 2 for a, b in itertools.pairwise(self.edges))
         outside = (n for n, x in zip(self.counts, middles, strict=True) if not self.low <= x <= self.high)
         return sum(outside) / (sum(self.counts) or 1.0)
@@ -104,22 +104,22 @@ class Histogram:
 
 @runtime_checkable
 class Page(Protocol):
-    """What adds to the page of a report."""
+    """Additional content for the page of a report."""
 
     def facts(self) -> dict[str, str]:
-        """Return what to know first."""
+        """Return the summary at the top."""
         ...
 
     def figures(self) -> dict[str, Figure]:
-        """Return figures by name."""
+        """Return charts with their names."""
         ...
 
     def tables(self) -> list[Table]:
-        """Return what to list."""
+        """Return the tables to list."""
         ...
 
     def texts(self) -> dict[str, str]:
-        """Return texts to copy, by their titles."""
+        """Return texts to copy, keyed by title."""
         ...
 
 
@@ -128,10 +128,10 @@ class Report:
     """One row per weighted operator, the passes that ran, and totals. `str(report)` is a table.
 
     Attributes:
-        rows: of the operators.
-        passes: in the order they ran.
-        histograms: of activations whose observers count values; a stored model has none.
-        about: What the page says of the run, such as the model's class and the configuration.
+        rows: Rows of the operators.
+        passes: Records of the passes, in the order they ran.
+        histograms: Histograms of activations whose observers count values; a stored model has none.
+        about: Facts about the run for the page, such as the model's class and the configuration.
     """
 
     rows: tuple[Row, ...]
@@ -147,7 +147,7 @@ class Report:
 
     @property
     def labels(self) -> list[str]:
-        """What tells the rows apart: the name of the operator, or of its weight where one name has several."""
+        """Unique labels of the rows: the name of the operator, or of its weight if several weights share that name."""
         weights: dict[str, set[str]] = {}
         for row in self.rows:
             weights.setdefault(row.name, set()).add(row.parameter)
@@ -155,14 +155,14 @@ class Report:
         return [row.parameter if row.parameter and row.name in several else row.name for row in self.rows]
 
     def pass_table(self, name: str | None = None, *, full: bool = False) -> str:
-        """Return what the passes changed, one line per operator or site, as a table.
+        """Return the changes of the passes as a table, one line per operator or site.
 
         Args:
-            name: of one pass; default: all that changed anything operator by operator.
-            full: do not shorten long reasons.
+            name: Name of one pass; default: all passes that changed individual operators.
+            full: Whether to keep long reasons in full.
 
         Raises:
-            ConfigError: if no pass of that name ran.
+            ConfigError: If no pass with that name ran.
         """
         names = list(dict.fromkeys(record.name for record in self.passes))
         if name is not None and name not in names:
@@ -187,14 +187,14 @@ class Report:
 
     @property
     def idle(self) -> dict[str, str]:
-        """The passes that looked at operators or sites and changed none of them, each with the most common reason."""
+        """Passes that examined operators or sites and changed none of them, each with the most common reason."""
         reasons = {record.name: [change.what for change in record.changes] for record in self.passes}
         changed = {record.name for record in self.passes if any(change.changed for change in record.changes)}
         return {name: max(found, key=found.count) for name, found in reasons.items() if found and name not in changed}
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Number of operators, how many are quantized, bytes before and after, and their ratio."""
+        """Number of operators, number of quantized ones, bytes before and after, and their ratio."""
         quantized = [row for row in self.rows if not row.reason]
         before = sum({row.parameter: row.bytes_before for row in self.rows}.values())
         after = stored_size(self.rows)
@@ -207,7 +207,7 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return rows, passes and totals as plain data."""
+        """Return rows, passes, and totals as plain data."""
         return {
             "rows": self.to_rows(),
             "passes": [asdict(record) for record in self.passes],
@@ -219,12 +219,12 @@ class Report:
         return [asdict(row) for row in self.rows]
 
     def figures(self) -> dict[str, Figure]:
-        """Return figures by name, for notebooks, too: `"noise"`, `"bytes"`, `"seconds"` and `"histograms"`.
+        """Return charts with their names, also for notebooks: `"noise"`, `"bytes"`, `"seconds"`, and `"histograms"`.
 
-        What is not known has no figure.
+        Charts without data are left out.
 
         Raises:
-            QuarkError: without matplotlib.
+            QuarkError: If matplotlib is not installed.
         """
         from quark_fx.plan.page import bars, histograms
 
@@ -245,14 +245,14 @@ class Report:
 
     @checked_call
     def html(self, path: str | Path, analysis: Page | None = None) -> None:
-        """Write one page that needs nothing else: error and bytes by operator, time by pass, what was skipped and why.
+        """Write one self-contained page: error and bytes by operator, time by pass, and skipped operators with reasons.
 
         Args:
-            path: of the file.
-            analysis: what `quark_fx.analyze` found, whose figures then come first.
+            path: Path of the file.
+            analysis: Result of `quark_fx.analyze`, whose charts then come first.
 
         Raises:
-            QuarkError: without matplotlib (`pip install 'quark_fx[report]'`), or if the file cannot be written.
+            QuarkError: If matplotlib is missing (`pip install 'quark_fx[report]'`), or the file cannot be written.
         """
         from quark_fx.plan.page import write_page
 
@@ -269,7 +269,7 @@ class Report:
         write_page(path, "Quantization report", facts, figures, tables, {} if analysis is None else analysis.texts())
 
     def tables(self) -> list[Table]:
-        """Return what the page lists: operators, what passes changed, and what was skipped."""
+        """Return the tables of the page: operators, changes of passes, and skipped operators."""
         from quark_fx.plan.page import Table
 
         header = ("operator", "op", "weight", "activation", "SQNR dB", "KiB before", "KiB after", "in float because")
@@ -340,7 +340,7 @@ class Report:
 
 
 def _summary(record: PassRecord) -> str:
-    """Return one line on a pass that noted what it did; `pass_table` has the rest."""
+    """Return one line about a pass that recorded changes; `pass_table` has the rest."""
     judged = [(c.before, c.after) for c in record.changes if c.before is not None and c.after is not None]
     error = ""
     if judged:
@@ -353,7 +353,7 @@ def _summary(record: PassRecord) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Return a reason without the path of the user's source, on at most `_WIDEST` characters."""
+    """Return a reason without the path of the user's source, in at most `_WIDEST` characters."""
     text = re.sub(r" \(([^()]*:\d+|\?)(, module [^()]*)?\)", "", text)
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
@@ -367,12 +367,12 @@ def _number(value: float | None) -> str:
 
 
 def stored_size(rows: Iterable[Row]) -> int:
-    """Return the bytes of weights; one that several operators read counts once per format."""
+    """Return the bytes of weights; a weight that several operators share counts once per format."""
     return sum({(row.parameter, row.weight): row.bytes_after for row in rows}.values())
 
 
 def aligned(header: Sequence[str], body: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Return the lines of a table; the columns in `right` are set to the right."""
+    """Return the lines of a table; the columns in `right` are aligned to the right."""
     widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
     lines = (header, tuple("─" * w for w in widths), *body)
     return [

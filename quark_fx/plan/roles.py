@@ -22,7 +22,7 @@ ROUTER = "router"
 """Role of an operator whose largest outputs are looked up, such as the router of a mixture of experts."""
 
 DEPTHWISE = "depthwise"
-"""Role of a depthwise convolution, such as a state-space layer runs over a few tokens."""
+"""Role of a depthwise convolution, such as the short convolution over tokens in a state-space layer."""
 
 ADAPTER = "adapter"
 """Role of the two operators of a low-rank branch that is added to the output of another operator (LoRA)."""
@@ -49,7 +49,7 @@ _SQUASHING = _NORMALIZING | frozenset(
         *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar"),
     )
 )
-"""Operators between scores and the choice of the largest, with numbers alone."""
+"""Operators on scores before the largest are chosen, with numbers as their only other operands."""
 
 _SCALING = frozenset({"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"})
 
@@ -58,7 +58,7 @@ _ADDING = frozenset({"aten.add.Tensor"})
 PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsort.stable"})
 
 CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
-"""Operators that return values and their places."""
+"""Operators that return values and their indices."""
 
 
 def roles_of(node: Node, chosen_from: frozenset[Node] | None = None) -> tuple[str, ...]:
@@ -79,9 +79,9 @@ def roles_of(node: Node, chosen_from: frozenset[Node] | None = None) -> tuple[st
 
 
 def base_of_adapter(node: Node) -> Node | None:
-    """Return the operator whose output a low-rank branch is added to that `node` is part of; `None` if there is none.
+    """Return the operator whose output a low-rank branch is added to, if `node` is part of the branch, else `None`.
 
-    The branch is two products with fewer channels between them than either end has, and nothing but factors between:
+    The branch is two products with fewer channels between them than at either end, and only factors between them:
     `x @ w + (x @ a) @ b * scale`.
     """
     up = node
@@ -105,7 +105,7 @@ def base_of_adapter(node: Node) -> Node | None:
 
 
 def _after_scaling(node: Node) -> Node | None:
-    """Return the only reader of a value, after factors and casts; `None` if it has several."""
+    """Return the only consumer of a value, after factors and casts; `None` if it has several."""
     while len(node.users) == 1:
         user = next(iter(node.users))
         if not _scales(user):
@@ -140,7 +140,7 @@ def _is_depthwise(node: Node) -> bool:
 
 
 def values_chosen_from(graph: Graph) -> frozenset[Node]:
-    """Return the values whose largest elements are looked up, perhaps after elementwise operators."""
+    """Return the values whose largest elements are looked up, also before elementwise operators."""
     pending, values = [node for node in graph.nodes if _chooses(node)], set[Node]()
     while pending:
         node = pending.pop()
@@ -151,7 +151,7 @@ def values_chosen_from(graph: Graph) -> frozenset[Node]:
 
 
 def _chooses(node: Node) -> bool:
-    """Tell whether a node finds which elements are the largest, not only how large they are."""
+    """Tell whether a node returns the indices of the largest elements, not only their values."""
     name = target_name(node)
     return name in PLACES or (name in CHOOSING and any(result.args[1] == 1 for result in node.users))
 
@@ -159,7 +159,7 @@ def _chooses(node: Node) -> bool:
 def _is_head(node: Node) -> bool:
     """Tell whether the model returns the operator's output, and no other weighted operator reads it.
 
-    On the way it may be moved, selected from, and changed element by element by constants and masks.
+    On the way, the output may be moved, selected from, and changed element by element with constants and masks.
     """
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return False  # a recurrent layer returns its state as well
@@ -175,7 +175,7 @@ def _is_head(node: Node) -> bool:
 
 
 def _keeps(node: Node, value: Node) -> bool:
-    """Tell whether a node makes an output of an output: it moves, selects or changes `value` by itself."""
+    """Tell whether a node turns an output into an output: it moves, selects, or changes elements of `value`."""
     name = target_name(node)
     if name in MOVING | _CASTS | _SELECTING | _NORMALIZING or BRANCH in node.meta:
         return True

@@ -1,4 +1,4 @@
-"""Operators that servers run as one kernel, as query, key and value: they read one value in one module."""
+"""Operators that servers run as one kernel, such as query, key, and value: they read one value in one module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quark_fx.plan.placement import PlannedOperator
 
 _SHAPING = frozenset({"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"})
-"""Operators that change the shape of a value, and nothing else."""
+"""Operators that only change the shape of a value."""
 
 _EXPERTS = "experts"
 
@@ -34,12 +34,12 @@ def siblings(operators: Iterable[PlannedOperator]) -> list[list[PlannedOperator]
 
 
 def shared_with_siblings(op: PlannedOperator) -> Hashable:
-    """Return what siblings have in common, and no others; `None` for an operator that can have none."""
+    """Return a key that is equal for siblings only; `None` for an operator that cannot have siblings."""
     return (_EXPERTS, _owner(op)) if op.kind == _EXPERTS else value_read(op)
 
 
 def value_read(op: PlannedOperator) -> Hashable:
-    """Return what a matrix product shares with those of its module that read the same value; `None` for others."""
+    """Return a key that matrix products of one module share if they read the same value; `None` for other operators."""
     linear = Linear.of(op.node)
     return None if linear is None or linear.kernel else ("value", _whole(linear.activation), _owner(op))
 

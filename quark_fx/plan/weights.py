@@ -1,4 +1,4 @@
-"""Quantize a constant tensor: settle the granularity, observe once, encode."""
+"""Quantize a constant tensor: choose the granularity, observe once, encode."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ROWS_AT_ONCE = 8192
 
 
 def stored_bytes(tensor: QuantizedTensor, spec: TensorSpec, linear: Linear | None = None) -> int:
-    """Return the bytes of a stored tensor: packed codes, scales, zero points unless all are the format's.
+    """Return the bytes of a stored tensor: packed codes, scales, and zero points unless the scheme is symmetric.
 
     Args:
-        tensor: quantized as `spec` says.
-        spec: what the bits of the scales follow from.
-        linear: see `quantize_tensor`.
+        tensor: Tensor quantized with `spec`.
+        spec: Spec that determines the bits of the scales.
+        linear: See `quantize_tensor`.
     """
     total = (tensor.codes.numel() * spec.format.bits + 7) // 8
     if spec.is_cast:
@@ -50,23 +50,23 @@ def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec, linear: Linear | Non
 
 
 def _axes(x: Tensor, linear: Linear | None) -> tuple[int, int]:
-    """Return the dimensions of a constant that count output channels and what groups lie along."""
+    """Return the dimension of a constant that indexes output channels, and the dimension that is split into groups."""
     return (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
 
 
 def _rows_together(x: Tensor, spec: TensorSpec) -> int:
-    """Return how many output channels of a constant share the scales of their groups."""
+    """Return the number of output channels of a constant that share the scales of their groups."""
     return spec.group_rows if x.dim() > 1 else 1
 
 
 @dataclass(frozen=True)
 class Observed:
-    """How the values of a constant share scales, and what its observer found.
+    """The scales of a constant that its observer chose, and their layout.
 
     Attributes:
-        axis: of `quark_fx.numbers.ops`.
-        block: likewise.
-        qparams: before anything else limits them.
+        axis: Scale axis, a parameter of `quark_fx.numbers.ops`.
+        block: Block size, a parameter of `quark_fx.numbers.ops`.
+        qparams: Parameters before other limits apply.
     """
 
     axis: int | None
@@ -76,15 +76,15 @@ class Observed:
 
 @dataclass(frozen=True)
 class RoundedWeight:
-    """A weight as a spec rounds it where nothing else limits its scales.
+    """A weight rounded with a spec without other limits on its scales.
 
     Attributes:
-        spec: of the weight.
-        amax: see `quantize_tensor`.
-        pairs: likewise.
-        observed: what its observer found.
-        tensor: codes and scales.
-        sqnr: of them, in dB.
+        spec: Spec of the weight.
+        amax: See `quantize_tensor`.
+        pairs: See `quantize_tensor`.
+        observed: Result of its observer.
+        tensor: Codes and scales.
+        sqnr: Signal-to-quantization-noise ratio, in dB.
     """
 
     spec: TensorSpec
@@ -95,14 +95,14 @@ class RoundedWeight:
     sqnr: float
 
     def is_of(self, spec: TensorSpec, amax: float | None, pairs: PairBound | None, smallest: Tensor | None) -> bool:
-        """Tell whether `quantize_tensor` makes the same of these arguments."""
+        """Tell whether `quantize_tensor` returns the same tensor for these arguments."""
         if (self.spec, self.amax, self.pairs) != (spec, amax, pairs):
             return False
         found = self.observed.qparams
         return smallest is None or torch.equal(_raise_scale(found, smallest, spec).scale, found.scale)
 
     def copied(self) -> QuantizedTensor:
-        """Return the codes and scales in memory of their own."""
+        """Return a copy of the codes and scales."""
         tensor = self.tensor
         return replace(
             tensor, codes=tensor.codes.clone(), scale=tensor.scale.clone(), zero_point=tensor.zero_point.clone()
@@ -110,7 +110,7 @@ class RoundedWeight:
 
 
 def observe_tensor(x: Tensor, spec: TensorSpec, linear: Linear | None = None, amax: Tensor | None = None) -> Observed:
-    """Return what the observer of a spec finds in a constant; arguments are those of `quantize_tensor`."""
+    """Return the observer's parameters for a constant; the arguments have the meaning in `quantize_tensor`."""
     outputs, inputs = _axes(x, linear)
     groups = 1 if linear is None else linear.output_groups
     if groups > 1 and spec.granularity is Granularity.CHANNEL:
@@ -133,21 +133,21 @@ def quantize_tensor(
     """Quantize the constant `x`.
 
     Args:
-        x: floating point, any shape.
-        spec: static, not per token.
-        linear: the operator that multiplies by `x` or by some of its rows, which says what its dimensions count:
-            channels of different matrices of a stack, or groups of a transposed convolution, have scales of their own.
-            Default: dimension 0 counts channels, and groups lie along dimension 1.
-        smallest_scale: lower bound of the scales, broadcastable to one value per output channel.
-        amax: the largest magnitude that the scale of E4M3 scales follows, shape `()`; default: that of `x`. Give
-            tensors that will be joined one.
-        qparams: what to use instead of what the observer finds, shaped by the granularity.
-        pairs: of codes that must not saturate in 16 bits: what the observer finds is widened where that costs less
-            than limiting codes, and the pairs that still exceed the limit are lowered to it.
-        observed: what `observe_tensor` returns, if it is known.
+        x: Floating-point tensor, any shape.
+        spec: Static spec, not per token.
+        linear: Operator that multiplies by `x` or some of its rows, and defines its dimensions: channels of different
+            matrices of a stack, or groups of a transposed convolution, have separate scales. Default: dimension 0
+            indexes channels, and dimension 1 is split into groups.
+        smallest_scale: Lower bound of the scales, broadcastable to one value per output channel.
+        amax: Largest magnitude, which determines the scale of E4M3 scales, shape `()`; default: the largest magnitude
+            of `x`. Tensors that will be joined need the same value.
+        qparams: Parameters in place of the observer's, in the shape of the granularity.
+        pairs: Pairs of codes that must not saturate in 16 bits: the observer's range is widened if that costs less than
+            limiting codes, and pairs that still exceed the limit are lowered to it.
+        observed: Result of `observe_tensor`, if available.
 
     Raises:
-        ValueError: if `x` holds NaN or infinity.
+        ValueError: If `x` holds NaN or infinity.
     """
     if spec.is_cast:
         if not torch.isfinite(x).all():
@@ -174,9 +174,9 @@ def quantize_tensor(
 
 
 def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, axis: int | None, block: int) -> QParams:
-    """Return larger scales where that costs less than lowering the codes of pairs that saturate."""
+    """Return larger scales where they cost less than lowering the codes of pairs that saturate."""
     joint = qparams.scale.numel() == 1
-    # What the observer chose to clip stays clipped.
+    # Values that the observer chose to clip stay clipped.
     position = (x.float() / spread(qparams.scale, x, axis, block)).clamp_(*spec.scheme.limits)
     ratio = pairs.widening(position, joint=joint, doubled=spec.scale == POWER_OF_TWO)
     wanted = qparams.scale.abs().double() * ratio.reshape(qparams.scale.shape)
@@ -185,7 +185,7 @@ def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, ax
 
 
 def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: Tensor | None, outputs: int) -> QParams:
-    """Return what the observer of the spec finds."""
+    """Return the parameters that the spec's observer chooses."""
     scheme = spec.scheme
     kind = spec.scale
     if kind.has_unit:
@@ -211,12 +211,12 @@ def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: T
 
 
 def storable(qparams: QParams, spec: TensorSpec, axis: int) -> QParams:
-    """Return scales of groups, and offsets, rounded to ones that can be stored.
+    """Round scales of groups, and offsets, to values that can be stored.
 
     Args:
-        qparams: with ideal scales, float32, as the granularity shapes them.
-        spec: of the weight, with scales in float, or in integers times floats.
-        axis: dimension that groups lie along.
+        qparams: Parameters with ideal scales, float32, in the shape of the granularity.
+        spec: Spec of the weight, with float scales, or integer scales times float ones.
+        axis: Dimension that is split into groups.
     """
     zero_point = qparams.zero_point
     if zero_point.is_floating_point():
@@ -238,10 +238,11 @@ def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stac
 def _channels_of_groups(
     x: Tensor, spec: TensorSpec, outputs: int, inputs: int, groups: int
 ) -> tuple[int, int, QParams]:
-    """Return (`axis`, `block_size`) and parameters of a weight whose groups share the numbers of output channels.
+    """Return (`axis`, `block_size`) and parameters of a weight whose groups reuse the indices of output channels.
 
-    One channel a group is one scale per index of `inputs`, repeated within a group. Several are one per block of
-    `inputs` and channel, repeated along the kernel, where `quark_fx.numbers.ops` has scales of their own.
+    With one channel per group, there is one scale per index of `inputs`, repeated within a group. With several, there
+    is one per block of `inputs` and channel, repeated along the kernel, since `quark_fx.numbers.ops` needs a scale for
+    each kernel position.
     """
     order = x.movedim((inputs, outputs), (0, 1)).unflatten(0, (groups, -1)).transpose(1, 2)
     found = _row_qparams(order.flatten(0, 1).flatten(1), spec, spec.scheme)
@@ -260,7 +261,7 @@ def _block_qparams(
 ) -> QParams:
     """Return parameters of blocks of `block` values along `axis`, and of `count` indices of `outputs` if that is not 1.
 
-    Smaller blocks at the ends are observed by themselves. The indices of a block have one scale each, all the same.
+    Smaller blocks at the ends are observed separately. Each index of a block has a scale; these scales are equal.
     """
     moved = x.movedim(axis, -1).unsqueeze(-2) if count == 1 else x.movedim((outputs, axis), (-2, -1))
     strips = []
@@ -268,7 +269,7 @@ def _block_qparams(
         height, parts = min(count, strip.shape[-2]), []
         for part in _whole_and_rest(strip, -1, block):
             cells = part.unflatten(-2, (-1, height)).unflatten(-1, (-1, min(block, part.shape[-1]))).transpose(-3, -2)
-            # Rows are independent; a histogram of each at once would take gigabytes.
+            # Rows are independent; a histogram of every row at once would take gigabytes.
             found = [observe(some) for some in cells.flatten(0, -3).flatten(1).split(_ROWS_AT_ONCE)]
             parts.append(
                 [
@@ -286,7 +287,7 @@ def _block_qparams(
 
 
 def _whole_and_rest(x: Tensor, dim: int, size: int) -> Iterator[Tensor]:
-    """Yield the part of a dimension that a size divides, and the rest, if they are not empty."""
+    """Yield the part of a dimension that is divisible by a size, and the rest, if they are not empty."""
     whole = x.shape[dim] // size * size
     for start, length in ((0, whole), (whole, x.shape[dim] - whole)):
         if length:
@@ -300,22 +301,23 @@ def _row_qparams(rows: Tensor, spec: TensorSpec, scheme: Scheme) -> QParams:
 def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:
     bound = smallest if qparams.scale.dim() else smallest.max()
     if spec.scale != FLOAT32:
-        # A bound of zero (no bias) is none, not that of a tensor of zeros.
+        # A bound of zero (no bias) means no bound; `nearest` would raise it to the scale of a tensor of zeros.
         bound = torch.where(bound > 0, spec.scale.nearest(bound.double()), 0)
     # Scales of sign-aware weights may be negative.
     raised = torch.maximum(qparams.scale.abs(), bound.to(qparams.scale)).copysign(qparams.scale)
-    # A symmetric zero point does not depend on the scale; an asymmetric one is left, as its range only grew.
+    # A symmetric zero point does not depend on the scale; an asymmetric one stays, since its range only grew.
     return QParams(raised, qparams.zero_point)
 
 
 def rescale_zeros(weight: QuantizedTensor, wanted: Tensor, kind: ScaleFormat) -> QuantizedTensor:
-    """Give channels whose codes all stand for zero another scale: any scale gives their values.
+    """Replace the scale of channels whose codes all stand for zero; any scale gives the same values.
 
-    What follows a weight's scale, as the steps of an int32 bias, is coarse beside the 1 that a range of zeros gets.
+    Steps that depend on a weight's scale, such as the steps of an int32 bias, are coarse with a scale of 1, the default
+    for a range of zeros.
 
     Args:
-        weight: with one scale, or one per channel.
-        wanted: one scale per channel, 0 where any does.
+        weight: Quantized weight with one scale, or one per channel.
+        wanted: One scale per channel, 0 where any scale fits.
         kind: Format of the scales.
     """
     used = weight.codes != weight.layout.spread(weight.zero_point).to(weight.codes.dtype)
