@@ -1,7 +1,7 @@
-"""Functions, in ONNX, of standard operators alone: rounding to blocks at run time, and what stored codes stand for.
+"""ONNX functions of standard operators: rounding to blocks at run time, and the values of stored codes.
 
-Every number is that of `numbers.ops`, bit for bit. No operator of ONNX before opset 24 takes exponents apart, so
-powers of two come from tables: a logarithm finds the place but for the last step, a comparison takes that one.
+Results are equal to those of `numbers.ops`, bit for bit. Before opset 24, no ONNX operator extracts an exponent, so
+powers of two come from tables: a logarithm finds the entry or the one before it, and a comparison decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class _Body:
-    """Writes nodes; inputs that are no values become constants."""
+    """Build the body of a function; inputs that are not values become constants."""
 
     def __init__(self, *inputs: str) -> None:
         self.tape = ir.tape.Tape()
@@ -54,11 +54,11 @@ def round_name(scheme: Scheme, *, shared: bool, inner: bool) -> str:
 
 
 def round_function(scheme: Scheme, *, shared: bool, inner: bool, opset: int) -> ir.Function:
-    """Return the function that rounds blocks to what `scheme` can hold of them.
+    """Return the function that rounds blocks to the nearest values that `scheme` represents.
 
     Its input and output are float32 of shape `(..., blocks, block)`, or `(..., groups, blocks, block)` if `shared`: the
-    blocks of a group share an exponent but for one bit. With `inner` there is one more dimension behind, of values in
-    other blocks.
+    blocks of a group share an exponent, up to one bit. With `inner`, there is one more dimension at the end, whose
+    values belong to different blocks.
     """
     do = _Body("x")
     (x,) = do.inputs
@@ -68,7 +68,7 @@ def round_function(scheme: Scheme, *, shared: bool, inner: bool, opset: int) -> 
 
 
 def _scale(do: _Body, x: ir.Value, scheme: Scheme, shared: bool, axis: int) -> ir.Value:
-    # A maximum passes NaN over; the sum of zeros does not, and is NaN for infinity, too.
+    # ReduceMax may drop NaN. The sum of `0 * x` does not: it is NaN for NaN and infinity, and zero otherwise.
     largest = do("ReduceMax", do("Abs", x), np.array([axis]), keepdims=1)
     amax = do("Add", largest, do("ReduceSum", do("Mul", x, 0.0), np.array([axis]), keepdims=1))
     if scheme.scale.has_unit:
@@ -80,7 +80,7 @@ def _scale(do: _Body, x: ir.Value, scheme: Scheme, shared: bool, axis: int) -> i
     scale = _e8m0_scale(do, amax, high, scheme)
     if not shared:
         return scale
-    # Groups of finite values only have a scale, which that of a block is at most one less than.
+    # Only groups of finite values have a scale. The scale of a block is that scale or half of it.
     bad = do("ReduceSum", do("Mul", amax, 0.0), np.array([axis - 1]), keepdims=1)
     group_amax, group_high = (do("ReduceMax", size, np.array([axis - 1]), keepdims=1) for size in (amax, high))
     group = do("Add", _e8m0_scale(do, group_amax, group_high, scheme), bad)
@@ -88,18 +88,18 @@ def _scale(do: _Body, x: ir.Value, scheme: Scheme, shared: bool, axis: int) -> i
 
 
 _LOWEST = -128
-"""The exponent that the tables begin at."""
+"""First exponent of the tables."""
 _EXPONENTS = np.arange(_LOWEST, 130)
 _MARGIN = 2.0**-10
-"""More than what a logarithm is off by, of exponents."""
+"""Bound on the error of a logarithm, in exponents."""
 
 
 def _power_of(do: _Body, amax: ir.Value, threshold: float, powers: np.ndarray[Any, Any]) -> ir.Value:
     """Return the entry of `powers`, one per exponent from `_LOWEST`, for `floor(log2(amax / threshold))`, exactly.
 
     Args:
-        amax: float32. Zero gives 1, NaN gives NaN. Below the smallest normal number it is taken for that.
-        threshold: from 1 to 2.
+        amax: Values, float32. Zero gives 1, NaN gives NaN. Subnormal numbers count as the smallest normal number.
+        threshold: Factor from 1 to 2.
     """
     known = do("Greater", amax, 0.0)
     size = do("Max", do("Where", known, amax, 1.0), _TINY)
@@ -113,7 +113,7 @@ def _power_of(do: _Body, amax: ir.Value, threshold: float, powers: np.ndarray[An
 
 
 def _e8m0_scale(do: _Body, amax: ir.Value, high: ir.Value, scheme: Scheme) -> ir.Value:
-    """`ScaleFormat.of_range` for powers of two."""
+    """Compute `ScaleFormat.of_range` for powers of two."""
     scale = _e8m0_scale_of(do, amax, scheme, below=True)
     if not scheme.one_more_below or scheme.scale.rule == "floor":
         return scale
@@ -123,7 +123,7 @@ def _e8m0_scale(do: _Body, amax: ir.Value, high: ir.Value, scheme: Scheme) -> ir
 
 
 def _e8m0_scale_of(do: _Body, size: ir.Value, scheme: Scheme, *, below: bool) -> ir.Value:
-    """Return the scale of values at that distance from zero: a threshold within a binade, and an offset, by rule."""
+    """Return the scale for the distance `size` from zero; the rule sets a threshold in the binade and an offset."""
     threshold, offset, more = 1.0, -scheme.format.max_exponent, below and scheme.one_more_below
     if scheme.scale.rule == "even" and not more:
         threshold, offset = 2 - 2.0 ** -(scheme.format.mantissa + 1), 1 - scheme.format.max_exponent
@@ -136,7 +136,7 @@ def _e8m0_scale_of(do: _Body, size: ir.Value, scheme: Scheme, *, below: bool) ->
 
 
 def _two_level_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:
-    """`ScaleFormat.of_range` for E4M3 scales below one float32, which is cut off after 20 bits."""
+    """Compute `ScaleFormat.of_range` for E4M3 scales under one float32 scale, which is truncated to 20 bits."""
     bad = do("ReduceSum", do("Mul", amax, 0.0), keepdims=0)
     ideal = do("Div", do("Add", do("ReduceMax", amax, keepdims=0), bad), float(scheme.largest * FP8_E4M3.max))
     last = _power_of(do, ideal, 1.0, 2.0 ** np.clip(_EXPONENTS - 19.0, -149, 127))
@@ -149,14 +149,14 @@ def _two_level_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:
 
 
 def _round(do: _Body, x: ir.Value, scheme: Scheme) -> ir.Value:
-    """Return the nearest code, as float32; NaN stays."""
+    """Return the nearest code as float32; NaN stays NaN."""
     fmt = scheme.format
     if fmt.is_integer:
         return do("Clip", do("Round", x), float(fmt.qmin - scheme.middle), float(fmt.qmax - scheme.middle))
     x = do("Clip", x, *fmt.limits)
     if fmt.bits == 8:
         return do("Cast", do("Cast", x, to=float_type(fmt)), to=ir.DataType.FLOAT)
-    # Which binade a value is in says how far apart codes are.
+    # The binade of a value determines the step between codes.
     magnitude, step = do("Abs", x), do.constant(2.0 ** (fmt.max_exponent - fmt.mantissa))
     for exponent in range(fmt.max_exponent - 1, fmt.min_exponent - 1, -1):
         below = do("Less", magnitude, 2.0 ** (exponent + 1))
@@ -169,11 +169,11 @@ def float_type(fmt: Format) -> ir.DataType:
     return ir.DataType.FLOAT8E4M3FN if fmt == FP8_E4M3 else ir.DataType.FLOAT8E5M2
 
 
-# What is stored ----------------------------------------------------------------------------------------------------
+# Stored codes ------------------------------------------------------------------------------------------------------
 
 
 def values_function(fmt: Format, opset: int) -> ir.Function:
-    """Return the function from codes of 4 bits, or packed ones of others and their shape, to float32 values."""
+    """Return the function from codes to float32 values. Codes of other widths than 4 bits are packed, with a shape."""
     do = _Body("codes") if fmt.bits == 4 else _Body("codes", "shape")
     codes = do("Cast", do.inputs[0], to=ir.DataType.INT32) if fmt.bits == 4 else _unpacked(do, fmt.bits)
     values = do("Gather", fmt.pattern_values().numpy(), codes)
@@ -189,14 +189,14 @@ def exponents_function(opset: int) -> ir.Function:
 
 
 def halves_function(opset: int) -> ir.Function:
-    """Return the function from packed bits and their shape to 1 or, where a bit is set, a half."""
+    """Return the function from packed bits and their shape to 1 or, where a bit is set, 0.5."""
     do = _Body("bits", "shape")
     value = do("Gather", np.array([1, 0.5], np.float32), _unpacked(do, 1))
     return do.function("Halves", value, opset)
 
 
 def _unpacked(do: _Body, bits: int) -> ir.Value:
-    """Inverse of `quark_fx.export.packing.pack` of a flat vector, int32; the inputs are the bytes and a shape."""
+    """Unpack a flat vector packed by `quark_fx.export.packing.pack` to int32; the inputs are the bytes and a shape."""
     packed, shape = do.inputs
     column = do("Unsqueeze", packed, np.array([-1]))
     planes = do("BitwiseAnd", do("BitShift", column, np.arange(8, dtype=np.uint8), direction="RIGHT"), np.uint8(1))

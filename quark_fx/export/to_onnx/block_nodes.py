@@ -1,7 +1,7 @@
-"""Nodes of our own that stand for blocks until a format of the file spells them out or names a vendor's.
+"""Nodes of this package that represent blocks until a format replaces them by standard or vendor nodes.
 
-`torch.onnx` translates one operator at a time: `BlockScale`, `QuantizeBlocks` and `DequantizeBlocks`. Of activations
-the three are one rounding of a value, `RoundBlocks`; of a weight only the last is there.
+`torch.onnx` translates one operator at a time: `BlockScale`, `QuantizeBlocks`, and `DequantizeBlocks`. For an
+activation, the three are then fused into one `RoundBlocks`; a weight has a `DequantizeBlocks` only.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ dequantize_blocks = _operator("DequantizeBlocks", ("codes", "scale"), format=str
 
 @dataclass(frozen=True)
 class Rounding:
-    """How `RoundBlocks` rounds.
+    """The attributes of a `RoundBlocks`.
 
     Attributes:
-        scheme: format, symmetry, and format of scales.
-        axis: dimension the blocks lie along.
-        block_size: values with one scale.
+        scheme: Format, symmetry, and format of the scales.
+        axis: Dimension of the blocks.
+        block_size: Number of values per scale.
     """
 
     scheme: Scheme
@@ -62,7 +62,7 @@ class Rounding:
 
     @property
     def group_size(self) -> int:
-        """Values that share an exponent but for one bit of each block; 0 for none."""
+        """Number of values that share an exponent, up to one bit per block; 0 if blocks share nothing."""
         return self.block_size * (self.scheme.scale.group_size or 0)
 
     @classmethod
@@ -79,11 +79,11 @@ class Rounding:
 
     @property
     def alone(self) -> int:
-        """Values that are rounded without regard to others."""
+        """Number of values that are rounded independently of others."""
         return self.group_size or self.block_size
 
     def node(self, x: ir.Value | None) -> ir.Node:
-        """Return the `RoundBlocks` that rounds `x` so."""
+        """Return a `RoundBlocks` with these attributes that rounds `x`."""
         scheme = self.scheme
         attributes = {
             "format": str(scheme.format),
@@ -96,7 +96,7 @@ class Rounding:
         return ir.node("RoundBlocks", [x], attributes, domain=DOMAIN)
 
     def of_tensor(self, x: Tensor) -> Tensor:
-        """Return `x`, float32, rounded as PyTorch does."""
+        """Return `x`, float32, rounded by PyTorch."""
         fmt, scheme = str(self.scheme.format), self.scheme
         layout = (self.axis, self.block_size)
         kind = (str(scheme.symmetry), *layout, str(scheme.scale), self.group_size)
@@ -106,13 +106,13 @@ class Rounding:
 
 
 def fuse_block_rounding(model: ir.Model) -> int:
-    """Make one `RoundBlocks` of the scale, the codes and the values of a tensor.
+    """Fuse the scale, the codes, and the values of a tensor into one `RoundBlocks`.
 
     Raises:
-        ExportError: if the codes go elsewhere than to where they are turned into values.
+        ExportError: If an operator reads the codes without dequantizing them.
     """
     done = 0
-    rounded: dict[ir.Node, ir.Value] = {}  # codes may be turned into values more than once
+    rounded: dict[ir.Node, ir.Value] = {}  # codes may be dequantized more than once
     for node in list(model.graph):
         quantizer = made_by(node.inputs[0], "QuantizeBlocks") if node.op_type == "DequantizeBlocks" else None
         if quantizer is None or quantizer.inputs[1] is not node.inputs[1]:
@@ -126,16 +126,16 @@ def fuse_block_rounding(model: ir.Model) -> int:
             rounded[quantizer] = _fuse(model, node, quantizer, measured)
         done += 1
     if done:
-        erase_unread(model)  # quantizers, scales, and a cast for each
+        erase_unread(model)  # quantizers, scales, and their casts
     _require_fused(model)
     return done
 
 
 def _fuse(model: ir.Model, node: ir.Node, quantizer: ir.Node, measured: ir.Node) -> ir.Value:
-    """Put a `RoundBlocks` in the place of a `DequantizeBlocks`; return its output."""
+    """Replace a `DequantizeBlocks` by a `RoundBlocks`; return its output."""
     fused = ir.Node(DOMAIN, "RoundBlocks", [quantizer.inputs[0]], measured.attributes.values(), name=node.name)
     real, made = _before_cast(quantizer.inputs[0]), fused.outputs[0]
-    # `verify` looks for a quantized value by the name of its codes, which nothing has any more.
+    # `verify` finds a quantized value by the name of its codes, which no longer exist.
     made.name, quantizer.outputs[0].name = quantizer.outputs[0].name, None
     made.dtype, made.shape = ir.DataType.FLOAT, real.shape if real is not None else None
     model.graph.insert_before(node, [fused])

@@ -1,7 +1,7 @@
-"""Blocks in standard operators: activations rounded at run time, weights stored in their bits.
+"""Blocks in standard operators: activations rounded at run time, and weights stored in their bit width.
 
-A weight is stored as codes and scales of their own widths and turned into float32 by nodes that read constants alone,
-so that a runtime does it once, when it loads the file.
+A weight is stored as codes and scales of different widths. The nodes that convert it to float32 read only constants,
+so a runtime computes them once, when it loads the file.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.scales import E4M3_SCALES
 
 _SHARING = (16, 8, 4, 2)
-"""Blocks in a group that may share an exponent."""
+"""Numbers of blocks in a group that may share an exponent."""
 
 
 def spell_out_blocks(model: ir.Model) -> int:
-    """Replace what rounds to blocks, and what reads weights in blocks, by functions of standard operators.
+    """Replace rounding to blocks, and reads of weights in blocks, by functions of standard operators.
 
     Raises:
-        ExportError: if codes without an ONNX type are not constant.
+        ExportError: If codes without an ONNX type are not constant.
     """
     done = 0
     look_up_values(model, _is_better_dequantized)
@@ -65,11 +65,11 @@ def spell_out_blocks(model: ir.Model) -> int:
 
 
 def look_up_values(model: ir.Model, wanted: Callable[[ir.Node, ir.Value], bool]) -> int:
-    """Look rows up in what a table of codes in blocks stands for, not in the codes.
+    """Gather rows from the dequantized values of a table in blocks instead of from its codes.
 
     Args:
-        model: the graph.
-        wanted: whether to do so for a node that dequantizes rows of a table of codes.
+        model: Graph to edit.
+        wanted: Predicate of a node that dequantizes rows, and its table of codes: whether to rewrite the node.
     """
     done = 0
     for node in list(model.graph):
@@ -87,13 +87,13 @@ def look_up_values(model: ir.Model, wanted: Callable[[ir.Node, ir.Value], bool])
 
 
 def _is_better_dequantized(node: ir.Node, table: ir.Value) -> bool:
-    """Tell whether the codes have no ONNX type to be looked up in, or are stored otherwise for another reader."""
+    """Tell whether `Gather` does not support the type of the codes, or another reader stores them differently."""
     readers = [use.node for use in table.uses() if use.node.op_type != "Gather"]
     return node.domain == DOMAIN or any(stored_weight(reader) is not None for reader in readers)
 
 
 def _dequantize_before(model: ir.Model, node: ir.Node, gathers: list[ir.Node]) -> None:
-    """Swap a node that dequantizes rows and those that look them up, in the codes and in the scales."""
+    """Swap a node that dequantizes rows with the nodes that gather these rows from the codes and scales."""
     table, rank = operand(gathers[0]), len(shape_of(node.outputs[0]))
     axis = int(node.attributes.get_int("axis", 1) or 0) % rank - (rank - len(shape_of(table)))
     attributes = [*(a for a in node.attributes.values() if a.name != "axis"), ir.AttrInt64("axis", axis)]
@@ -122,7 +122,7 @@ class _Before:
         return self("Shape", x, start=axis, end=axis + 1)
 
     def function(self, function: ir.Function, *inputs: ir.Value) -> ir.Value:
-        """Call `function`, which is put into the model."""
+        """Call `function`, and add it to the model if needed."""
         self.model.functions.setdefault(function.identifier(), function)
         self.model.opset_imports[DOMAIN] = 1
         return self(function.name, *inputs, domain=DOMAIN)
@@ -136,7 +136,7 @@ class _Before:
 
 
 def spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
-    """Put functions of standard operators in the place of a `RoundBlocks`: cut into blocks, round, put together."""
+    """Replace a `RoundBlocks` by standard operators: cut into blocks, round, and join."""
     rounding, do, x, dims = Rounding.of(node), _Before(model, node), operand(node), shape_of(node.outputs[0])
     axis, each, shared = rounding.axis % len(dims), rounding.alone, bool(rounding.group_size)
     size, inner = dims[axis], axis < len(dims) - 1
@@ -161,7 +161,7 @@ def spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
 
 
 def _pads(do: _Before, length: ir.Value, known: int | None, each: int) -> ir.Value:
-    """Return what `Pad` adds before and after; the remainder of a negative number is what is missing."""
+    """Return the padding before and after; `-length mod each` values complete the last block."""
     if known is not None:
         return do.integers(0, -known % each)
     return do("Concat", do.integers(0), do("Mod", do("Neg", length), do.integers(each)), axis=0)
@@ -174,7 +174,7 @@ _PLAIN = (INT8, FP8_E4M3, FP8_E5M2)
 
 
 def stored_weight(node: ir.Node) -> tuple[StoredCodes, QuantizedTensor] | None:
-    """Return the weight that the node dequantizes, and what it holds, if that is for this file to spell out."""
+    """Return the weight that the node dequantizes and its stored tensor; `None` if this file does not rewrite it."""
     own = node.domain == DOMAIN and node.op_type == "DequantizeBlocks"
     if not own and (node.domain or node.op_type != "DequantizeLinear" or len(node.inputs) > 2):
         return None
@@ -214,7 +214,7 @@ def _spell_out_weight(model: ir.Model, node: ir.Node, weight: StoredCodes, store
 
 
 def _cut(x: Tensor, axis: int, size: int, fill: int | None) -> Tensor:
-    """Return `x` with dimension `axis` cut into pieces of `size`, the last filled up, with its last value if `None`."""
+    """Cut dimension `axis` of `x` into pieces of `size`; fill the last with `fill`, or its last value if `None`."""
     missing = -x.shape[axis] % size
     if missing:
         last = x.narrow(axis, x.shape[axis] - 1, 1)
@@ -225,7 +225,7 @@ def _cut(x: Tensor, axis: int, size: int, fill: int | None) -> Tensor:
 
 
 def _values(do: _Before, weight: StoredCodes, codes: Tensor) -> ir.Value:
-    """Store codes and return the float32 values they stand for."""
+    """Store codes and return their float32 values."""
     fmt, name, model = weight.format, f"{weight.name}_{weight.format}", do.model
     if fmt.bits == 8 and (fmt.is_integer or fmt.is_float):
         dtype = ir.DataType.INT8 if fmt.is_integer else float_type(fmt)
@@ -237,13 +237,13 @@ def _values(do: _Before, weight: StoredCodes, codes: Tensor) -> ir.Value:
 
 
 def _scales(do: _Before, weight: StoredCodes, scale: Tensor, groups: int | None = None) -> ir.Value:
-    """Store scales in as few bits as hold them and return them in float32.
+    """Store scales in as few bits as represent them exactly, and return them in float32.
 
     Args:
-        do: where to insert.
-        weight: whose scales.
-        scale: broadcasts over the codes.
-        groups: dimension of groups whose scales, along the one behind, are that of the largest or half of it.
+        do: Builder that inserts the nodes.
+        weight: Weight with these scales.
+        scale: Scales that broadcast over the codes.
+        groups: Dimension of groups; the scales of a group, along the next dimension, are its largest or half of it.
     """
     name, model = str(weight.scale.name), do.model
     if groups is not None:
@@ -264,18 +264,18 @@ def _scales(do: _Before, weight: StoredCodes, scale: Tensor, groups: int | None 
 
 
 def _are_exponents(scale: Tensor) -> bool:
-    """Tell whether all are powers of two from 2**-127 to 2**127."""
+    """Tell whether all scales are powers of two from 2**-127 to 2**127."""
     mantissa, exponent = torch.frexp(scale)
     return bool(((mantissa == 0.5) & (exponent >= -126) & (exponent <= 128)).all())
 
 
 def _sharing(scale: Tensor, axis: int, block_size: int) -> int:
-    """Return how many blocks share an exponent but for one bit; 1 where sharing takes no less space."""
+    """Return the number of blocks that share an exponent, up to one bit; 1 if sharing saves no space."""
     if block_size > 4 or not _are_exponents(scale):
         return 1
     for count in _SHARING:
         if count > scale.shape[axis]:
-            continue  # what fills the group up would take more
+            continue  # filling up the group would take more space than sharing saves
         groups = _cut(scale, axis, count, None)
         if bool((groups >= groups.amax(axis + 1, keepdim=True) / 2).all()):
             return count

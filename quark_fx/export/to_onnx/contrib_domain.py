@@ -1,4 +1,4 @@
-"""`QuantizeLinear` and `DequantizeLinear` in the `com.microsoft` domain: types that old opsets do not have."""
+"""`QuantizeLinear` and `DequantizeLinear` in the `com.microsoft` domain, for types that old opsets lack."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ CONTRIB = "com.microsoft"
 
 
 def use_contrib_domain(model: ir.Model) -> None:
-    """Move every quantizer and dequantizer to `com.microsoft`, whose kernels know 4- and 16-bit codes in any opset.
+    """Move every quantizer and dequantizer to `com.microsoft`, whose kernels support 4- and 16-bit codes in any opset.
 
     Raises:
-        ExportError: for what they do not know: scales in blocks, 8-bit floats, 2-bit codes. All are listed. And if
-            there is no quantizer.
+        ExportError: If there are no quantizers, or they have scales in blocks, 8-bit floats, or 2-bit codes, which
+            these kernels do not support; all are listed.
     """
     bad, moved = [], 0
     for node in model.graph.all_nodes():

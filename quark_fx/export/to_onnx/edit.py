@@ -1,4 +1,4 @@
-"""Small edits of an `onnx_ir` graph, and what a rewrite says about the nodes it leaves alone."""
+"""Small edits of an `onnx_ir` graph, and the records of nodes that a rewrite leaves unchanged."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import onnx_ir as ir
 
 @dataclass(frozen=True)
 class Kept:
-    """A part of the graph that a format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule as it was.
+    """A part of the graph that a format left as `QuantizeLinear` / `DequantizeLinear` pairs, or that a rule declined.
 
     Attributes:
-        name: of the weight or node.
-        operator: ONNX operator that reads it, or of the node.
-        reason: why.
-        rule: the rule that declined; empty for a format.
+        name: Name of the weight or node.
+        operator: ONNX operator of the node, or of the reader of the weight.
+        reason: Reason for leaving it.
+        rule: Rule that declined; empty for a format.
     """
 
     name: str
@@ -28,19 +28,19 @@ class Kept:
 
 
 class DeclinedError(Exception):
-    """A rewrite leaves a node that it is for as it is; the message is the reason."""
+    """A rewrite declines a matching node; the message is the reason."""
 
 
 def add_initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:
-    """Store `tensor` under `name`, replacing what is there."""
+    """Store `tensor` under `name`, replacing an existing initializer."""
     value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     model.graph.initializers[name] = value
     return value
 
 
 def add_array(model: ir.Model, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
-    """Store an array under `name`, or under `name_1`, … if another array is called that; equal ones are shared."""
-    array = np.asarray(array, order="C")  # ascontiguousarray would make a vector of a scalar
+    """Store an array as `name`, or `name_1`, … if another array has that name; equal arrays are shared."""
+    array = np.asarray(array, order="C")  # ascontiguousarray would turn a scalar into a vector
     for candidate in (name if not i else f"{name}_{i}" for i in range(1 << 20)):
         known = model.graph.initializers.get(candidate)
         if known is None:
@@ -52,7 +52,7 @@ def add_array(model: ir.Model, name: str, array: np.ndarray[Any, Any]) -> ir.Val
 
 
 def replace_node(node: ir.Node, value: ir.Value) -> None:
-    """Let the readers of `node`'s only output read `value`, and remove the node."""
+    """Replace the only output of `node` by `value`, and remove the node."""
     output = node.outputs[0]
     if output.is_graph_output():
         value.name = output.name
@@ -61,13 +61,13 @@ def replace_node(node: ir.Node, value: ir.Value) -> None:
 
 
 def remove_node(node: ir.Node) -> None:
-    """Remove a node that nothing reads from its graph."""
+    """Remove a node without consumers from its graph."""
     assert node.graph is not None
     node.graph.remove(node, safe=True)
 
 
 def put_node(old: ir.Node, new: ir.Node) -> None:
-    """Let `new` make the only output of `old`, under its name and with its shape and type."""
+    """Replace `old` by `new`, whose output takes over the name, shape, and type."""
     output = new.outputs[0]
     output.name, output.shape, output.type = old.outputs[0].name, old.outputs[0].shape, old.outputs[0].type
     old.prepend(new)
@@ -75,7 +75,7 @@ def put_node(old: ir.Node, new: ir.Node) -> None:
 
 
 def put_same_behind(value: ir.Value) -> ir.Value:
-    """Insert a maximum of `value` alone, which changes nothing, behind the node that makes it; return its result."""
+    """Insert a `Max` of `value` alone, which changes nothing, after its producer; return its result."""
     same = ir.node("Max", [value])
     same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
     producer_of(value).append(same)
@@ -83,7 +83,7 @@ def put_same_behind(value: ir.Value) -> ir.Value:
 
 
 def without_trailing_none(inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
-    """Return the inputs without the optional ones left out at their end."""
+    """Return the inputs without omitted optional ones at the end."""
     kept = list(inputs)
     while kept and kept[-1] is None:
         kept.pop()
@@ -91,7 +91,7 @@ def without_trailing_none(inputs: Sequence[ir.Value | None]) -> list[ir.Value | 
 
 
 def erase_unread(model: ir.Model) -> None:
-    """Remove the nodes, then the initializers, that nothing reads."""
+    """Remove nodes, then initializers, without consumers."""
     for node in reversed(list(model.graph)):
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             model.graph.remove(node, safe=True)
@@ -104,14 +104,14 @@ def stored_bytes(model: ir.Model) -> int:
 
 
 def drop_unused_initializers(model: ir.Model) -> None:
-    """Remove the initializers that nothing reads."""
+    """Remove initializers without consumers."""
     for name, value in list(model.graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del model.graph.initializers[name]
 
 
 def keep_names_apart(model: ir.Model) -> None:
-    """Rename the values inside the graph that are called like an input or output: the user may have chosen those."""
+    """Rename inner values with the name of an input or output, since the user may have chosen those."""
     graph = model.graph
     outside = {*graph.inputs, *graph.outputs}
     inside = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
@@ -157,12 +157,12 @@ def made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
 
 
 def permutation(transpose: ir.Node, rank: int) -> tuple[int, ...]:
-    """Return the axis of the input that each axis of a `Transpose` is: by default they are reversed."""
+    """Return the input axis for each output axis of a `Transpose`; reversed by default."""
     return tuple(transpose.attributes.get_ints("perm", ())) or tuple(reversed(range(rank)))
 
 
 def narrowed(value: ir.Value | None) -> str | None:
-    """Return, as a reason, that a dequantized activation is cast to a half; `None` if it is not."""
+    """Return a reason if a dequantized activation is cast to 16 bits; `None` if it is not."""
     cast = made_by(value, "Cast")
     if cast is None or made_by(cast.inputs[0], "DequantizeLinear") is None:
         return None
@@ -178,34 +178,34 @@ def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
 
 
 def stored_array(value: ir.Value | None) -> np.ndarray[Any, Any]:
-    """Return the array of a value that is known to be constant."""
+    """Return the array of a value that must be constant."""
     array = array_of(value)
     assert array is not None
     return array
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
-    """Return the array of a value that is stored or that a `Constant` makes."""
+    """Return the array of an initializer or of the output of a `Constant`."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return tensor.numpy() if tensor is not None else None
 
 
 def only_reader(value: ir.Value) -> ir.Node | None:
-    """Return the node that alone reads `value`, once; `None` if there is none or the value leaves the graph."""
+    """Return the only consumer of `value`; `None` if it is read elsewhere or is an output of the graph."""
     uses = list(value.uses())
     return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
 
 
 def added_vector(model: ir.Model, node: ir.Node, channels: int | None) -> tuple[ir.Value | None, ir.Node]:
-    """Return the constant vector that alone is added to what `node` makes, in float, and the node that adds it.
+    """Return the constant vector added to the output of `node` if nothing else reads it, and the node that adds it.
 
     Args:
-        model: where the vector is stored if it is in integers.
-        node: a product.
-        channels: how long the vector has to be.
+        model: Model that stores the float vector if it is quantized.
+        node: Product.
+        channels: Length of the vector.
 
     Returns:
-        `None` and `node` itself, if nothing like that is added.
+        Vector and `Add` node; `None` and `node` itself if no such vector is added.
     """
     reader = only_reader(node.outputs[0])
     if reader is None or reader.op_type != "Add":
@@ -222,7 +222,7 @@ def added_vector(model: ir.Model, node: ir.Node, channels: int | None) -> tuple[
 
 
 def _dequantized(node: ir.Node) -> np.ndarray[Any, Any] | None:
-    """Return what a constant vector is dequantized to, as `DequantizeLinear` computes it."""
+    """Return the dequantized values of a constant vector, computed like `DequantizeLinear`."""
     codes, scale, zero_point = (array_of(value) for value in (*node.inputs, None)[:3])
     if codes is None or scale is None or codes.ndim != 1:
         return None

@@ -81,39 +81,41 @@ def onnx(
 ) -> OnnxFile:
     """Write `qmodel` as an ONNX model with integer weights.
 
-    The file is checked before it gets its name: it passes `onnx.checker`, and ONNX Runtime and the target's runtime,
-    where installed, load it and run it on one sample of the calibration data. A file of that name is replaced whole or
-    not at all.
+    The file is checked in a temporary folder: `onnx.checker` accepts it, and ONNX Runtime and the target's runtime,
+    where installed, load it and run it on one sample of the calibration data. Only then does it replace an existing
+    file of that name.
 
     Args:
-        qmodel: from `quantize`.
-        path: the file to write.
-        format: default: the first of the target's (`quark_fx.Target.onnx`), which is `"qdq"` for ours.
-            `"qdq"`, pairs of `QuantizeLinear` and `DequantizeLinear` around operators on floats, which runtimes
-            fuse; `"qoperator"`, operators on integers (`QLinearConv`, `QGemm`, `MatMulInteger`, …);
-            `"matmul_nbits"`, weights of 2, 4 or 8 bits for ONNX Runtime's `MatMulNBits` and `GatherBlockQuantized`;
-            `"vitis"`, pairs of the vendor's nodes with static scales, and one for a tensor in blocks, for AMD's
+        qmodel: Result of `quantize`.
+        path: File to write.
+        format: Format of the file; default: the first format of the target (`quark_fx.Target.onnx`), `"qdq"` for the
+            built-in targets.
+            `"qdq"`: pairs of `QuantizeLinear` and `DequantizeLinear` around float operators, which runtimes fuse.
+            `"qoperator"`: integer operators (`QLinearConv`, `QGemm`, `MatMulInteger`, …).
+            `"matmul_nbits"`: weights of 2, 4, or 8 bits for ONNX Runtime's `MatMulNBits` and `GatherBlockQuantized`.
+            `"vitis"`: pairs of the vendor's nodes with static scales, and one node per tensor in blocks, for AMD's
             compilers.
-        opset: 14 to 25; 21, the default of our targets, is the first with 4- and 16-bit codes and scales in blocks, 25
-            with 2-bit codes.
-        domain: of the pairs, or of the vendor's nodes: `"com.microsoft"` for 4- and 16-bit codes in any opset
+        opset: Opset from 14 to 25. The default of the built-in targets, 21, is the first with 4- and 16-bit codes and
+            scales per block; 25 adds 2-bit codes.
+        domain: Domain of the pairs or of the vendor's nodes: `"com.microsoft"` for 4- and 16-bit codes in any opset
             (`"qdq"`), `"com.amd.quark"` or `"com.vai.quantize"` (`"vitis"`).
-        accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
-        input_names: default: the names of the model's inputs.
-        output_names: default: the keys of the model's result, or `output`; with `_out` where an input has the name.
-        external_data: store tensors beside the file as `<name>.data`; default: only above 1.9 GB.
-        rules: rewrites of your own, which run last: functions decorated with
-            `quark_fx.export.to_onnx.rules.onnx_rule`, or rules of `onnxscript.rewriter`.
+        accuracy_level: Option of `"matmul_nbits"`: 0 to 3 compute in float; 4 rounds activations to int8 and is faster.
+        input_names: Names of the inputs; default: the names of the model's inputs.
+        output_names: Names of the outputs; default: the keys of the model's result, or `output`, followed by `_out`
+            if an input has the name.
+        external_data: Whether to store tensors in a separate file, `<name>.data`; default: only above 1.9 GB.
+        rules: Your own rewrites, which run last: functions decorated with `quark_fx.export.to_onnx.rules.onnx_rule`,
+            or rules of `onnxscript.rewriter`.
 
     Returns:
-        The path written, of a link what it points to; its `report()` says which nodes ONNX Runtime runs in integers,
-        and which runtimes did not run the file, and why; its `kept` what the format left in pairs, and what `rules`
-        declined.
+        Path of the file, with links resolved. `report()` says which nodes ONNX Runtime runs in integers, and which
+        runtimes did not run the file, and why. `kept` lists the parts that the format left in pairs, and those that
+        `rules` declined.
 
     Raises:
-        ExportError: if the format cannot hold how the model is quantized or does not know an option, the target does
-            not read the format or the opset, a type needs a newer opset, an operator has no lowering (all are listed,
-            with the user's source lines), the path cannot be written, or the file fails its check or its run.
+        ExportError: If the format cannot represent the quantized model or does not know an option, the target does
+            not support the format or the opset, a type needs a newer opset, an operator has no lowering (all are
+            listed, with the user's source lines), the path cannot be written, or the file fails its check or its run.
     """
     try:
         import onnx_ir  # noqa: F401
@@ -134,7 +136,7 @@ def onnx(
     chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level), target)
     require_known(opset, target)
     file = OnnxFile(path)
-    if file.is_symlink():  # else it would be replaced, and what it points to stay as it was
+    if file.is_symlink():  # writing replaces the path: replace the file that the link points to, not the link
         file = OnnxFile(file.resolve())
     gm = qmodel.graph_module
     _require_values(gm)
@@ -157,14 +159,14 @@ def onnx(
 
 
 def _default_opset(gm: GraphModule, files: OnnxFiles, domain: str | None) -> int:
-    """Return the default of a target, or the first with pairs of the codes of a graph, if the target reads that."""
+    """Return the target's default opset, raised to the first with the codes of a graph if the target reads that."""
     from quark_fx.export.to_onnx.lowering import onnx_type
     from quark_fx.export.to_onnx.opset import DEFAULT, first_with
 
     if files.opset >= DEFAULT or domain is not None:
         return files.opset
     formats = {fmt for node in gm.graph.nodes if (fmt := code_format(node)) is not None}
-    # Blocks of wider codes are refused by name, with the opset that they need.
+    # Blocks of wider codes raise an error later, which names the opset that they need.
     needed = first_with(onnx_type(str(fmt)) for fmt in formats if fmt.onnx_container.has_onnx_type)
     return max(files.opset, needed) if needed <= files.opsets[1] else files.opset
 
@@ -179,7 +181,7 @@ def _lowered(
     files: OnnxFiles,
     rules: Sequence[Any] = (),
 ) -> tuple[ir.Model, tuple[Kept, ...]]:
-    """Return the ONNX model of a graph in a format and opset, and what the format or a rule left as it was."""
+    """Return the ONNX model of a graph in a format and opset, and the parts that the format or a rule left as is."""
     import onnxscript.optimizer
 
     from quark_fx.export.to_onnx.formats import write_in_format
@@ -187,7 +189,7 @@ def _lowered(
 
     model = _translate(respelled(gm), input_names, output_names, translated(opset))
     if any(node.graph is not model.graph for node in model.graph.all_nodes()):
-        # torch lowers a few operators (a bag of embeddings) to loops that ONNX Runtime takes only once simplified.
+        # torch lowers a few operators (such as embedding_bag) to loops that ONNX Runtime accepts only once simplified.
         onnxscript.optimizer.optimize(model)
     kept = write_in_format(model, chosen, options, files, rules)
     require_types(model, opset)
@@ -198,7 +200,7 @@ def _lowered(
 
 
 def _write(model: ir.Model, path: Path, external_data: bool | None, qmodel: QuantizedModel) -> tuple[NotRun, ...]:
-    """Write, check, and run the file in a temporary folder, and rename it; return the runtimes that did not run it."""
+    """Write, check, and run the file in a temporary folder, then rename it; return the runtimes that did not run it."""
     import onnx_ir as ir
 
     from quark_fx.export.runtime.trial import run_once
@@ -229,13 +231,13 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
     for decompose in (False, True):
         program = to_exported_program(gm)
         try:
-            # The exporter traces again on this graph's fake values; sizes that it makes up must not stay pending there,
-            # or `compile` fails.
+            # The exporter traces again on this graph's fake values. Symbols that it creates must not stay pending
+            # there, or `compile` fails.
             sizes = fake_mode(gm).shape_env
             with _quiet_exporter(), nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols():
                 model = translate(program, names, result_names, opset=opset, decompose=decompose)
         except torch.onnx.OnnxExporterError as error:
-            # Some operator has no lowering as it stands: let torch decompose the graph and try again.
+            # Some operator has no lowering: let torch decompose the graph and try again.
             errors.append(error)
             logger.debug("decomposing, since %s", _root(error))
             continue
@@ -251,18 +253,18 @@ def _is_tensor(node: object) -> bool:
 
 
 def _name_codes(gm: GraphModule, model: ir.Model) -> None:
-    """Name every quantized value in the file as in the graph (a decomposition renames), for `verify`."""
+    """Give quantized values the names of the graph, for `verify`; a decomposition may have renamed them."""
     ours = [node.name for node in gm.graph.nodes if target_name(node) == QUANTIZE]
     theirs = [node.outputs[0] for node in model.graph if node.op_type in ("QuantizeLinear", "QuantizeBlocks")]
     if len(ours) == len(theirs):
         for name, value in zip(ours, theirs, strict=True):
-            # Codes of few bits are those that are clipped.
+            # The codes of narrow integers are the result of a Clip.
             clips = (use.node for use in value.uses() if use.node.op_type == "Clip")
             next((clip.outputs[0] for clip in clips), value).name = name
 
 
 def _name_tensors(gm: GraphModule, model: ir.Model) -> None:
-    """Give the tensors of a loaded graph the names in the file that they had when it was captured."""
+    """Give the tensors of a loaded graph the names that they had when the model was captured."""
     taken = {value.name for node in model.graph.all_nodes() for value in node.outputs}
     taken |= {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
     for own, name in tensor_names(gm).items():
@@ -273,9 +275,10 @@ def _name_tensors(gm: GraphModule, model: ir.Model) -> None:
 
 
 def _separate_outputs(model: ir.Model, names: Sequence[str], types: Sequence[torch.dtype]) -> None:
-    """Give each output a value and a name of its own, also if two outputs are one value or an output is an input.
+    """Give each output a separate value and name, even if two outputs are one value or an output is an input.
 
-    torch computes some functions of 16-bit floats in float32, and casts what reads them, but not an output.
+    torch computes some functions of 16-bit floats in float32 and casts the result for its consumers, but not for an
+    output; such outputs get a cast here.
     """
     import onnx_ir as ir
     from onnx_ir.passes.common import OutputFixPass
@@ -309,7 +312,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 _TORCH = ("aten", "prims", "torchvision")
-"""Namespaces of operators that torch may lower."""
+"""Namespaces of operators that torch can lower."""
 
 
 def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
@@ -317,18 +320,18 @@ def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
     text = f"{error} {cause}"
     calls = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     missing = {n.target for n in calls if f"%{n.name} " in text or f"'{n.target}'" in text}
-    # torch names the first it meets; what no library of torch's has, it cannot lower either.
+    # torch names only the first operator without a lowering; it supports no operators of other namespaces.
     missing |= {n.target for n in calls if n.target.namespace not in _TORCH} - translation_table().keys()
     nodes = [n for n in calls if n.target in missing]
     where = "\n".join(f"  {describe(node)}" for node in nodes) or f"  {cause}"
     remedy = "Register one with `quark_fx.export.lowers`, or replace the operator in the model."
     if isinstance(cause, ValueError) and missing & translation_table().keys():
-        remedy = str(cause)  # a lowering that there is, but not for these sizes
+        remedy = str(cause)  # the lowering exists, but does not support these sizes
     return f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n{remedy}"
 
 
 def _require_fixed_groups(gm: GraphModule, signature: Signature) -> None:
-    """Raise `ExportError` for convolutions whose number of groups varies with the inputs: ONNX has a number there."""
+    """Raise `ExportError` for convolutions whose number of groups varies with the inputs; ONNX needs a constant."""
     nodes = [
         n for n in gm.graph.nodes if target_name(n) in _CONVOLUTIONS and isinstance(named_argument(n, "groups"), Node)
     ]
@@ -380,9 +383,9 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
 
 
 def _is_built(node: Node, fmt: Format) -> bool:
-    """Tell whether codes without an ONNX type are a weight's or those of groups, which are built of others.
+    """Tell whether codes without an ONNX type belong to a weight or to groups, which are written in other types.
 
-    Narrow integers are held by wider ones, activations by those of 8 bits.
+    A wider integer type stores narrow integers; for activations, it must have 8 bits.
     """
     if (held := fmt.onnx_container) != fmt and held.bits <= 16:
         return fmt.activation_container.bits == 8 or target_name(node) == DEQUANTIZE
@@ -392,7 +395,7 @@ def _is_built(node: Node, fmt: Format) -> bool:
 
 
 def _unmeasured(node: Node) -> str:
-    """Say what of a `dynamic_qparams` has no lowering; empty if it has one."""
+    """Return the property of a `dynamic_qparams` that has no lowering; empty if it has one."""
     fmt, symmetry, _, block, scale_type = node.args[1:6]
     if block in (0, -1):
         return "" if scale_type == str(FLOAT32) else "with 8-bit scales"
@@ -420,7 +423,7 @@ def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str])
 
 
 def named_apart(names: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """Return `names` with `_out` at the end of those that are taken."""
+    """Return `names`, with `_out` appended to those in `taken`."""
     made: list[str] = []
     for name in names:
         while name in (*taken, *made):

@@ -1,4 +1,4 @@
-"""The formats of an ONNX file: one row each, with the options that mean something to it."""
+"""The formats of an ONNX file: one row each, with the options that apply to it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from quark_fx.system.names import unknown
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions:
-    """Options of one format or another; `None` where they are left to it.
+    """Options of all formats; `None` selects the default of the format.
 
     Attributes:
-        domain: of the quantizers and dequantizers.
-        accuracy_level: of `MatMulNBits`.
+        domain: Domain of the quantizers and dequantizers.
+        accuracy_level: Accuracy level of `MatMulNBits`.
     """
 
     domain: str | None = None
@@ -41,10 +41,10 @@ class OnnxFormat:
     """A rewrite of a graph of `QuantizeLinear` / `DequantizeLinear` pairs.
 
     Attributes:
-        rewrite: edits the model; returns what it left as it was.
-        choices: the values of each option that means something, the default first.
-        runs: whether ONNX Runtime has kernels for it.
-        wide: whether its quantizers have codes of 32 bits.
+        rewrite: Function that edits the model and returns the parts that it left unchanged.
+        choices: Values of each option that applies to the format, the default first.
+        runs: Whether ONNX Runtime has kernels for the format.
+        wide: Whether its quantizers support 32-bit codes.
     """
 
     rewrite: Callable[[ir.Model, FormatOptions], tuple[Kept, ...]]
@@ -75,15 +75,15 @@ FORMATS: dict[str, OnnxFormat] = {
     "matmul_nbits": OnnxFormat(rewrite=_matmul_nbits, choices={"accuracy_level": (0, 1, 2, 3, 4)}),
     "vitis": OnnxFormat(rewrite=_vitis, choices={"domain": tuple(reversed(PREFIXES))}, runs=False, wide=True),
 }
-"""Every format by its name."""
+"""All formats by name."""
 
 
 def find_format(name: str, options: FormatOptions, target: Target) -> tuple[OnnxFormat, FormatOptions]:
-    """Return a format that a target reads, and its options with the defaults filled in.
+    """Return a format that a target reads, and its options with defaults filled in.
 
     Raises:
-        ExportError: for a format that is unknown or that the target does not read, an option that means nothing to
-            it, or a value it does not have.
+        ExportError: If the format is unknown or the target does not read it, or if an option or its value does not
+            apply to the format.
     """
     chosen = FORMATS.get(name)
     if chosen is None:
@@ -107,17 +107,17 @@ def find_format(name: str, options: FormatOptions, target: Target) -> tuple[Onnx
 def write_in_format(
     model: ir.Model, chosen: OnnxFormat, options: FormatOptions, files: OnnxFiles, rules: Iterable[Any] = ()
 ) -> tuple[Kept, ...]:
-    """Turn a translated graph into one of a format, in place.
+    """Convert a translated graph to a format, in place.
 
     Args:
-        model: what torch's exporter made.
-        chosen: the format.
-        options: of the format.
-        files: how the target has its files written.
-        rules: what else is rewritten, after everything else.
+        model: Graph from torch's exporter.
+        chosen: Format.
+        options: Options of the format.
+        files: Properties of the target's ONNX files.
+        rules: Further rewrites, which run after the target's.
 
     Returns:
-        What the format left in pairs, and what the target's rules and `rules` declined.
+        Parts that the format left in pairs, and parts that the target's rules and `rules` declined.
     """
     settle_sizes(model)
     fuse_block_rounding(model)

@@ -1,4 +1,4 @@
-"""Scales of groups take two bytes in a file where float16 holds them exactly."""
+"""Store the scales of groups in float16 where this is exact."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import onnx_ir as ir
 from quark_fx.export.to_onnx.edit import add_initializer, array_of
 
 _SCALES = {"DequantizeLinear": 1, "MatMulNBits": 2, "GatherBlockQuantized": 2}
-"""Position of the scales among the inputs of what reads weights in groups."""
+"""Position of the scales among the inputs of operators that read weights in groups."""
 
 
 def halve_scales(model: ir.Model) -> int:
-    """Store scales of groups in float16, with a `Cast` to float32, where that changes no value; return how many.
+    """Store scales of groups in float16, with a `Cast` to float32, if this changes no value; return their number.
 
-    ONNX Runtime's quantizers and `MatMulNBits` refuse float16 scales beside float32 data, so the scales are cast. It
-    casts a constant when it loads a file, before it fuses: kernels and speed are those of float32 scales.
+    ONNX Runtime's quantizers and `MatMulNBits` do not support float16 scales for float32 data, hence the cast. ONNX
+    Runtime folds it at load time, before it fuses: kernels and speed are the same as with float32 scales.
     """
     halved = 0
     for name, value in list(model.graph.initializers.items()):
@@ -39,7 +39,7 @@ def halve_scales(model: ir.Model) -> int:
 
 
 def _is_read_as_scale(value: ir.Value) -> bool:
-    """Tell whether every reader is a node of the main graph that takes the value as the scales of groups."""
+    """Tell whether all readers are nodes of the main graph that read the value as the scales of groups."""
     uses = list(value.uses())
     return bool(uses) and all(
         use.node.graph is value.graph and _SCALES.get(use.node.op_type) == use.idx for use in uses

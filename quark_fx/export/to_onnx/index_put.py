@@ -18,8 +18,8 @@ op: Any = opset21
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """Write values at indices, or add one for each occurrence of an index.
 
-    `ScatterND` indexes the first dimensions, so the indexed ones are transposed to the front and back. A mask stands
-    for the indices of its nonzero elements.
+    `ScatterND` indexes the first dimensions, so the indexed dimensions are transposed to the front and back. A mask is
+    replaced by the indices of its nonzero elements.
     """
     chosen = [place for place, index in enumerate(indices) if index is not None]
     parts = [indices[place] for place in chosen]
@@ -40,7 +40,7 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
     moved = x if order == sorted(order) else op.Transpose(x, perm=order)
     tail = op.Shape(moved, start=width)
     heads = op.Shape(where, start=0, end=-1)
-    before = first if dims == list(range(first, first + width)) else 0  # torch puts them first if they are apart
+    before = first if dims == list(range(first, first + width)) else 0  # torch puts separated dimensions first
     if before:
         sizes = op.Concat(
             op.Shape(moved, start=width, end=width + before), heads, op.Shape(moved, start=width + before), axis=0

@@ -1,7 +1,7 @@
-"""ONNX lowerings of the operators torch does not lower: ours, and the grouped product of expert layers.
+"""ONNX lowerings of operators without one in torch: the operators of `quark_fx`, and the product of expert layers.
 
-One table, one small function per operator; `torch.onnx.export` takes it as its translation table. What
-torch lowers is not repeated here. Source of the semantics: https://onnx.ai/onnx/operators/.
+`torch.onnx.export` takes these functions, one per operator, as its translation table. Source of the semantics:
+https://onnx.ai/onnx/operators/.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.scales import FLOAT32
 
 op: Any = opset21
-"""The operators to build from; untyped, as onnxscript types its operators for scripts, not for tracing."""
+"""The operators of the opset; untyped, because onnxscript types them for scripts, not for tracing."""
 
 
 def onnx_type(format: str) -> ir.DataType:
-    """Return the ONNX element type that holds a format's codes."""
+    """Return the ONNX element type for the codes of a format."""
     format = str(parse_format(format).onnx_container)
     names = {"fp8_e4m3": "FLOAT8E4M3FN", "fp8_e5m2": "FLOAT8E5M2", "fp16": "FLOAT16", "bf16": "BFLOAT16"}
     return ir.DataType[names.get(format, format.upper())]
@@ -34,11 +34,11 @@ def onnx_type(format: str) -> ir.DataType:
 
 @lowers("quark_fx.quantize.default")
 def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None = None, block_size: int = 0) -> Any:
-    """`QuantizeLinear` in float32; the cast gives the zero point, and so the codes, the type of the format.
+    """Write `QuantizeLinear` in float32; the cast zero point sets the type of the codes.
 
-    Codes of less than a byte are those of a byte, clipped: ONNX Runtime fuses types of 4 bits to kernels that it does
-    not have, and refuses the file. They are clipped behind it, not values before it, so that what makes them runs on
-    integers.
+    Codes narrower than a byte are stored in a byte and clipped: ONNX Runtime fuses 4-bit types into kernels that do
+    not exist and rejects the file. The clip applies to the codes, not to the values before, so that the operator that
+    makes the values can run in integers.
     """
     x = _float32(x)
     if made_by(scale, "BlockScale"):
@@ -58,7 +58,7 @@ def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None 
 
 
 def _quantize_rows(x: Any, scale: Any, zero_point: Any, format: str) -> Any:
-    """The arithmetic of `QuantizeLinear` for one scale per row: a block of it has a length fixed beforehand."""
+    """Write out `QuantizeLinear` for one scale per row: its `block_size` would fix the length of a row."""
     fmt, ideal = parse_format(format), op.Div(x, scale)
     if fmt.is_integer:
         ideal = op.Add(op.Round(ideal), op.Cast(zero_point, to=ir.DataType.FLOAT))
@@ -84,15 +84,15 @@ def dequantize(
     block_size: int = 0,
     dtype: int = int(ir.DataType.FLOAT),
 ) -> Any:
-    """`DequantizeLinear`, cast if the model is not float32; codes of less than a byte get their own type."""
+    """Write `DequantizeLinear`, with a cast unless the model is float32; narrow codes keep a type of their width."""
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     fmt = parse_format(format)
     whole = fmt.is_integer
     if made_by(codes, "QuantizeBlocks") or not fmt.onnx_container.has_onnx_type:
         y = dequantize_blocks(codes, scale, format=format, axis=axis or 0, block_size=block_size)
     elif block_size < 0:
-        # Spelled out as in `_quantize_rows`; ONNX Runtime would also fuse a blocked `DequantizeLinear` into an integer
-        # product that takes one scale, and fail.
+        # Written out as in `_quantize_rows`. ONNX Runtime would also fuse a blocked `DequantizeLinear` into an integer
+        # product that supports only one scale, and fail.
         y = op.Cast(codes, to=ir.DataType.FLOAT)
         y = op.Mul(op.Sub(y, op.Cast(zero_point, to=ir.DataType.FLOAT)) if whole else y, scale)
     elif not whole:
@@ -118,7 +118,7 @@ def dynamic_qparams(
     group_size: int = 0,
     ratio: float = 1.0,
 ) -> Any:
-    """`DynamicQuantizeLinear` where it is what is meant, else its arithmetic spelled out, per tensor or row."""
+    """Write `DynamicQuantizeLinear` if it computes the same, or else its arithmetic per tensor or row."""
     x = _float32(x)
     if block_size > 0:
         layout = {"axis": axis, "block_size": block_size, "group_size": group_size}
@@ -150,7 +150,7 @@ def dynamic_qparams(
 
 @lowers("quark_fx.rotate.default")
 def rotate(x: Any, left: Any, right: Any) -> Any:
-    """Two `MatMul`, of the columns and the rows of each run of values; one where a run has a single row."""
+    """Write two `MatMul`, with the columns and the rows of each block; one if a block has a single row."""
     (a, _), (b, _) = left.shape, right.shape
     if a == 1 and x.shape[-1] == b:
         return op.MatMul(x, right)
@@ -164,7 +164,7 @@ def rotate(x: Any, left: Any, right: Any) -> Any:
 @lowers("quark_fx.grouped_mm.default")
 @lowers("transformers.grouped_mm_fallback.default")
 def grouped_mm(x: Any, weight: Any, offsets: Any, *unused: Any, **also_unused: Any) -> Any:
-    """One `MatMul` per expert on its slice of rows; `offsets` are the (exclusive) ends of the slices."""
+    """Write one `MatMul` per expert on its slice of rows; `offsets` are the (exclusive) ends of the slices."""
     axis = op.Constant(value_ints=[0])
     start, parts = op.Constant(value_ints=[0]), []
     ends = op.Cast(offsets, to=ir.DataType.INT64)
@@ -182,7 +182,7 @@ def grouped_mm(x: Any, weight: Any, offsets: Any, *unused: Any, **also_unused: A
 @lowers("aten.adaptive_avg_pool3d.default")
 @lowers("aten._adaptive_avg_pool3d.default")
 def adaptive_avg_pool(x: Any, output_size: list[int]) -> Any:
-    """`GlobalAveragePool`, `AveragePool` where every output averages equally many inputs, else products of matrices."""
+    """Write `GlobalAveragePool`, `AveragePool` if all windows have the same size, or else matrix products."""
     rank = len(output_size)
     if all(out == 1 for out in output_size) and len(x.shape) == rank + 2:
         return op.GlobalAveragePool(x)
@@ -191,7 +191,7 @@ def adaptive_avg_pool(x: Any, output_size: list[int]) -> Any:
     if even and len(x.shape) == rank + 2:
         kernel = [n // out for n, out in zip(sides, output_size, strict=True)]
         return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
-    # Sums first, of every dimension, and then the divisions, one after the other: so torch rounds, too.
+    # Like torch: first sum over all dimensions, then divide by one count after the other, for the same rounding.
     y, dims, counts = x, len(x.shape), []
     for axis, side, out in zip(range(dims - rank, dims), sides, output_size, strict=True):
         if side == out:
@@ -210,7 +210,7 @@ def adaptive_avg_pool(x: Any, output_size: list[int]) -> Any:
 
 
 def _windows(x: Any, axis: int, side: Any, out: int) -> tuple[Any, Any]:
-    """Return which of `side` values are in each of `out` windows, as ones in a matrix, and how many of them.
+    """Return the windows as a matrix of ones, shape `(side, out)`, and the number of values in each window.
 
     Window `i` of `n` values begins at `i * n // out` and ends before `-(-(i + 1) * n // out)`.
     """
@@ -231,32 +231,32 @@ def _windows(x: Any, axis: int, side: Any, out: int) -> tuple[Any, Any]:
 
 @lowers("aten.amax.default")
 def amax(x: Any, dim: list[int] | None = None, keepdim: bool = False) -> Any:
-    """`ReduceMax`, of all dimensions where none is named."""
+    """Write `ReduceMax`, over all dimensions by default."""
     return op.ReduceMax(x, *([op.Constant(value_ints=dim)] if dim else []), keepdims=int(keepdim))
 
 
 @lowers("aten.amin.default")
 def amin(x: Any, dim: list[int] | None = None, keepdim: bool = False) -> Any:
-    """`ReduceMin`, of all dimensions where none is named."""
+    """Write `ReduceMin`, over all dimensions by default."""
     return op.ReduceMin(x, *([op.Constant(value_ints=dim)] if dim else []), keepdims=int(keepdim))
 
 
 @lowers("aten.squeeze.dim")
 def squeeze(x: Any, dim: int) -> Any:
-    """`Squeeze`; nothing where the size is another than 1, as one that varies was when the model was captured."""
+    """Write `Squeeze`, or `Identity` if the size is not 1; a size that varies was not 1 at capture."""
     return op.Squeeze(x, op.Constant(value_ints=[dim])) if len(x.shape) and x.shape[dim] == 1 else op.Identity(x)
 
 
 @lowers("aten.sort.stable")
 def sort(x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """`TopK` of all values; of equal ones it takes the lower index first, so it is stable."""
+    """Write `TopK` of all values. It is stable: among equal values, the lower index comes first."""
     size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim % x.shape.rank()]))
     return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
 
 
 @lowers("quark_fx.onnx_lstm.default")
 def lstm(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, directions: int, measured: bool) -> Any:
-    """`LSTM` of one layer; a note says whether what it reads is measured at run time."""
+    """Write `LSTM` for one layer, with a note whether its inputs are quantized at run time."""
     made = op.LSTM(x, *_by_direction(w, r, directions), b, None, h, c, **_recurrent(r, directions))
     made[0].producer().meta[MEASURED] = measured
     return made
@@ -264,14 +264,14 @@ def lstm(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, directions: int, measur
 
 @lowers("quark_fx.onnx_gru.default")
 def gru(x: Any, w: Any, r: Any, b: Any, h: Any, directions: int) -> Any:
-    """`GRU` of one layer, whose reset gate follows the product with the state, as torch's does."""
+    """Write `GRU` for one layer; the reset gate applies after the product with the state, as in torch."""
     matrices, attributes = _by_direction(w, r, directions), _recurrent(r, directions)
     return op.GRU(x, *matrices, b, None, h, linear_before_reset=1, **attributes)
 
 
 @lowers("quark_fx.onnx_rnn.default")
 def rnn(x: Any, w: Any, r: Any, b: Any, h: Any, directions: int, activation: str) -> Any:
-    """`RNN` of one layer."""
+    """Write `RNN` for one layer."""
     matrices, attributes = _by_direction(w, r, directions), _recurrent(r, directions)
     return op.RNN(x, *matrices, b, None, h, activations=[activation] * directions, **attributes)
 

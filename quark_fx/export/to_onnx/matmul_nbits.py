@@ -1,7 +1,7 @@
 """Weight-only products as `com.microsoft` `MatMulNBits`, embeddings as `GatherBlockQuantized`.
 
-Source of both: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md; what the CPU kernels
-accept beyond it was measured on ONNX Runtime 1.31.
+Source of both: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. Further types that the CPU
+kernels support were measured on ONNX Runtime 1.31.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 Array = np.ndarray[Any, Any]
 
 _BLOCKS = (16, 32, 64, 128, 256)
-"""Values per scale that the kernels of both operators take."""
+"""Values per scale that the kernels of both operators support."""
 
 _BITS = (2, 4, 8)
 
 
 def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
-    """Rewrite every product with and look-up in a weight-only matrix; return the quantized weights that stay.
+    """Rewrite every product with, and look-up in, a weight-only matrix; return the quantized weights that stay.
 
     Raises:
-        ExportError: if no weight can be rewritten, or one only for the size of its groups, or `accuracy_level` means
-            nothing to those that are.
+        ExportError: If no weight can be rewritten, one has an unsupported group size, or `accuracy_level` does not
+            apply because there is no product.
     """
     kept, done = [], 0
     for node in list(model.graph):
@@ -82,7 +82,7 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
 
 
 def _beyond(node: ir.Node) -> Kept | None:
-    """Return why a weight stays that no `DequantizeLinear` reads; `None` for any other node."""
+    """Return the reason why a weight without a `DequantizeLinear` stays; `None` for any other node."""
     if node.op_type == "MatMulInteger":
         turned = made_by(node.inputs[1], "Transpose")
         codes, operator = (turned or node).inputs[0 if turned else 1], node.op_type
@@ -96,7 +96,7 @@ def _beyond(node: ir.Node) -> Kept | None:
 
 
 def _reader(node: ir.Node) -> str:
-    """Return the operator that reads what `node` makes, perhaps transposed or cast."""
+    """Return the operator that reads the output of `node`, past transposes and casts."""
     reader = next((use.node for use in node.outputs[0].uses()), None)
     if reader is None:
         return str(node.op_type)
@@ -107,7 +107,7 @@ def _reader(node: ir.Node) -> str:
 
 
 def packed(codes: Tensor, bits: int) -> Array:
-    """Pack the rows of `codes` into bytes, lowest bits first; the last byte of a row is filled up with zeros."""
+    """Pack the rows of `codes` into bytes, lowest bits first; the last byte of a row is padded with zeros."""
     words = pack(codes, bits)
     filled: Array = words.view(torch.uint8)[:, : -(-codes.shape[1] * bits // 8)].numpy()
     return filled
@@ -119,24 +119,24 @@ def block_size(group: int, columns: int) -> int | None:
     >>> block_size(128, 512), block_size(48, 512), block_size(24, 512), block_size(40, 40)
     (128, 16, None, 64)
     """
-    if group >= columns:  # one group a row: the smallest block that holds it, or the largest there is
+    if group >= columns:  # one group per row: the smallest block that holds it, or the largest block
         return next((size for size in _BLOCKS if size >= columns), _BLOCKS[-1])
     return next((size for size in reversed(_BLOCKS) if group % size == 0), None)
 
 
 def read_blocks(weight: StoredCodes, *, axis: int) -> QuantizedTensor:
-    """Return a constant matrix as the kernels want it.
+    """Return a constant matrix in the layout of the kernels.
 
     Args:
-        weight: where it is.
-        axis: dimension of its rows.
+        weight: Matrix.
+        axis: Dimension of its rows.
 
     Returns:
         Unsigned codes of shape (rows, columns), with a scale and a zero point for each block of a row.
 
     Raises:
-        DeclinedError: if the kernels do not take it.
-        ExportError: if they would, were its groups of another size.
+        DeclinedError: If the kernels do not support it.
+        ExportError: If only the size of its groups is not supported.
     """
     codes = array_of(weight.codes)
     if codes is None or codes.ndim != 2:
@@ -169,13 +169,13 @@ def read_blocks(weight: StoredCodes, *, axis: int) -> QuantizedTensor:
 
 
 def packed_zero_point(blocks: QuantizedTensor) -> Array | None:
-    """Return the zero points, row by row in bytes; `None` if they are what the kernels assume."""
+    """Return the zero points, packed per row; `None` if they are the default of the kernels."""
     bits = blocks.format.bits
     return None if bool((blocks.zero_point == 1 << (bits - 1)).all()) else packed(blocks.zero_point, bits)
 
 
 def packed_blocks(blocks: QuantizedTensor) -> Array:
-    """Return the codes, shape `(rows, blocks, block * bits / 8)`; the last block is filled up."""
+    """Return the codes, shape `(rows, blocks, block * bits / 8)`, with the last block padded."""
     missing = blocks.scale.shape[1] * blocks.block_size - blocks.codes.shape[1]
     filled = torch.nn.functional.pad(blocks.codes, (0, missing))
     return packed(filled, blocks.format.bits).reshape(*blocks.scale.shape, -1)
@@ -185,7 +185,7 @@ def packed_blocks(blocks: QuantizedTensor) -> Array:
 
 
 def _multiplied(node: ir.Node) -> StoredCodes | None:
-    """Return the weight that `node` reads dequantized, perhaps transposed or cast."""
+    """Return the dequantized weight that `node` reads, past transposes and casts."""
     if node.op_type in ("Transpose", "Cast"):
         return None
     return next((found for value in node.inputs if (found := _constant_behind(value)) is not None), None)
@@ -232,7 +232,7 @@ def _use_product(model: ir.Model, node: ir.Node, weight: StoredCodes, accuracy_l
 
 
 def _require_plain_product(node: ir.Node) -> bool:
-    """Return whether the product transposes its weight; raise if it is none the kernel computes."""
+    """Return whether the product transposes its weight; raise if the kernel does not support the product."""
     if node.op_type not in ("MatMul", "Gemm"):
         raise DeclinedError(f"ONNX Runtime has no weight-only kernel for {node.op_type}")
     if _constant_behind(node.inputs[1]) is None:
@@ -248,7 +248,7 @@ def _require_plain_product(node: ir.Node) -> bool:
 
 
 def _in_type_of(x: ir.Value, scale: Array, weight: StoredCodes) -> Array:
-    """Return the scales in the type of the activation, which the kernel wants."""
+    """Return the scales in the type of the activation, as the kernel requires."""
     if not weight.cast:
         return scale
     if x.dtype is not None and x.dtype != ir.DataType.FLOAT16:
@@ -274,7 +274,7 @@ def _bias(model: ir.Model, node: ir.Node, channels: int) -> tuple[ir.Value | Non
 
 
 def _looked_up(node: ir.Node) -> StoredCodes | None:
-    """Return the weight of which `node` gives rows, whether they are dequantized before, after, or spelled out."""
+    """Return the weight whose rows `node` looks up, dequantized before or after, or by separate operators."""
     if node.op_type == "Gather":
         return _constant_behind(node.inputs[0])
     if node.op_type == "DequantizeLinear":
@@ -284,7 +284,7 @@ def _looked_up(node: ir.Node) -> StoredCodes | None:
 
 
 def _rows_dequantized(node: ir.Node, gather: ir.Node) -> StoredCodes | None:
-    """Match the dequantization of looked-up codes, at one scale or at scales looked up as well, several per row."""
+    """Match the dequantization of looked-up codes: one scale for all, or looked-up scales, several per row."""
     parameters = []
     for value in node.inputs[1:]:
         cast = made_by(value, "Cast")
@@ -302,7 +302,7 @@ def _rows_dequantized(node: ir.Node, gather: ir.Node) -> StoredCodes | None:
 
 
 def _rows(node: ir.Node) -> StoredCodes | None:
-    """Match `(Cast(Gather(codes)) - Cast(zero_point)) * Gather(scale)`: a scale, and perhaps a zero point, per row."""
+    """Match `(Cast(Gather(codes)) - Cast(zero_point)) * Gather(scale)`: a scale and optional zero point per row."""
     difference, scale = made_by(node.inputs[0], "Sub"), made_by(node.inputs[1], "Gather")
     if difference is None or scale is None:
         return None
@@ -327,7 +327,7 @@ def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
 
 
 def _gather_of(node: ir.Node) -> ir.Node:
-    """Return the node that looks up codes, or the `Gather` itself that looks up what they stand for."""
+    """Return the `Gather` of the codes or, if dequantization comes first, of the values."""
     while node.op_type != "Gather":
         node = producer_of(operand(node))
     return node
@@ -357,7 +357,7 @@ def _use_gather(model: ir.Model, node: ir.Node, weight: StoredCodes) -> None:
 
 
 def _share_tables(model: ir.Model) -> None:
-    """Let a look-up read the bytes of a product with the same matrix, which the kernels want in another shape."""
+    """Let look-ups and products with the same matrix share its bytes, which the kernels read in different shapes."""
     products = [node.inputs[1] for node in model.graph if node.op_type == "MatMulNBits"]
     for node in [node for node in model.graph if node.op_type == "GatherBlockQuantized"]:
         rows = array_of(node.inputs[0])

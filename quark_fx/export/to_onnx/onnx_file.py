@@ -1,4 +1,4 @@
-"""What an export returns: the path of the file, and what ONNX Runtime will do with it."""
+"""The result of an export: the path of the file, with a report of how ONNX Runtime runs it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
     _Path = Path
 else:
-    _Path = type(Path())  # before Python 3.12 only the class of the platform can be derived from
+    _Path = type(Path())  # before Python 3.12, only the platform's class supports subclasses
 
 
 class OnnxFile(_Path):
-    """The path of an exported file, which can say what will run in integers.
+    """The path of an exported file, with a report of the operators that run in integers.
 
     Attributes:
-        kept: what the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
-        optimize: whether ONNX Runtime may fuse kernels: its CPU kernels do not implement all it fuses.
+        kept: Parts that the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
+        optimize: Whether ONNX Runtime may fuse kernels; its CPU kernels do not implement all operators that it fuses.
         not_run: Runtimes that did not run the file on one sample when it was written, and why.
     """
 
@@ -30,7 +30,7 @@ class OnnxFile(_Path):
     not_run: tuple[NotRun, ...] = ()
 
     def report(self) -> RuntimeReport:
-        """Return the kernels ONNX Runtime's CPU provider runs this file with, and which runtimes did not run it.
+        """Return the kernels with which ONNX Runtime's CPU provider runs this file, and runtimes that did not run it.
 
         The report lists no kernels if ONNX Runtime did not load the file when it was written.
 

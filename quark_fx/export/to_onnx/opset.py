@@ -1,4 +1,4 @@
-"""Which opset a graph needs, and how it gets to another one."""
+"""The opset that a graph needs, and conversion to another one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DEFAULT = 21
 """The first opset with 4- and 16-bit codes and blocks; every ONNX Runtime since 1.20 loads it."""
 
 OLDEST, NEWEST = 14, 25
-"""The onnx package converts no addition further back; torch translates no further than 25."""
+"""The onnx package does not convert additions to opsets before 14; torch does not translate to opsets after 25."""
 
 _FIRST_TRANSLATED = 18
-"""torch's table of lowerings begins here."""
+"""First opset of torch's table of lowerings."""
 
 _SINCE = {
     **dict.fromkeys((ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT16, ir.DataType.UINT16), 21),
-    # 19 has 8-bit floats, but not the attribute that names the type of the codes.
+    # Opset 19 has 8-bit floats, but not the attribute for the type of the codes.
     **dict.fromkeys((ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2), 21),
     **dict.fromkeys((ir.DataType.INT2, ir.DataType.UINT2), 25),
 }
@@ -34,7 +34,7 @@ _CONTRIB_TYPES = frozenset(dtype for dtype, since in _SINCE.items() if since == 
 
 
 def require_known(opset: int, target: Target) -> None:
-    """Raise if no graph can be written in `opset`, or the target does not read it."""
+    """Raise if `opset` cannot be written or the target does not read it."""
     oldest, newest = (max(OLDEST, target.onnx.opsets[0]), min(NEWEST, target.onnx.opsets[1]))
     if type(opset) is not int or not oldest <= opset <= newest:
         choice = f"use {oldest}" if oldest == newest else f"choose one from {oldest} to {newest}"
@@ -44,12 +44,12 @@ def require_known(opset: int, target: Target) -> None:
 
 
 def translated(opset: int) -> int:
-    """Return the opset to translate to, from which `convert` goes on to `opset`."""
+    """Return the opset to translate to; `convert` then converts the result to `opset`."""
     return opset if opset >= DEFAULT else _FIRST_TRANSLATED
 
 
 def require_types(model: ir.Model, opset: int) -> None:
-    """Raise, listing them, if quantizers or casts have types or blocks that `opset` does not have."""
+    """Raise an error that lists quantizers and casts with types or blocks that `opset` lacks."""
     bad, needed = [], 0
     cast = any(_needed(node)[0] > opset for node in model.graph.all_nodes() if node.op_type == "Cast")
     for node in model.graph.all_nodes():
@@ -63,7 +63,7 @@ def require_types(model: ir.Model, opset: int) -> None:
 
 
 def _needed(node: ir.Node) -> tuple[int, str, bool]:
-    """Return which opset a node needs and for what, and whether the contributed domain has it in any."""
+    """Return the opset that a node needs, the reason, and whether the contributed domain supports it in any opset."""
     if node.domain == DOMAIN:
         return DEFAULT, node.op_type, False
     if node.op_type == "Cast":
@@ -83,16 +83,16 @@ def _name(dtype: ir.DataType | None) -> str:
 
 
 def convert(model: ir.Model, opset: int) -> ir.Model:
-    """Return `model`, translated to `translated(opset)`, in `opset`.
+    """Convert `model`, in opset `translated(opset)`, to `opset`.
 
     Raises:
-        ExportError: if the converter of the onnx package does not know an operator's older form.
+        ExportError: If the converter of the onnx package does not support an operator in the older opset.
     """
     if opset >= DEFAULT:
         return model
     for node in model.graph.all_nodes():
         if node.op_type == "Cast":
-            node.attributes.pop("saturate", None)  # since opset 19, and of 8-bit floats only
+            node.attributes.pop("saturate", None)  # exists since opset 19, and for 8-bit floats only
         if opset < _FIRST_TRANSLATED and not node.attributes.get_int("noop_with_empty_axes", 0):
             node.attributes.pop("noop_with_empty_axes", None)  # reductions have it since opset 18
     if opset == _FIRST_TRANSLATED:
@@ -101,7 +101,7 @@ def convert(model: ir.Model, opset: int) -> ir.Model:
     import onnxscript.optimizer
     from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-    # The converter wants the axes of a reduction as a constant, not as a constant's reshape.
+    # The converter requires constant axes for a reduction; it does not support a reshaped constant.
     onnxscript.optimizer.fold_constants(model, should_fold=lambda node: node.op_type in ("Constant", "Reshape"))
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     try:
@@ -112,7 +112,7 @@ def convert(model: ir.Model, opset: int) -> ir.Model:
 
 
 def raised(model: ir.Model, opset: int = DEFAULT) -> ir.Model:
-    """Return `model` in `opset`, if its own is older."""
+    """Return `model`, converted to `opset` if its opset is older."""
     if model.opset_imports[""] >= opset:
         return model
     import onnx
@@ -121,7 +121,7 @@ def raised(model: ir.Model, opset: int = DEFAULT) -> ir.Model:
 
 
 def first_with(dtypes: Iterable[ir.DataType | None]) -> int:
-    """Return the first opset whose quantizers have codes of all of `dtypes`."""
+    """Return the first opset whose quantizers support all of `dtypes`."""
     return max((_SINCE.get(dtype, OLDEST) for dtype in dtypes if dtype is not None), default=OLDEST)
 
 

@@ -1,7 +1,7 @@
-"""Operators on integers instead of `QuantizeLinear` / `DequantizeLinear` pairs around operators on floats.
+"""Integer operators instead of `QuantizeLinear` / `DequantizeLinear` pairs around float operators.
 
-One table, `INTEGER_FORMS`, one small function per kind of operator. Which types and granularities the forms take was
-measured on the CPU provider of ONNX Runtime 1.31; the contributed ones are described in
+`INTEGER_FORMS` has one small function per kind of operator. The supported types and granularities were measured on the
+CPU provider of ONNX Runtime 1.31; its own operators are described in
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
@@ -41,7 +41,7 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
     """Rewrite every operator that has an integer form; return the quantized parts that keep their pairs.
 
     Raises:
-        ExportError: if no operator can be rewritten.
+        ExportError: If no operator can be rewritten.
     """
     reasons: dict[ir.Node, str] = {}
     done = 0
@@ -75,12 +75,12 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def _shapes_weights(node: ir.Node) -> bool:
-    """Tell whether a node only parts the rows of a recurrent layer's weights by direction."""
+    """Tell whether a node only splits the weight of a recurrent layer by direction."""
     return node.op_type == "Reshape" and any(use.node.op_type in _RECURRENT for use in node.outputs[0].uses())
 
 
 def _unshaped(value: ir.Value | None) -> ir.Value | None:
-    """Return what `_shapes_weights` is true of makes `value` of; else the value."""
+    """Return the input of the `Reshape` that makes `value`; `value` itself if another node makes it."""
     shaped = made_by(value, "Reshape")
     return value if shaped is None else shaped.inputs[0]
 
@@ -94,14 +94,14 @@ def _no_form(model: ir.Model, node: ir.Node) -> None:
 
 @dataclass(frozen=True)
 class QuantizedValue:
-    """A quantized value: what `DequantizeLinear` reads, or `QuantizeLinear` makes.
+    """A quantized value: the input of a `DequantizeLinear`, or the output of a `QuantizeLinear`.
 
     Attributes:
-        values: the codes.
-        scale: the scale.
-        zero_point: the zero point, of the type of the codes.
-        dtype: the type of the codes.
-        axis: along which the scale varies, `None` for one scale.
+        values: Codes.
+        scale: Scale.
+        zero_point: Zero point, of the type of the codes.
+        dtype: Type of the codes.
+        axis: Dimension of the scales; `None` for one scale.
     """
 
     values: ir.Value
@@ -128,7 +128,7 @@ class QuantizedValue:
 
 
 def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> QuantizedValue:
-    """Return the parameters of a `QuantizeLinear` or `DequantizeLinear` with the codes it makes or reads."""
+    """Return the codes that a `QuantizeLinear` writes or a `DequantizeLinear` reads, with their parameters."""
     scale = node.inputs[1]
     zero_point = node.inputs[2] if len(node.inputs) > 2 else None
     dtype = values.dtype if values is not None else None
@@ -139,7 +139,7 @@ def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> Quantized
         raise DeclinedError("its weight is quantized in groups")
     if zero_point is None:
         zeros = np.zeros(scale.shape.numpy(), dtype.numpy())
-        # One for each weight: session.x64quantprecision fails on a shared one.
+        # Not shared between weights: session.x64quantprecision fails on a shared zero point.
         zero_point = add_array(model, f"{values.name}_zero_point", zeros)
     axis = node.attributes.get_int("axis", 1) if scale.shape.rank() else None
     return QuantizedValue(values, scale, zero_point, dtype, axis)
@@ -162,7 +162,7 @@ def _operand(model: ir.Model, value: ir.Value | None, *, per_tensor: bool = True
 
 
 def _turned(codes: QuantizedValue, transpose: ir.Node) -> QuantizedValue:
-    """Transpose codes instead of the matrix they stand for: a weight that is read both ways is stored once."""
+    """Transpose the codes instead of the matrix, so that a weight that is read both ways is stored once."""
     if array_of(codes.values) is None or codes.values.shape is None or codes.values.shape.rank() != 2:
         raise DeclinedError("its weight is transposed, and is no constant matrix")
     if permutation(transpose, 2) == (0, 1):
@@ -175,12 +175,12 @@ def _turned(codes: QuantizedValue, transpose: ir.Node) -> QuantizedValue:
 
 @dataclass(frozen=True)
 class Result:
-    """Where an operator's float output is quantized.
+    """The quantized output of an operator.
 
     Attributes:
-        codes: of the output.
-        quantizer: the node that makes them.
-        clamp: a `Relu` or `Clip` before it, `None` without.
+        codes: Codes of the output.
+        quantizer: Node that makes the codes.
+        clamp: `Relu` or `Clip` before the quantizer; `None` without.
         bounds: Smallest and largest value after the clamp.
     """
 
@@ -217,7 +217,7 @@ def _bounds(clamp: ir.Node) -> tuple[float, float] | None:
 
 
 def _finish(model: ir.Model, result: Result, new: ir.Node) -> None:
-    """Put `new` where the output was quantized; a clamp becomes one of codes: both are monotone, so they commute."""
+    """Replace the quantizer by `new`. A clamp becomes a `Clip` of codes: both are monotone, so they commute."""
     if result.clamp is not None:
         low, high = (_code_of(bound, result.codes) for bound in result.bounds)
         info = np.iinfo(result.codes.dtype.numpy())
@@ -233,7 +233,7 @@ def _finish(model: ir.Model, result: Result, new: ir.Node) -> None:
 
 
 def _code_of(bound: float, codes: QuantizedValue) -> int:
-    """Return the code of a real number, as `QuantizeLinear` computes it."""
+    """Return the code of a real number, computed like `QuantizeLinear`."""
     scale, zero_point = array_of(codes.scale), array_of(codes.zero_point)
     if scale is None or zero_point is None:
         raise DeclinedError("the scale of its output is measured at run time")
@@ -283,7 +283,7 @@ def _require(holds: bool, *operands: QuantizedValue) -> None:
 
 
 def _integer_bias(model: ir.Model, node: ir.Node, x: QuantizedValue, w: QuantizedValue) -> ir.Value | None:
-    """Return the bias in int32 at the scale of the product; one at another scale only if that changes no value."""
+    """Return the bias in int32 at the scale of the product; a bias at another scale must be exact at this one."""
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is None:
         return None
@@ -305,7 +305,7 @@ def _integer_bias(model: ir.Model, node: ir.Node, x: QuantizedValue, w: Quantize
 
 
 def _conv_integer(model: ir.Model, node: ir.Node, x: QuantizedValue, w: QuantizedValue) -> None:
-    """`ConvInteger`, which takes one zero point for the weight, and the scales and the bias after it."""
+    """Use `ConvInteger`, which supports one zero point for the weight, followed by the scales and the bias."""
     zero_point = array_of(w.zero_point)
     if zero_point is None or (zero_point != zero_point.reshape(-1)[:1]).any():
         raise DeclinedError("the zero points of its weight differ by channel")
@@ -351,7 +351,7 @@ def _matmul(model: ir.Model, node: ir.Node) -> None:
 
 
 def _columns(matrix: QuantizedValue) -> int | None:
-    """Return the size of the last dimension, where it is known."""
+    """Return the size of the last dimension if it is known."""
     size = matrix.values.shape[-1] if matrix.values.shape is not None else None
     return size if isinstance(size, int) else None
 
@@ -379,7 +379,7 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
 
 
 def _lstm(model: ir.Model, node: ir.Node) -> None:
-    """Let an LSTM measure what it reads: `DynamicQuantizeLSTM` does, and rounds its state at every step as well."""
+    """Use `DynamicQuantizeLSTM`, which quantizes its input at run time, and also its state in every step."""
     if not node.meta.get(MEASURED):
         raise DeclinedError("its input is not in uint8 measured at run time, as the one integer LSTM has it")
     x, stored, scales = _unrounded(node), list[ir.Value | None](), list[ir.Value | None]()
@@ -406,12 +406,12 @@ def _lstm(model: ir.Model, node: ir.Node) -> None:
 
 
 def _unrounded(node: ir.Node) -> ir.Value | None:
-    """Return what an LSTM reads, in float, whether it is rounded in front of it, or transposed behind that."""
+    """Return the float input of an LSTM, from before its quantizer and a `Transpose` that may follow."""
     value, moved = node.inputs[0], made_by(node.inputs[0], "Transpose")
     source = made_by(moved.inputs[0] if moved is not None else value, "DequantizeLinear")
     measured = made_by(source.inputs[0], "DynamicQuantizeLinear") if source is not None else None
     if measured is None:
-        return value  # of a layer behind the first
+        return value  # the input of a later layer
     real = measured.inputs[0]
     if moved is None:
         return real
@@ -455,7 +455,7 @@ def _concat(model: ir.Model, node: ir.Node) -> None:
 
 
 def _move(model: ir.Model, node: ir.Node) -> None:
-    """An operator whose output values are input values moves codes as well, where both sides share a grid."""
+    """Move codes with an operator that only moves values, where input and output share a grid."""
     x = _operand(model, node.inputs[0])
     quantizers = [use.node for use in node.outputs[0].uses()]
     if len(node.outputs) > 1 or node.outputs[0].is_graph_output() or not quantizers:
@@ -496,4 +496,4 @@ INTEGER_FORMS: dict[str, Callable[[ir.Model, ir.Node], None]] = {
     "Concat": _concat,
     **dict.fromkeys(_MOVERS, _move),
 }
-"""How each ONNX operator is put into integers; raises `DeclinedError` where it cannot be."""
+"""The function that rewrites each ONNX operator in integers, or raises `DeclinedError`."""

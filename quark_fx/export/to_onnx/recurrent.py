@@ -1,7 +1,7 @@
-"""Recurrent layers as ONNX has them: a node a layer, its gates in another order, both directions in one tensor.
+"""Recurrent layers in the layout of ONNX: one node per layer, another gate order, both directions in one tensor.
 
-torch's exporter cuts the weights into gates and joins them again in the file, once more in every run where they are
-codes. Here the codes themselves are rearranged beforehand, so that a file holds what its nodes read.
+torch's exporter splits the weights into gates and joins them again in the file; for codes, this repeats on every run.
+Here, the codes themselves are rearranged before export, so that a file holds them in the layout of its nodes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LIBRARY.define(f"onnx_gru({_ARGUMENTS.format('')}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"onnx_rnn({_ARGUMENTS.format('')}, str activation) -> (Tensor, Tensor)")
 
 MEASURED = "measured"
-"""The note on an `LSTM` that the layers it is of round what they read at run time."""
+"""Key of the note on an `LSTM` whose inputs are all quantized at run time."""
 
 
 def _state(x: Tensor, w: Tensor, r: Tensor, b: Any, h: Any, directions: int, *_: Any) -> tuple[Tensor, Tensor]:
@@ -68,9 +68,9 @@ class _Kind:
     """A recurrent operator of ATen.
 
     Attributes:
-        target: what it becomes.
-        gates: of ATen, in the order that ONNX has them in.
-        options: further arguments of `target`.
+        target: Operator that replaces it.
+        gates: Gates of ATen, in the order of ONNX.
+        options: Further arguments of `target`.
     """
 
     target: Any
@@ -84,7 +84,7 @@ KINDS = {
     "aten.rnn_tanh.input": _Kind(ops.onnx_rnn.default, (0,), ("Tanh",)),
     "aten.rnn_relu.input": _Kind(ops.onnx_rnn.default, (0,), ("Relu",)),
 }
-"""Every recurrent operator, by name."""
+"""All recurrent operators, by target."""
 
 
 class _Direction(NamedTuple):
@@ -97,7 +97,7 @@ class _Direction(NamedTuple):
 
 
 def spell_out_layers(gm: GraphModule, node: Node) -> tuple[Node, ...]:
-    """Insert an operator of ours for each layer of a recurrent operator, and return what its results are."""
+    """Insert a `quark_fx` operator for each layer of a recurrent operator, and return its results."""
     kind = KINDS[target_name(node)]
     x, states, params, biased, layers, two, first = (
         named_argument(node, name)
@@ -126,7 +126,7 @@ def spell_out_layers(gm: GraphModule, node: Node) -> tuple[Node, ...]:
 
 
 def _is_measured(x: Node) -> bool:
-    """Tell whether a value is rounded as `DynamicQuantizeLSTM` rounds what it reads."""
+    """Tell whether a value is quantized at run time the way `DynamicQuantizeLSTM` quantizes its input."""
     pair = quantize_of(x)
     scale: Any = None if pair is None else pair.args[1]
     measure = scale.args[0] if scale is not None and is_getitem(scale) else None
@@ -143,7 +143,7 @@ def _result(gm: GraphModule, made: Node, index: int) -> Node:
 
 
 def _of_layer(gm: GraphModule, state: Node, layer: int, layers: int, directions: int, like: Node) -> Node | None:
-    """Return the state that a layer begins with, `None` for zeros."""
+    """Return the initial state of a layer; `None` for zeros."""
     if target_name(state) == "aten.zeros.default":
         return None
     start = layer * directions
@@ -151,7 +151,7 @@ def _of_layer(gm: GraphModule, state: Node, layer: int, layers: int, directions:
 
 
 def _weights(gm: GraphModule, parts: list[_Direction], kind: _Kind, like: Node) -> tuple[Node, Node, Node | None]:
-    """Return the two weights of a layer as matrices of all directions' rows, and its biases, a row a direction."""
+    """Return the two weights of a layer, with the rows of all directions, and its biases, one row per direction."""
     hidden = value_of(gm, parts[0].w).shape[0] // len(kind.gates)
     rows = torch.cat([torch.arange(gate * hidden, (gate + 1) * hidden) for gate in kind.gates])
     w, r = ([getattr(part, name) for part in parts] for name in ("w", "r"))
@@ -165,7 +165,7 @@ def _weights(gm: GraphModule, parts: list[_Direction], kind: _Kind, like: Node) 
 
 
 def _joined(gm: GraphModule, values: list[Node], rows: Tensor, like: Node) -> Node:
-    """Return `rows` of each value, one value after the other; of what is stored in codes the codes are joined."""
+    """Concatenate `rows` of each value; for quantized values, concatenate the codes."""
     first, kinds = values[0], {(target_name(value), value.args[3:], *value.kwargs.items()) for value in values}
     alike = len(kinds) == 1
     if alike and is_parameter(first):
@@ -199,7 +199,7 @@ def _joined_codes(stored: list[QuantizedTensor], rows: Tensor) -> QuantizedTenso
 
 
 def _kept(gm: GraphModule, like: Node, value: Tensor) -> Node:
-    """Return a node that reads `value`, stored once for all layers that read equal ones, named for `like`."""
+    """Return a node that reads `value`, named after `like`; layers with equal values share one parameter."""
     known = gm.meta.setdefault("rearranged", {})
     name = str(like.target)
     name = f"{tensor_names(gm).get(name) or name}_onnx"

@@ -1,8 +1,8 @@
-"""Respell what torch's exporter would write wrongly, or not at all, in operators that it writes right.
+"""Replace operators that torch's exporter translates incorrectly, or not at all, by ones that it translates correctly.
 
-Its lowerings leave arguments out (the divisor of an average pool), take attention of rank 4 alone, let a token that may
-attend to nothing attend to everything, and rearrange the weights of recurrent layers in every run. Graphs are rewritten
-on a copy, just before they are translated.
+Its lowerings ignore arguments (the divisor of an average pool), support attention of rank 4 only, let a token whose
+mask forbids every position attend to all of them, and rearrange the weights of recurrent layers on every run. The graph
+is rewritten on a copy, just before translation.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ aten = torch.ops.aten
 
 
 def respelled(gm: GraphModule) -> GraphModule:
-    """Return `gm`, or a copy of it that computes the same in operators which torch translates.
+    """Return `gm`, or an equivalent copy of operators that torch translates.
 
     Raises:
-        ExportError: for arguments that ONNX has no form of; the message names the operator and the user's line.
+        ExportError: If ONNX does not support an argument; the message names the operator and the user's line.
     """
     if not any(_rule(gm, node) for node in gm.graph.nodes):
         return gm
@@ -59,11 +59,11 @@ def respelled(gm: GraphModule) -> GraphModule:
 
 
 Rule = Callable[[GraphModule, Node], Node | tuple[Node, ...]]
-"""Inserts what takes the place of a node, and returns it: a node, or one for each result of a node with several."""
+"""Inserts the replacement of a node and returns it: a node, or one node per result."""
 
 
 def _rule(gm: GraphModule, node: Node) -> Rule | None:
-    """Return how a node is respelled, if it has to be."""
+    """Return the rule that rewrites a node; `None` if it stays."""
     if node.op != "call_function":
         return None
     name = target_name(node)
@@ -100,7 +100,7 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
     if name in _ADAPTIVE_MAXIMA and _has_unequal_windows(gm, node):
         return _maxima_of_windows
     if name.startswith("aten.conv_transpose") and value_of(gm, node).dim() != value_of(gm, argument(node, 1)).dim():
-        return None  # a lone sample, of which the general convolution has no form
+        return None  # `aten.convolution` does not support a sample without a batch dimension
     return spell_out_layers if name in KINDS else _WITHOUT_LOWERING.get(name)
 
 
@@ -119,7 +119,7 @@ _DEVIATIONS = frozenset(
     for kind in ("std", "var", "std_mean", "var_mean")
     for overload in ("default", "dim", "correction")
 )
-"""Operators whose 16-bit operands torch's exporter would cast, which it cannot do for several results or no axes."""
+"""Operators for which torch's exporter casts 16-bit operands, which fails with several results or without axes."""
 
 _DIVISIONS = frozenset(
     (
@@ -128,7 +128,7 @@ _DIVISIONS = frozenset(
         *("aten.fmod.Tensor", "aten.fmod.Scalar"),
     )
 )
-"""Operators whose first operand may be a number, and which torch computes in float32 for operands of 16 bits."""
+"""Operators whose first operand may be a number, and that torch computes in float32 for 16-bit operands."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -161,7 +161,7 @@ def _is_projected(gm: GraphModule, node: Node) -> bool:
 
 
 def _may_forbid_rows(gm: GraphModule, mask: Node | None) -> bool:
-    """Tell whether a mask may forbid a query everything; torch makes zeros of that, ONNX a mean or NaN."""
+    """Tell whether a mask may forbid every key to a query; torch then returns zeros, ONNX a mean or NaN."""
     if mask is None:
         return False
     if not is_parameter(mask):
@@ -177,7 +177,7 @@ def _attention_to_nothing(gm: GraphModule, node: Node) -> Node:
 
 
 def _zero_where_forbidden(gm: GraphModule, attended: Node, mask: Node, node: Node) -> Node:
-    """Make zeros of what a query attends to that a mask of booleans or of summands forbids everything."""
+    """Set the result to zero for queries to which a mask, boolean or additive, forbids every key."""
     if value_of(gm, mask).dtype != torch.bool:
         mask = call(gm, aten.ne.Scalar, mask, -math.inf, like=node)
     allowed = call(gm, aten.any.dim, mask, -1, True, like=node)
@@ -185,7 +185,7 @@ def _zero_where_forbidden(gm: GraphModule, attended: Node, mask: Node, node: Nod
 
 
 def _attention_in_float32(gm: GraphModule, node: Node) -> Node:
-    """Attend in float32, as torch's kernels do: products of queries and keys may be larger than float16 holds."""
+    """Compute attention in float32, as torch's kernels do: products of queries and keys may overflow float16."""
     *values, mask = (argument(node, position) for position in range(4))
     values = [cast(gm, value, torch.float32, node) for value in values]
     if mask is not None and value_of(gm, mask).is_floating_point():
@@ -197,13 +197,13 @@ def _attention_in_float32(gm: GraphModule, node: Node) -> Node:
 
 
 def _attend(gm: GraphModule, node: Node, values: list[Node], mask: Node | None) -> Node:
-    """Insert the attention of a node with other operands."""
+    """Insert the attention of `node` with other operands."""
     options = {key: value for key, value in node.kwargs.items() if key not in ("query", "key", "value", "attn_mask")}
     return call(gm, node.target, *values, mask, *node.args[4:], like=node, **options)
 
 
 def _attention_of_rank_four(gm: GraphModule, node: Node) -> Node:
-    """Attend with the leading dimensions as one, or with as many of size 1 as are missing."""
+    """Flatten the leading dimensions into one, or add dimensions of size 1, and compute attention in rank 4."""
     rank = value_of(gm, node).dim()
     values = [argument(node, position) for position in range(3)]
     mask = argument(node, 3)
@@ -234,13 +234,13 @@ def _attention_of_rank_four(gm: GraphModule, node: Node) -> Node:
 
 
 def _with_leading(gm: GraphModule, mask: Node, like: Node, rank: int, node: Node) -> Node:
-    """Repeat a mask along the leading dimensions of a query, which become one."""
+    """Repeat a mask along the leading dimensions of a query, which are flattened next."""
     sizes = [call(gm, aten.sym_size.int, like, dim, like=node) for dim in range(rank - 3)]
     return call(gm, aten.expand.default, mask, [*sizes, -1, -1, -1], like=node)
 
 
 def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
-    """Pool what is padded beforehand, so that every window averages the same number of values, and rescale."""
+    """Pad first, so that every window averages the same number of values, then rescale the averages."""
     value, kernel, stride, padding, ceil_mode, _, divisor = (argument(node, position) for position in range(7))
     rank = len(kernel) if len(kernel) > 1 else int(target_name(node)[len("aten.avg_pool")])
     kernel, stride, padding = (
@@ -255,7 +255,7 @@ def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
             if known is None:
                 raise ExportError(f"{describe(node)}: ceil_mode with divisor_override needs a size that does not vary")
             windows = -(-(known + 2 * pad - wide) // step) + 1
-            windows -= (windows - 1) * step >= known + pad  # none begins in the padding behind
+            windows -= (windows - 1) * step >= known + pad  # no window begins in the padding after the values
             beyond = max((windows - 1) * step + wide - known - 2 * pad, 0)
         pads = [pad, pad + beyond, *pads]
     if any(pads):
@@ -309,7 +309,7 @@ def _has_number_first(node: Node) -> bool:
 
 
 def _division(gm: GraphModule, node: Node) -> Node:
-    """Make a number that comes first a tensor, and compute in float32 for operands of 16 bits, as torch does.
+    """Turn a number in the first place into a tensor, and compute in float32 for 16-bit operands, as torch does.
 
     torch rounds each operand to 16 bits first, except for a divisor that is a number.
     """
@@ -379,7 +379,7 @@ def _mean_slope(gm: GraphModule, node: Node) -> Node:
 
 
 def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
-    """Multiply by the value 1, 2, 4, … places before: after log2(size) products each place has all factors."""
+    """Multiply each value by the one 1, 2, 4, … positions earlier; log2(size) products collect all factors."""
     value: Node = argument(node, 0)
     dim = argument(node, 1)
     made = value_of(gm, node)
@@ -401,7 +401,7 @@ def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
 
 
 def _maxima_of_windows(gm: GraphModule, node: Node) -> tuple[Node, ...]:
-    """Write an adaptive maximum pool as maxima over slices, one dimension at a time."""
+    """Rewrite an adaptive maximum pool as maxima over slices, one dimension at a time."""
     value, sizes = argument(node, 0), argument(node, 1)
     for dim, windows in zip(range(-len(sizes), 0), sizes, strict=True):
         if windows == 1:
@@ -422,7 +422,7 @@ def _maxima_of_windows(gm: GraphModule, node: Node) -> tuple[Node, ...]:
 
 
 def _has_unequal_windows(gm: GraphModule, node: Node) -> bool:
-    """Tell whether only the maxima of an adaptive pool are read, not their places, and its windows differ in size."""
+    """Tell whether windows differ in size and only the maxima of an adaptive pool are read, not their positions."""
     if any(result.args[1] != 0 for result in node.users):
         return False
     windows = argument(node, 1)
@@ -444,4 +444,4 @@ _WITHOUT_LOWERING: dict[str, Rule] = {
     "aten.numpy_T.default": _reversed,
     "aten.cumprod.default": _products_by_doubling,
 }
-"""Operators without an ONNX lowering: left as they are, any of them makes torch trace and decompose the whole graph."""
+"""Operators without an ONNX lowering. If any remains, torch traces and decomposes the whole graph."""

@@ -1,4 +1,4 @@
-"""Let the graphs of an export read their equal weights from one place on disk."""
+"""Store equal weights of the graphs of an export once on disk."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _MANIFEST_LIMIT = 1 << 24
-"""Bytes of the largest `export.json` that is read."""
+"""Largest size of `export.json`, in bytes."""
 
 Places = dict[bytes, "ir.ExternalTensor"]
-"""The tensor on disk that has some bytes, by their digest."""
+"""Tensors on disk by the digest of their bytes."""
 
 
 def share_weights(folder: str | os.PathLike[str]) -> int:
-    """Store what the graphs of an export have in common once; return how many bytes that saves.
+    """Store the common tensors of the graphs of an export once; return the number of bytes saved.
 
-    The first graph keeps its data file; the others read from there what they share with it, and keep files of their
-    own for the rest. `ExportedModel.from_pretrained` reads the folder as before. Each graph is replaced whole, with its
-    data, or not at all.
+    The first graph keeps its data file. The others read the tensors that they share with it from there, and keep files
+    for the rest. `ExportedModel.from_pretrained` reads the folder as before. Each graph is replaced with its data in
+    full or not at all.
 
     Args:
-        folder: where `ExportedModel.save_pretrained` wrote ONNX graphs.
+        folder: Folder that `ExportedModel.save_pretrained` wrote ONNX graphs to.
 
     Raises:
-        ExportError: if there are none, one or its data is no regular file, or anything there names a file elsewhere.
+        ExportError: If the folder has no ONNX graphs, a graph or its data is not a regular file, or a path is a link
+            or leads out of the folder.
     """
     from quark_fx.export.to_onnx.whole_files import require_regular
 
@@ -59,7 +60,7 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
             saved += _rewrite(path, model, places)
         except (ExportError, OSError):
             raise
-        except Exception as error:  # whatever onnx_ir raises about a graph that it reads and cannot write
+        except Exception as error:  # onnx_ir raises various errors for graphs that it can read but not write
             raise ExportError(f"{path} cannot be written: {type(error).__name__}: {brief(str(error))}") from error
     return saved
 
@@ -68,7 +69,7 @@ def _plain_name(name: object) -> str:
     """Return the name of a file in a folder.
 
     Raises:
-        ValueError: if it leads anywhere else.
+        ValueError: If it leads out of the folder.
     """
     if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name or "\0" in name:
         raise ValueError(f"{brief(name)} is no file beside it")
@@ -76,7 +77,7 @@ def _plain_name(name: object) -> str:
 
 
 def _loaded(path: Path, known: set[str]) -> ir.Model:
-    """Return a graph whose tensors lie in the data files of the export, and in none that is anywhere else."""
+    """Return a graph; all its tensors must be in the data files of the export."""
     import onnx_ir as ir
 
     from quark_fx.export.to_onnx.whole_files import external_tensors
@@ -85,7 +86,7 @@ def _loaded(path: Path, known: set[str]) -> ir.Model:
         model = ir.load(path)
         tensors = list(external_tensors(model))
         sizes = {name: (path.parent / name).stat().st_size for name in known if (path.parent / name).exists()}
-    except Exception as error:  # whatever protobuf and onnx_ir raise about a file that is no graph
+    except Exception as error:  # protobuf and onnx_ir raise various errors for files that are not graphs
         raise ExportError(f"{path} is no ONNX graph: {type(error).__name__}: {brief(str(error))}") from error
     for tensor in tensors:
         if str(tensor.location) not in sizes:
@@ -101,7 +102,7 @@ def _loaded(path: Path, known: set[str]) -> ir.Model:
 
 
 def _rewrite(path: Path, model: ir.Model, places: Places) -> int:
-    """Let a graph read what `places` has from there, and add the rest; return by how many bytes its data shrank."""
+    """Let a graph read the tensors in `places` from there, and add its others; return the bytes saved."""
     import onnx_ir as ir
 
     from quark_fx.export.to_onnx.whole_files import relocated
@@ -134,7 +135,7 @@ def _rewrite(path: Path, model: ir.Model, places: Places) -> int:
 
 
 def _save(model: ir.Model, path: Path, data: Path, own: list[ir.Value]) -> None:
-    """Write a graph, and its own tensors to `data`, which is there even if it has none: its readers ask for it."""
+    """Write a graph, and its own tensors to `data`, which is created even if empty because readers require it."""
     import onnx_ir as ir
 
     from quark_fx.export.to_onnx.whole_files import put_in_place, relocated

@@ -1,7 +1,7 @@
-"""ONNX lowerings that stay accurate where torch does: far from zero, near zero, and around a large mean.
+"""ONNX lowerings as accurate as torch far from zero, near zero, and around a large mean.
 
-torch's own lowerings write the textbook formulas, such as `log(sigmoid(x))`, which is `-inf` below -88 in float32. The
-forms here use `log1p`, `expm1`, and centered values. Each reads and returns values in the type of its operand.
+torch's own lowerings use textbook formulas, such as `log(sigmoid(x))`, which is `-inf` below -88 in float32. These use
+`log1p`, `expm1`, and centered values. Each reads and returns values in the type of its operand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _constant(x: Any, value: float) -> Any:
 
 @lowers("aten.log1p.default")
 def log1p(x: Any) -> Any:
-    """`log(1 + x)`, corrected for the rounding of `1 + x`."""
+    """Write `log(1 + x)`, corrected for the rounding of `1 + x`."""
     return _log1p(x, like=x)
 
 
@@ -47,7 +47,7 @@ def _log1p(x: Any, *, like: Any) -> Any:
 @lowers("aten.expm1.default")
 @lowers("aten.special_expm1.default")
 def expm1(x: Any) -> Any:
-    """`tanh(x / 2) * (exp(x) + 1)`, which subtracts nothing."""
+    """Write `tanh(x / 2) * (exp(x) + 1)`, which needs no subtraction."""
     return _expm1(x, like=x)
 
 
@@ -59,7 +59,7 @@ def _expm1(x: Any, *, like: Any) -> Any:
 
 @lowers("aten.elu.default")
 def elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
-    """`scale * (max(x, 0) + alpha * expm1(input_scale * min(x, 0)))`; ONNX Runtime's `Elu` subtracts 1 from `exp`."""
+    """Write `scale * (max(x, 0) + alpha * expm1(input_scale * min(x, 0)))`; ONNX Runtime's `Elu` uses `exp(x) - 1`."""
     zero = _constant(x, 0.0)
     below = _times(_expm1(_times(op.Min(x, zero), input_scale, like=x), like=x), alpha * scale, like=x)
     return op.Add(_times(op.Max(x, zero), scale, like=x), below)
@@ -103,7 +103,7 @@ _ERFCX = (
 @lowers("aten.erfc.default")
 @lowers("aten.special_erfc.default")
 def erfc(x: Any) -> Any:
-    """`exp(-x ** 2) * erfcx(x)`, which has a relative error of at most 1.2e-7 where `1 - erf(x)` has no digit left.
+    """Write `exp(-x ** 2) * erfcx(x)`, with a relative error of at most 1.2e-7 even where `1 - erf(x)` is 0.
 
     Source:
         Press et al. 1992, "Numerical recipes in C", section 6.2.
@@ -114,7 +114,7 @@ def erfc(x: Any) -> Any:
 
 @lowers("aten.special_erfcx.default")
 def erfcx(x: Any) -> Any:
-    """`exp(x ** 2) * erfc(x)`; see `erfc`."""
+    """Write `exp(x ** 2) * erfc(x)`; see `erfc`."""
     zero, tail = _constant(x, 0.0), _scaled_tail(x, None)
     below = op.Sub(op.Mul(_constant(x, 2.0), op.Exp(op.Mul(x, x))), tail)
     return op.Where(op.Less(x, zero), below, tail)
@@ -132,7 +132,7 @@ def _scaled_tail(x: Any, exponent: Any) -> Any:
 
 @lowers("aten.logdet.default")
 def logdet(x: Any) -> Any:
-    """`log(det(x / c)) + n log(c)`, `c` a power of two near the largest magnitude: the determinant itself overflows."""
+    """Write `log(det(x / c)) + n log(c)`, `c` a power of two near the largest magnitude, because `det(x)` overflows."""
     rows = op.CastLike(op.Gather(op.Shape(x), op.Constant(value_int=-1)), x)
     peak = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[-2, -1]), keepdims=1)
     exponent = op.Floor(op.Div(op.Log(peak), _constant(x, math.log(2))))
@@ -143,20 +143,20 @@ def logdet(x: Any) -> Any:
 
 @lowers("aten.log_sigmoid.default")
 def log_sigmoid(x: Any) -> Any:
-    """`min(x, 0) - log1p(exp(-|x|))`."""
+    """Write `min(x, 0) - log1p(exp(-|x|))`."""
     return op.Sub(op.Min(x, _constant(x, 0.0)), _log1p(op.Exp(op.Neg(op.Abs(x))), like=x))
 
 
 @lowers("aten.logaddexp.default")
 def logaddexp(a: Any, b: Any) -> Any:
-    """`max(a, b) + log1p(exp(-|a - b|))`; equal infinities have no difference and keep their value."""
+    """Write `max(a, b) + log1p(exp(-|a - b|))`; `a + log(2)` if equal, since inf - inf is NaN."""
     apart = op.Add(op.Max(a, b), _log1p(op.Exp(op.Neg(op.Abs(op.Sub(a, b)))), like=a))
     return op.Where(op.Equal(a, b), op.Add(a, _constant(a, math.log(2))), apart)
 
 
 @lowers("aten.logaddexp2.default")
 def logaddexp2(a: Any, b: Any) -> Any:
-    """`logaddexp` in base 2: `max(a, b) + log1p(2 ** -|a - b|) / log(2)`."""
+    """Write `logaddexp` in base 2: `max(a, b) + log1p(2 ** -|a - b|) / log(2)`."""
     distance = op.Mul(op.Abs(op.Sub(a, b)), _constant(a, -math.log(2)))
     apart = op.Add(op.Max(a, b), op.Div(_log1p(op.Exp(distance), like=a), _constant(a, math.log(2))))
     return op.Where(op.Equal(a, b), op.Add(a, _constant(a, 1.0)), apart)
@@ -164,7 +164,7 @@ def logaddexp2(a: Any, b: Any) -> Any:
 
 @lowers("aten.logcumsumexp.default")
 def logcumsumexp(x: Any, dim: int) -> Any:
-    """`logsumexp` of each prefix, each relative to its own maximum: `n` times `n` values for a length of `n`."""
+    """Write `logsumexp` of each prefix, relative to its maximum; a length of `n` takes `n` times `n` values."""
     axis = dim % len(x.shape)
     after = op.Constant(value_ints=[axis])
     size = op.Gather(op.Shape(x), op.Constant(value_ints=[axis]))
@@ -180,7 +180,7 @@ def logcumsumexp(x: Any, dim: int) -> Any:
 @lowers("aten.remainder.Scalar")
 @lowers("aten.remainder.Tensor")
 def remainder(x: Any, other: Any) -> Any:
-    """`fmod`, plus the divisor where the signs differ: the quotient of large numbers has no fraction left to round."""
+    """Write `fmod`, plus the divisor where signs differ; a rounded quotient of large numbers would lose the fraction."""
     divisor = other if isinstance(other, ir.Value) else _constant(x, other)
     if not x.dtype.is_floating_point():
         return op.Mod(x, divisor)
@@ -189,7 +189,7 @@ def remainder(x: Any, other: Any) -> Any:
 
 
 def _truncated_rest(x: Any, divisor: Any) -> tuple[Any, Any]:
-    """Return `fmod` of floats, and whether it is not zero and has the other sign than the divisor."""
+    """Return `fmod` of floats, and whether it is nonzero with another sign than the divisor."""
     rest, zero = op.Mod(x, divisor, fmod=1), _constant(x, 0.0)
     return rest, op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
 
@@ -197,9 +197,9 @@ def _truncated_rest(x: Any, divisor: Any) -> tuple[Any, Any]:
 @lowers("aten.div.Scalar_mode")
 @lowers("aten.div.Tensor_mode")
 def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    """Divide integers as integers, because floats do not hold large ones, and floor floats as torch does.
+    """Divide integers as integers, because floats do not represent large ones, and floor floats like torch.
 
-    torch's floor of a quotient of floats comes from `fmod`: the quotient of 1 and 0.1 rounds to 10, and the largest
+    torch computes the floor of a float quotient from `fmod`: the quotient of 1 and 0.1 rounds to 10, but the largest
     integer below the exact quotient is 9.
     """
     divisor = other if isinstance(other, ir.Value) else _constant(x, other)
@@ -213,10 +213,10 @@ def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
         whole = op.Div(op.Sub(x, rest), divisor)
         whole = op.Where(across, op.Sub(whole, _constant(x, 1.0)), whole)
         floor = op.Floor(whole)
-        above = op.Greater(op.Sub(whole, floor), _constant(x, 0.5))  # the division has rounded below an integer
+        above = op.Greater(op.Sub(whole, floor), _constant(x, 0.5))  # the division rounded to below an integer
         floor = op.Where(above, op.Add(floor, _constant(x, 1.0)), floor)
         return op.Where(op.Equal(divisor, _constant(x, 0.0)), quotient, floor)
-    wide = ir.DataType.INT64 if x.dtype == ir.DataType.INT64 else ir.DataType.INT32  # no kernel divides narrower ones
+    wide = ir.DataType.INT64 if x.dtype == ir.DataType.INT64 else ir.DataType.INT32  # narrower types lack kernels
     x, divisor, narrow = op.Cast(x, to=wide), op.Cast(divisor, to=wide), x.dtype
     quotient = op.Div(x, divisor)
     if rounding_mode == "floor":
@@ -231,7 +231,7 @@ def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
 def group_norm(
     x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
-    """`InstanceNormalization` of the centered groups: ONNX Runtime computes a variance as a difference of squares."""
+    """Write `InstanceNormalization` of centered groups: ONNX Runtime computes a variance as a difference of squares."""
     flat = op.Reshape(x, op.Constant(value_ints=[0, num_groups, -1]))
     centered = op.Sub(flat, op.ReduceMean(flat, op.Constant(value_ints=[2]), keepdims=1))
     ones, zeros = (op.Constant(value=ir.Tensor(np.full(num_groups, value, x.dtype.numpy()))) for value in (1.0, 0.0))
@@ -244,7 +244,7 @@ def group_norm(
 
 @lowers("aten.std.correction")
 def std(x: Any, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    """The root of the mean square, relative to the largest deviation: squares of small values underflow."""
+    """Write the root of the mean square, relative to the largest deviation: squares of small values underflow."""
     return std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
@@ -275,7 +275,7 @@ def std_mean(
 def binary_cross_entropy_with_logits(
     x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1
 ) -> Any:
-    """`(1 - y) x - (1 + (p - 1) y) log_sigmoid(x)`; `reduction` is 0 for none, 1 for the mean, 2 for the sum."""
+    """Write `(1 - y) x - (1 + (p - 1) y) log_sigmoid(x)`; `reduction` is 0 for none, 1 for the mean, 2 for the sum."""
     scaled = op.Neg(log_sigmoid(x))
     if pos_weight is not None:
         one = _constant(x, 1.0)

@@ -1,4 +1,4 @@
-"""Constants of codes in an ONNX graph: where they are, and what they stand for."""
+"""Constant codes in an ONNX graph, their location, and the values that they represent."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ FORMATS: Mapping[ir.DataType, Format] = {
     for bits in (2, 4, 8, 16, 32)
     for signed in (True, False)
 } | {ir.DataType.FLOAT8E4M3FN: FP8_E4M3, ir.DataType.FLOAT8E5M2: FP8_E5M2}
-"""The format of each type that codes are stored in."""
+"""The format of each type of codes."""
 
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """A constant of codes, wherever it is dequantized: before or after rows are looked up.
+    """Constant codes that are dequantized before or after rows are looked up.
 
     Attributes:
-        codes: the constant.
-        scale: its scales.
-        zero_point: its zero points, `None` for zero.
-        axis: of `codes`, along which the scales vary, or along which values share one.
-        block_size: values that share a scale; 0 for one scale per index of `axis`.
-        format: of the codes.
-        turned: transposed on the way to its reader.
-        cast: cast on the way to its reader.
+        codes: Constant.
+        scale: Scales.
+        zero_point: Zero points; `None` for zero.
+        axis: Dimension of `codes` along which the scales vary or, with `block_size`, values share a scale.
+        block_size: Number of values that share a scale; 0 for one scale per index of `axis`.
+        format: Format of the codes.
+        turned: Whether a node transposes the weight before its reader.
+        cast: Whether a node casts the weight before its reader.
     """
 
     codes: ir.Value
@@ -48,11 +48,11 @@ class StoredCodes:
 
     @property
     def name(self) -> str:
-        """What the file calls the codes, without the suffixes of codes."""
+        """Name of the codes in the file, without suffixes."""
         return stem(self.codes)
 
     def read(self) -> QuantizedTensor | None:
-        """Return the codes and what they stand for; `None` if a part of them is computed."""
+        """Return the codes with their parameters; `None` if one of these is computed."""
         codes, scale, zero_point = (array_of(value) for value in (self.codes, self.scale, self.zero_point))
         if codes is None or scale is None or (self.zero_point is not None and zero_point is None):
             return None
@@ -64,13 +64,13 @@ class StoredCodes:
 
 def _tensor(codes: np.ndarray[Any, Any], fmt: Format) -> torch.Tensor:
     if fmt.is_integer:
-        # numpy has types of 8, 16 and 32 bits only; arrays of fewer bits have one of their own
+        # numpy has types of 8, 16, and 32 bits only; onnx_ir stores narrower codes in custom dtypes.
         return torch.from_numpy(codes.astype(str(fmt.dtype).removeprefix("torch."), copy=False))
     return torch.from_numpy(codes.astype(np.float32)).to(fmt.dtype)
 
 
 def dequantized(node: ir.Node | None) -> StoredCodes | None:
-    """Return the codes that a `DequantizeLinear`, or our `DequantizeBlocks`, reads; `None` for other nodes."""
+    """Return the codes that a `DequantizeLinear` or `DequantizeBlocks` reads; `None` for other nodes."""
     if node is None or node.op_type not in ("DequantizeLinear", "DequantizeBlocks"):
         return None
     codes, scale = node.inputs[:2]
@@ -86,7 +86,7 @@ def dequantized(node: ir.Node | None) -> StoredCodes | None:
 
 
 def stem(codes: ir.Value) -> str:
-    """Return what a file calls a weight, from the name of its codes."""
+    """Return the name of a weight, from the name of its codes."""
     return (codes.name or "weight").removesuffix("_int4").removesuffix("_uint4").removesuffix("_codes")
 
 

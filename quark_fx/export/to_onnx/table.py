@@ -1,4 +1,4 @@
-"""The table of ONNX lowerings, and how to add to it."""
+"""The table of ONNX lowerings, and the decorator that adds to it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def lowers(name: str) -> Callable[[F], F]:
     """Register the ONNX lowering of an operator, `"namespace.name.overload"`.
 
-    The function gets the operator's arguments, tensors as ONNX values and the rest as Python constants,
-    and returns the ONNX value(s) it built with `onnxscript.opset21`.
+    The function gets the operator's arguments, with tensors as ONNX values and all others as Python constants, and
+    returns the ONNX value or values that it builds with `onnxscript.opset21`.
 
     Raises:
-        ExportError: for a name of another form, an overload that the operator does not have, or an operator that has
-            a lowering of another module.
+        ExportError: If the name has another form, the operator does not have the overload, or another module has
+            registered a lowering.
     """
     _overload(name)
 
@@ -39,7 +39,7 @@ def lowers(name: str) -> Callable[[F], F]:
 
 
 def translation_table() -> dict[Any, Callable[..., Any]]:
-    """Return the table for `torch.onnx.export(custom_translation_table=...)`: the operators that exist here."""
+    """Return the table for `torch.onnx.export(custom_translation_table=...)`, limited to operators that exist here."""
     _fill()
     found = {_overload(name): function for name, function in LOWERINGS.items()}
     return {overload: function for overload, function in found.items() if overload is not None}
@@ -52,10 +52,10 @@ def _fill() -> None:
 
 
 def _overload(name: str) -> Any:
-    """Return the operator called `name`; `None` if there is none here.
+    """Return the operator called `name`; `None` if it does not exist here.
 
     Raises:
-        ExportError: for a name of another form, or an overload that the operator does not have.
+        ExportError: If the name has another form, or the operator does not have the overload.
     """
     if name.count(".") != 2 or not all(name.split(".")):
         raise ExportError(f"{name!r} names no operator; write 'namespace.name.overload', as 'aten.relu.default'")

@@ -1,4 +1,4 @@
-"""Hand a program to torch's ONNX exporter."""
+"""Translate a program with torch's ONNX exporter."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def translate(
         input_names: Names of the inputs in the file.
         output_names: Names of the outputs in the file.
         opset: Version of ONNX's operators.
-        decompose: Whether torch first replaces operators that have no lowering by others, which traces the graph again.
+        decompose: Whether torch first decomposes operators without a lowering, which traces the graph again.
 
     Raises:
-        torch.onnx.OnnxExporterError: if an operator has no lowering.
+        torch.onnx.OnnxExporterError: If an operator does not have a lowering.
     """
     exporter = None if decompose else _exporter()
     if exporter is not None:
@@ -48,10 +48,10 @@ def translate(
 
 @functools.cache
 def _exporter() -> Callable[[ExportedProgram, list[str], list[str], int], Any] | None:
-    """Return the steps of `torch.onnx.export` without decomposition, if this torch has them.
+    """Return the steps of `torch.onnx.export` without decomposition; `None` if this version of torch lacks them.
 
     `torch.onnx.export` builds two tables in every call: some 500 lowerings, and the decompositions of all other
-    operators. Together they take longer than the translation of a ResNet.
+    operators. Together, this takes longer than the translation of a ResNet.
     """
     try:
         internal = "torch.onnx._internal"
@@ -67,7 +67,7 @@ def _exporter() -> Callable[[ExportedProgram, list[str], list[str], int], Any] |
 
     def export(program: ExportedProgram, input_names: list[str], output_names: list[str], opset: int) -> Any:
         try:
-            with sizes.patch(backed_size_oblivious=True):  # as torch does: sizes of 0 and 1 are not special
+            with sizes.patch(backed_size_oblivious=True):  # as in torch: sizes of 0 and 1 are not special
                 promote(program.graph_module)
                 clean(program.graph_module)
             model = to_model(program, registry=_registry(opset, tuple(translation_table().items()))).model

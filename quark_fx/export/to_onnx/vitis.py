@@ -1,10 +1,10 @@
 """The nodes of Vitis AI and Quark in place of `QuantizeLinear` and `DequantizeLinear`, and of casts to half precision.
 
-Those of blocks are in `vitis_blocks`, what the kernels need of a quantizer in `vitis_codes`.
+`vitis_blocks` has the nodes for blocks, `vitis_codes` the requirements of the kernels on quantizers.
 
 Source: the custom operators of AMD Quark for ONNX (`VitisQuantizeLinear` up to release 0.8, `ExtendedQuantizeLinear`
-since). ONNX Runtime has no kernels for them without that library, so `with_standard_nodes` puts standard operators in
-their place: with those a file runs anywhere, and is compared with torch.
+since). ONNX Runtime has kernels for them only with that library, so `with_standard_nodes` replaces them by standard
+operators; the result runs anywhere and is compared with torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from quark_fx.export.to_onnx.vitis_blocks import has_block_nodes, spell_out_bloc
 from quark_fx.export.to_onnx.vitis_codes import CODES, HALVES, settle_quantizers, spell_out_codes
 
 PREFIXES = {"com.vai.quantize": "Vitis", "com.amd.quark": "Extended"}
-"""What the operators of each domain are called: this and `QuantizeLinear` or `DequantizeLinear`."""
+"""The prefix of `QuantizeLinear` and `DequantizeLinear` in each domain."""
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 
 
 def use_vendor_nodes(model: ir.Model, domain: str) -> None:
-    """Rename every quantizer and dequantizer to the vendor's, and put its nodes where values are rounded to blocks.
+    """Replace every quantizer and dequantizer by the vendor's, and insert its nodes where values are rounded to blocks.
 
     Raises:
-        ExportError: if a scale is measured at run time or the vendor has no node for a kind of codes or blocks; all
-            are listed.
+        ExportError: If a scale is measured at run time or the vendor's nodes do not support a kind of codes or blocks;
+            all are listed.
     """
     blocks = use_block_nodes(model, domain)
     quantize_halves(model)
@@ -45,7 +45,7 @@ def use_vendor_nodes(model: ir.Model, domain: str) -> None:
 
 
 def quantize_halves(model: ir.Model) -> int:
-    """Write a cast of float32 to half precision and back as a quantizer and dequantizer, scale 1 and zero point 0."""
+    """Rewrite a cast of float32 to half precision and back as a quantizer and dequantizer, scale 1 and zero point 0."""
     done = 0
     for node in list(model.graph):
         if node.op_type != "Cast" or node.inputs[0] is None or not node.outputs[0].uses():
@@ -74,7 +74,7 @@ def _is_cast(node: ir.Node, target: ir.DataType) -> bool:
 
 
 def require_static(model: ir.Model, nodes: list[ir.Node], *, allow_none: bool) -> None:
-    """Raise, naming every scale of `nodes` that the vendor's kernels do not take, and every kind of codes."""
+    """Raise an error that lists all scales of `nodes`, and kinds of codes, that the vendor's kernels do not support."""
     measured = {node.op_type for node in model.graph if node.op_type in ("DynamicQuantizeLinear", "MatMulInteger")}
     bad = [f"  {name} measures its scale at run time" for name in sorted(measured)]
     for value in dict.fromkeys(node.inputs[1] for node in nodes):
@@ -106,17 +106,17 @@ _PER_TENSOR = (
 
 
 def _of_grouped_transpose(node: ir.Node) -> bool:
-    """Tell whether a dequantizer makes the weight of a transposed convolution in groups."""
+    """Tell whether a dequantizer makes the weight of a grouped transposed convolution."""
     readers = [reader for output in node.outputs for reader, _ in output.uses()]
     return any(reader.op_type == "ConvTranspose" and reader.attributes.get_int("group", 1) > 1 for reader in readers)
 
 
 def with_standard_nodes(model: ir.Model) -> ir.Model:
-    """Return `model`, perhaps edited, with standard operators in place of the vendor's, so that any runtime runs it.
+    """Return `model`, possibly edited in place, with standard operators that any runtime runs instead of the vendor's.
 
-    Nodes and not functions: ONNX Runtime 1.31 gives codes a wrong type where it inlines both quantizers and, from opset
-    21 on, a `GroupNormalization`. Those of blocks need opset 21, those of wide and narrow codes that of the standard
-    quantizers; a model in an older one is converted.
+    They are nodes, not functions: ONNX Runtime 1.31 infers a wrong type for codes if it inlines both quantizers and,
+    from opset 21 on, a `GroupNormalization`. Blocks need opset 21; wide and narrow codes need the opset of the standard
+    quantizers. A model in an older opset is converted.
     """
     pairs = [node for node in model.graph.all_nodes() if node.op_type.endswith(_PAIRS) and node.domain in PREFIXES]
     model = raised(model, first_with(v.dtype for node in pairs for v in (*node.inputs, *node.outputs) if v is not None))

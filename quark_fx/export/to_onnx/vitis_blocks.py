@@ -1,7 +1,7 @@
-"""The nodes of Vitis AI and Quark for values in blocks: each rounds one tensor of floats, and nothing is packed.
+"""The nodes of Vitis AI and Quark for values in blocks. Each rounds a float tensor; codes are not packed.
 
 Source: the custom operators of AMD Quark for ONNX (`BFPFixNeuron` and `MXFixNeuron` up to release 0.8,
-`BFPQuantizeDequantize` and `MXQuantizeDequantize` since), as their pages in its documentation describe the attributes.
+`BFPQuantizeDequantize` and `MXQuantizeDequantize` since), with the attributes that its documentation describes.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ BLOCK_NODES = {
     "com.vai.quantize": {"BFP": "BFPFixNeuron", "MX": "MXFixNeuron"},
     "com.amd.quark": {"BFP": "BFPQuantizeDequantize", "MX": "MXQuantizeDequantize"},
 }
-"""What the operators of each domain are called."""
+"""The names of the operators in each domain."""
 
 HALF_EVEN = 2
-"""`rounding_mode`; 0 is half away from zero, 1 half up."""
+"""Value of `rounding_mode`; 0 is half away from zero, 1 half up."""
 
 _MX_BLOCK = 32
-"""Values with one scale in the formats of the microscaling specification."""
+"""Values per scale in the formats of the microscaling specification."""
 
 _GROUPS = (16, 32, 8, 4)
-"""Values that may share an exponent, the usual number first."""
+"""Numbers of values that may share an exponent, the usual one first."""
 
 Attributes = dict[str, int | str]
 
 
 def use_block_nodes(model: ir.Model, domain: str) -> int:
-    """Put the vendor's nodes where values are rounded to blocks, and before weights, which are stored as floats.
+    """Insert the vendor's nodes where values are rounded to blocks, and after weights, which are stored as floats.
 
     Raises:
-        ExportError: if the vendor's nodes cannot say how; all values are listed.
+        ExportError: If the vendor's nodes cannot express a rounding; all values are listed.
     """
     look_up_values(model, lambda node, table: True)
     known = [Rounding.of(node) for node in model.graph if _is_rounding(node)]
@@ -86,7 +86,7 @@ def _is_rounding(node: ir.Node) -> bool:
 
 
 def _vendor_node(rounding: Rounding | None, x: ir.Value, domain: str) -> ir.Node | None:
-    """Return the node that rounds `x`; `None` if there is none."""
+    """Return the vendor's node that rounds `x` this way; `None` if there is none."""
     found = vendor_attributes(rounding) if rounding is not None else None
     if found is None:
         return None
@@ -95,7 +95,7 @@ def _vendor_node(rounding: Rounding | None, x: ir.Value, domain: str) -> ir.Node
 
 
 def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
-    """Return which of the vendor's operators rounds so, `"BFP"` or `"MX"`, and its attributes; `None` if none does."""
+    """Return the vendor's operator for a rounding, `"BFP"` or `"MX"`, and its attributes; `None` if there is none."""
     fmt, rule = rounding.scheme.format, rounding.scheme.scale.rule
     block: Attributes = {"axis": rounding.axis, "block_size": rounding.alone, "rounding_mode": HALF_EVEN}
     if rule == "floor" and not rounding.group_size and (fmt == INT8 or fmt.is_float):
@@ -111,7 +111,7 @@ def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
         "sub_block_shift_bits": 1,
         "convert_to_bfloat_before_bfp": 0,
     }
-    # The other kernel saturates where rounding exceeds the largest code; this one raises the exponent.
+    # The vendor's other kernel saturates where rounding exceeds the largest code; this one raises the exponent.
     return "BFP", attributes | ({"use_compiler_version_cpu_kernel": 1} if raised else {})
 
 
@@ -119,7 +119,7 @@ def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
 
 
 def _weight_rounding(weight: QuantizedTensor, known: list[Rounding]) -> Rounding | None:
-    """Return a rounding that the vendor has a node for and that makes the weight's values; `None` if there is none."""
+    """Return a rounding that the vendor has a node for and that reproduces the weight; `None` if there is none."""
     given, values = _to_round(weight), weight.dequantize()
     for rounding in _candidates(weight, known):
         if vendor_attributes(rounding) is not None and torch.equal(rounding.of_tensor(given), values):
@@ -128,9 +128,10 @@ def _weight_rounding(weight: QuantizedTensor, known: list[Rounding]) -> Rounding
 
 
 def _to_round(weight: QuantizedTensor) -> Tensor:
-    """Return floats that a node rounds to the weight's values: these, but for -128 steps, which is of the next binade.
+    """Return floats that a node rounds to the weight's values.
 
-    A block that holds such a power of two would be rounded with the exponent above.
+    They are these values, except for codes of -128: as a power of two, such a value belongs to the next binade, and its
+    block would get the exponent above.
     """
     if weight.format != INT8:
         return weight.dequantize()
@@ -139,12 +140,12 @@ def _to_round(weight: QuantizedTensor) -> Tensor:
 
 
 def _candidates(weight: QuantizedTensor, known: list[Rounding]) -> Iterator[Rounding]:
-    """Yield what may have made the codes: the ways other values are rounded, then the usual ones of the format."""
+    """Yield roundings that may have made the codes: roundings of other values, then the usual ones of the format."""
     if weight.axis is None or not weight.block_size:
         return
     length = weight.codes.shape[weight.axis]
     for rounding in dict.fromkeys(known):
-        # Any block that holds the whole length is the same.
+        # All blocks that cover the whole length are equivalent.
         same = min(rounding.block_size, length) == min(weight.block_size, length)
         if rounding.scheme.format == weight.format and same:
             yield replace(rounding, axis=weight.axis)
@@ -180,10 +181,10 @@ def _is_block_node(node: ir.Node) -> bool:
 
 
 def spell_out_block_nodes(model: ir.Model) -> None:
-    """Put functions of standard operators in the place of the vendor's nodes, so that any runtime computes them.
+    """Replace the vendor's nodes by functions of standard operators, so that any runtime computes them.
 
     Raises:
-        ExportError: for a node that this package does not write.
+        ExportError: If this package does not write such a node.
     """
     for node in filter(_is_block_node, list(model.graph)):
         output, x = node.outputs[0], operand(node)
@@ -194,7 +195,7 @@ def spell_out_block_nodes(model: ir.Model) -> None:
 
 
 def _rounding_of(node: ir.Node) -> Rounding:
-    """Return the rounding whose `vendor_attributes` a node has."""
+    """Return the rounding for which `vendor_attributes` returns the attributes of a node."""
     text, number = node.attributes.get_string, node.attributes.get_int
     axis, block = (int(number(name, 0) or 0) for name in ("axis", "block_size"))
     rule, sub = E8M0_FLOOR, 0

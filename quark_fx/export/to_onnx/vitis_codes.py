@@ -1,7 +1,7 @@
-"""What the vendor's kernels need of a quantizer, and those of its codes that no standard quantizer has.
+"""Inputs and attributes that the vendor's kernels require of quantizers, and codes that standard quantizers lack.
 
-Measured on the operator library of AMD Quark 0.13: three inputs always, scales along dimension 0 unless an attribute
-says otherwise (the standard says 1), codes of 8, 16 or 32 bits or in half precision.
+Measured on the operator library of AMD Quark 0.13: always three inputs; scales along dimension 0 by default (the
+standard says 1); codes of 8, 16, or 32 bits or in half precision.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from quark_fx.export.to_onnx.edit import add_array, add_initializer, dtype_of, o
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 _NARROW = {ir.DataType[f"{sign}INT{bits}"]: ir.DataType[f"{sign}INT8"] for sign in ("", "U") for bits in (2, 4)}
-"""What codes of less than a byte are stored as."""
+"""The stored types of codes narrower than a byte."""
 
 CODES = HALVES | _NARROW.keys() | {ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (8, 16, 32)}
-"""The types of codes that can be written."""
+"""The supported types of codes."""
 
 
 def settle_quantizers(model: ir.Model, nodes: Sequence[ir.Node]) -> None:
-    """Give quantizers and dequantizers their zero point and axis, and codes of less than a byte one of their own."""
+    """Add zero point and axis to quantizers and dequantizers, and store codes narrower than a byte in bytes."""
     for node in nodes:
         quantizes = node.op_type == "QuantizeLinear"
         codes, scale = node.outputs[0] if quantizes else operand(node), operand(node, 1)
@@ -51,7 +51,7 @@ def _widen(value: ir.Value) -> None:
 
 
 def _clip(model: ir.Model, node: ir.Node) -> None:
-    """Keep the codes of a quantizer, now bytes, within what they were."""
+    """Clip the codes of a quantizer, now bytes, to their former range."""
     codes = node.outputs[0]
     narrow = dtype_of(codes)
     codes.dtype = wide = _NARROW[narrow]
@@ -68,7 +68,7 @@ def _clip(model: ir.Model, node: ir.Node) -> None:
 
 
 def spell_out_codes(model: ir.Model) -> None:
-    """Write quantizers to 32 bits, and those from and to half precision, in operators that runtimes have."""
+    """Write quantizers to 32 bits, and quantizers and dequantizers of half precision, in standard operators."""
     for node in list(model.graph):
         zero_point = node.inputs[2] if len(node.inputs) > 2 else None
         dtype = zero_point.dtype if zero_point is not None else None
@@ -83,7 +83,7 @@ def spell_out_codes(model: ir.Model) -> None:
 
 
 def _quantize_to_int32(model: ir.Model, node: ir.Node) -> None:
-    """Spell out a quantizer with one scale, in doubles: ONNX Runtime 1.31 lets 2**31 pass a `Clip` of int64 to less."""
+    """Write a quantizer with one scale in doubles: an int64 `Clip` below 2**31 lets 2**31 pass in ONNX Runtime 1.31."""
     x, scale, zero_point = node.inputs
     info = np.iinfo(np.int32)
     limits = [add_array(model, f"int32_{limit}", np.asarray(limit, np.float64)) for limit in (info.min, info.max)]

@@ -1,4 +1,4 @@
-"""Put a graph, and the file of its tensors, in the place of others: at no moment does a graph read another's data."""
+"""Replace a graph and its data file so that, at every moment, a graph on disk reads its own data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quark_fx.errors import ExportError
 
 
 def require_regular(*places: Path) -> None:
-    """Raise `ExportError` if a place is taken by what is no file: a rename would put one where a device was."""
+    """Raise `ExportError` if a path exists and is not a file: a rename would replace a device by a file."""
     for place in places:
         if place.exists() and not place.is_file():
             raise ExportError(
@@ -24,18 +24,18 @@ def require_regular(*places: Path) -> None:
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Move an ONNX file, and `<its name>.data` beside it if there is one, to `target` and beside it.
+    """Move an ONNX file, and its `<name>.data` if it exists, to `target` and the same folder.
 
-    An interruption leaves the old graph with its data or the new one with its own, and perhaps a file that no graph
-    reads, which the next call removes. Each step is a rename.
+    Each step is a rename. After an interruption, `target` is the old graph with its data or the new graph with its own.
+    A file that no graph reads may remain; the next call removes it.
 
     Args:
-        written: in a folder of the same file system, under the name of `target`.
-        target: may exist, with data of its own, which go if the new graph has none.
+        written: File to move, in a folder of the same file system, with the name of `target`.
+        target: Destination. It may exist and have data, which is removed if the new graph has none.
 
     Raises:
-        ExportError: if something else than a file is at either place, or a file that is no data of `target`'s lies
-            where the new data belong.
+        ExportError: If a destination exists and is not a file, or the destination of the data is a file that does not
+            belong to `target`.
     """
     data, place = (path.with_name(f"{target.name}.data") for path in (written, target))
     require_regular(target, *([place] if data.exists() else []))
@@ -45,11 +45,11 @@ def put_in_place(written: Path, target: Path) -> None:
         raise ExportError(f"{place} is no data of {target.name}'s, and would be replaced; move it away")
     outdated = own and place.exists() and not data.exists()
     if data.exists() or outdated:
-        # A file of this name also says, after an interruption, that what lies in `place` is ours.
+        # After an interruption, a file of this name also marks the data in `place` as ours.
         handle, name = tempfile.mkstemp(prefix=aside, suffix=".data", dir=target.parent)
         os.close(handle)
     if data.exists():
-        # The old graph may read what lies where the new data belong: meanwhile the new graph reads them elsewhere.
+        # The old graph may read `place`; until the new data is there, the new graph reads a copy with another name.
         data.replace(name)
         between = written.with_name("between.onnx")
         ir.save(_reading(written, data.name, Path(name).name), between)
@@ -64,12 +64,12 @@ def put_in_place(written: Path, target: Path) -> None:
 
 
 def _is_own(place: Path, target: Path, aside: str) -> bool:
-    """Tell whether what lies in `place`, if anything, is data that the graph `target` reads, or left by a call."""
+    """Tell whether `place` is empty, holds data of the graph `target`, or remained from an interrupted call."""
     if not place.exists() or not place.stat().st_size or _asides(target, aside):
         return True
     try:
         return place in data_files(ir.load(target), target.parent)
-    except Exception:  # no graph, or none there
+    except Exception:  # `target` is missing or not an ONNX file
         return False
 
 
@@ -78,12 +78,12 @@ def _asides(target: Path, aside: str) -> list[Path]:
 
 
 def data_files(model: ir.Model, folder: Path) -> set[Path]:
-    """Return the files from which a graph in `folder` reads its tensors."""
+    """Return the data files of a graph in `folder`."""
     return {folder / tensor.location for tensor in external_tensors(model)}
 
 
 def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    """Yield every tensor that a graph reads from other files: of its weights, inner graphs, functions and constants."""
+    """Yield every tensor that a graph reads from other files: weights, subgraphs, functions, and constants."""
     for graph in (model.graph, *model.graph.subgraphs()):
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
@@ -96,7 +96,7 @@ def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
 
 
 def _reading(path: Path, old: str, new: str) -> ir.Model:
-    """Return the graph in `path`, reading from `new` what it reads from `old`."""
+    """Return the graph in `path`, with its data file `old` replaced by `new`."""
     model = ir.load(path)
     for graph in (model.graph, *model.graph.subgraphs()):
         for value in graph.initializers.values():
@@ -112,13 +112,13 @@ def relocated(
     place: ir.ExternalTensor,
     folder: str | os.PathLike[str],
 ) -> ir.ExternalTensor:
-    """Return `tensor`, read from the file `location` in `folder`, from where `place` is in its own."""
+    """Return `tensor` with its data in the file `location` of `folder`, at the offset and length of `place`."""
     layout = {"shape": tensor.shape, "name": tensor.name or "", "base_dir": folder}
     return ir.ExternalTensor(location, place.offset, place.length, tensor.dtype, **layout)
 
 
 def _duplicate(source: Path, link: Path) -> None:
-    """Give a file a second name, or copy it where there are no links."""
+    """Link `link` to the file `source`, or copy it if the file system has no hard links."""
     try:
         link.hardlink_to(source)
     except OSError:

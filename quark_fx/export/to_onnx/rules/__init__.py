@@ -1,4 +1,4 @@
-"""Rewrites of ONNX graphs, one a file, in the order they run. To add one for a file, see `quark_fx.export.onnx`."""
+"""Rewrites of ONNX graphs, one per file, in the order they run. To add one for a file, see `quark_fx.export.onnx`."""
 
 from quark_fx.export.to_onnx.rules.average_pools import settle_average_pool
 from quark_fx.export.to_onnx.rules.cast_likes import fold_cast_like
@@ -45,7 +45,7 @@ TRANSLATED: tuple[OnnxRule, ...] = (
     repeat_moved_pair,
     drop_default_attributes,
 )
-"""What runs on a translated graph, before it is put into a format."""
+"""Rules that run on a translated graph, before it is converted to a format."""
 
 FORMATTED: tuple[OnnxRule, ...] = (
     keep_sum_from_norm,
@@ -59,7 +59,7 @@ FORMATTED: tuple[OnnxRule, ...] = (
     keep_resize_from_concat,
     spell_out_circular_pad,
 )
-"""What runs on a graph in a format that runtimes have kernels for."""
+"""Rules that run on a graph in a format for which runtimes have kernels."""
 
 __all__ = [
     "FORMATTED",

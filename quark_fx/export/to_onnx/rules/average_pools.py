@@ -1,4 +1,4 @@
-"""Averages whose windows reach beyond the padding are counted as torch counts them."""
+"""Count the values of windows that reach beyond the padding like torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("AveragePool", runtime="onnxruntime")
 def settle_average_pool(model: ir.Model, node: ir.Node) -> bool:
-    """Keep ONNX Runtime from averages that its integer kernel counts wrongly: windows beyond the rim, padding counted.
+    """Avoid ONNX Runtime's integer kernel for averages of padded windows beyond the rim, which it counts incorrectly.
 
-    Without padding there is none to count, and the other way of counting is the same. With padding, a maximum of one
-    value between the pool and its quantizer, which changes nothing, keeps the two from being fused.
+    Without padding, counting it or not is the same. With padding, a `Max` of one value between the pool and its
+    quantizer, which changes nothing, prevents their fusion.
     """
     if not node.attributes.get_int("ceil_mode", 0) or not node.attributes.get_int("count_include_pad", 0):
         return False

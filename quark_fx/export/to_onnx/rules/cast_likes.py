@@ -1,4 +1,4 @@
-"""Constants are stored in the type of what they are compared with."""
+"""Store constants in the type of the value that they are cast like."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("CastLike")
 def fold_cast_like(model: ir.Model, node: ir.Node) -> bool:
-    """Store a constant in the type of the value it is cast like: the bounds of a clamp, which then alone reads it."""
+    """Store a constant, such as a bound of a clamp, in the type of the value that it is cast like."""
     source, like = node.inputs
     constant = constant_of(source)
     if constant is None or like is None or like.dtype is None:

@@ -1,4 +1,4 @@
-"""Circular padding is written as slices, for OpenVINO."""
+"""Write circular padding as slices for OpenVINO."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END = np.iinfo(np.int64).max
 
 @onnx_rule("Pad", runtime="openvino")
 def spell_out_circular_pad(model: ir.Model, node: ir.Node) -> bool:
-    """Write a `Pad` that repeats the other side as a `Concat` of slices: OpenVINO 2026.4 does not read the mode."""
+    """Write a circular `Pad` as a `Concat` of slices: OpenVINO 2026.4 does not support the mode."""
     value, pads = node.inputs[0], constant_of(node.inputs[1])
     if node.attributes.get_string("mode", "constant") != "wrap" or value is None:
         return False

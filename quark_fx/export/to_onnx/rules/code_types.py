@@ -1,4 +1,4 @@
-"""Codes have the type that the zero point says."""
+"""Give codes the type of their zero point."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("Cast", "QuantizeLinear", "DynamicQuantizeLinear")
 def type_codes(model: ir.Model, node: ir.Node) -> bool:
-    """Give what a node makes the type its zero point or attribute says: torch holds 4-bit codes in bytes.
+    """Give the output of a node the type of its zero point or attribute: torch stores 4-bit codes in bytes.
 
-    So too the codes that casts make, of a row at a time.
+    This includes codes from a cast, which quantizes with one scale per row.
     """
     made, zero_point = node.outputs[0], node.inputs[2] if len(node.inputs) > 2 else None
     dtype = made.dtype or ir.DataType.UINT8  # of DynamicQuantizeLinear

@@ -1,4 +1,4 @@
-"""Codes that convolutions read are stored unsigned, for OpenVINO."""
+"""Store the codes that convolutions read unsigned, for OpenVINO."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from quark_fx.targets.onnxruntime import MOVES
 
 @onnx_rule("QuantizeLinear", runtime="openvino")
 def store_convolution_inputs_unsigned(model: ir.Model, node: ir.Node) -> bool:
-    """Store int8 codes that a convolution reads as uint8 codes, 128 larger: the same numbers.
+    """Store int8 codes that a convolution reads as uint8 codes, 128 larger, which represent the same values.
 
-    OpenVINO 2026.4 moves requantization in front of `Concat`; convolutions of signed codes then return wrong values.
-    Products of matrices keep signed codes, which need no zero points.
+    OpenVINO 2026.4 moves requantization before `Concat`; convolutions of signed codes then return wrong values. Matrix
+    products keep signed codes, which need no zero points.
     """
     point, codes = node.inputs[2] if len(node.inputs) > 2 else None, node.outputs[0]
     zero = constant_of(point)
@@ -39,7 +39,7 @@ def _dequantizes(node: ir.Node, point: ir.Value) -> bool:
 
 
 def _is_convolved(value: ir.Value) -> bool:
-    """Tell whether a convolution reads a value, or what is moved or rounded of it."""
+    """Tell whether a convolution reads a value, possibly after moves, quantizers, and dequantizers."""
     for reader, _ in value.uses():
         if reader.op_type in ("Conv", "ConvTranspose"):
             return True

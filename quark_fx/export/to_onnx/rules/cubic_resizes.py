@@ -1,4 +1,4 @@
-"""Transpositions stay in front of a cubic resize."""
+"""Keep transpositions before a cubic resize."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("Resize", runtime="onnxruntime")
 def keep_transpose_from_resize(model: ir.Model, node: ir.Node) -> bool:
-    """Keep ONNX Runtime from moving a `Transpose` across a cubic `Resize` to a smaller size.
+    """Prevent ONNX Runtime from moving a `Transpose` across a cubic `Resize` to a smaller size.
 
-    Its kernel makes the last two axes smaller and fails on the middle two, which are height and width in the layout of
-    its integer convolutions. It moves no `Transpose` across an `Einsum`; this one copies its input.
+    Its kernel shrinks only the last two axes; it fails on the middle two, which are height and width in the layout of
+    its integer convolutions. ONNX Runtime does not move a `Transpose` across an `Einsum`; this one copies its input.
     """
     value = node.inputs[0]
     if node.attributes.get_string("mode", "nearest") != "cubic" or node.attributes.get_int("antialias", 0):
@@ -28,7 +28,7 @@ def keep_transpose_from_resize(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _enlarges(node: ir.Node) -> bool:
-    """Tell whether a `Resize` is known to make no axis smaller."""
+    """Tell whether it is certain that a `Resize` shrinks no axis."""
     scales = constant_of(node.inputs[2]) if len(node.inputs) > 2 else None
     if scales is not None and scales.size:
         return bool((scales >= 1).all())

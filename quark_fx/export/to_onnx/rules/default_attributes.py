@@ -1,4 +1,4 @@
-"""Attributes that say what is the default anyway are left out."""
+"""Remove attributes with default values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEFAULTS = (("axis", 1), ("block_size", 0), ("output_dtype", 0), ("saturate", 1
 
 @onnx_rule("QuantizeLinear", "DequantizeLinear")
 def drop_default_attributes(model: ir.Model, node: ir.Node) -> bool:
-    """Leave out attributes of a quantizer that are at their default, and the axis of a single scale."""
+    """Remove attributes of a quantizer with their default value, and the axis of a single scale."""
     scale = node.inputs[1]
     scalar = scale is not None and scale.shape is not None and not scale.shape.rank()
     dropped = [

@@ -1,4 +1,4 @@
-"""Values whose range is measured at run time are quantized once."""
+"""Quantize values with a range measured at run time only once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("QuantizeLinear")
 def fuse_dynamic_quantization(model: ir.Model, node: ir.Node) -> bool:
-    """Take the codes `DynamicQuantizeLinear` already computes instead of quantizing a second time."""
+    """Reuse the codes that `DynamicQuantizeLinear` already computes instead of quantizing a second time."""
     measured = made_by(node.inputs[1], "DynamicQuantizeLinear")
     if measured is None or measured.inputs[0] is not node.inputs[0]:
         return False
@@ -22,7 +22,7 @@ def fuse_dynamic_quantization(model: ir.Model, node: ir.Node) -> bool:
 
 
 def is_measured(dequantize: ir.Node) -> bool:
-    """Tell whether a node dequantizes at a scale that `DynamicQuantizeLinear` measures."""
+    """Tell whether the scale of a dequantizer comes from a `DynamicQuantizeLinear`."""
     return (
         dequantize.op_type == "DequantizeLinear" and made_by(dequantize.inputs[1], "DynamicQuantizeLinear") is not None
     )

@@ -1,4 +1,4 @@
-"""Products of values measured at run time are matrix products before they are made integer ones."""
+"""Write products of values measured at run time as `MatMul`, which can become integer products."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quark_fx.export.to_onnx.rules.transposed_weights import is_constant, transp
 
 @onnx_rule("Gemm")
 def split_dynamic_gemm(model: ir.Model, node: ir.Node) -> bool:
-    """Rewrite a `Gemm` of dynamically quantized activations to `MatMul` and `Add`, which `multiply_integers` takes.
+    """Rewrite a `Gemm` of dynamically quantized activations as `MatMul` and `Add`, for `multiply_integers`.
 
-    ONNX Runtime has no integer `Gemm` with a float bias.
+    ONNX Runtime does not have an integer `Gemm` with a float bias.
     """
     a, b = (made_by(value, "DequantizeLinear") for value in node.inputs[:2])
     if a is None or b is None or not is_measured(a) or b.attributes.get_int("block_size", 0):

@@ -1,4 +1,4 @@
-"""What torch's exporter leaves behind: numbers as names of sizes, and its notes."""
+"""Remove the traces of torch's exporter: numbers as names of sizes, and its notes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 
 def settle_sizes(model: ir.Model) -> None:
-    """Write the size of a dimension that was to vary and turned out not to: torch leaves the number as its name."""
+    """Store the size of a dimension that does not vary after all as a number; torch leaves the number as a name."""
     values = itertools.chain(model.graph.inputs, *(node.outputs for node in model.graph.all_nodes()))
     for value in values:
         shape = value.shape or ir.Shape(())

@@ -1,13 +1,13 @@
-"""Keep ONNX Runtime from rounding weights and biases that the file holds in float.
+"""Prevent ONNX Runtime from rounding float weights and biases.
 
-When it loads a file, ONNX Runtime (`WeightBiasQuantization`, part of its basic optimizations) looks for a `Conv`,
-`ConvTranspose` or `Gemm` that reads a `DequantizeLinear` with one scale and whose result is quantized. There it rounds
-a float weight to int8 with one scale for the tensor, and a float bias to int32 at the scale of the product, without a
-check that the bias fits. It looks at the file after its own fusions: of `MatMul` and `Add`, of `Pad` and `Conv`, of a
-`DequantizeLinear` that it moves past a `Transpose`.
+At load time, ONNX Runtime (`WeightBiasQuantization`, one of its basic optimizations) looks for a `Conv`,
+`ConvTranspose`, or `Gemm` that reads a `DequantizeLinear` with one scale and whose result is quantized. It rounds a
+float weight there to int8 with one scale per tensor, and a float bias to int32 at the scale of the product, without
+checking that the bias fits. It looks at the graph after its own fusions: of `MatMul` and `Add`, of `Pad` and `Conv`,
+and of a `DequantizeLinear` that it moves past a `Transpose`.
 
-Two spellings compute the same and do not match, at no cost: an activation dequantized with a scale for each channel,
-all equal; and the bias of a `Gemm` as a matrix of one row.
+Two equivalent forms do not match, at no cost: an activation dequantized with equal scales per channel, and the bias of
+a `Gemm` as a matrix of one row.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _INT32_MAX = np.iinfo(np.int32).max
 
 @onnx_rule(*_CONVOLUTIONS, "Gemm", "MatMul", runtime="onnxruntime")
 def keep_floats(model: ir.Model, node: ir.Node) -> bool:
-    """Spell an operator with a float weight, or a bias that int32 does not hold, so that ONNX Runtime leaves it alone.
+    """Rewrite an operator with a float weight, or a bias that overflows int32, so that ONNX Runtime does not round it.
 
-    A float bias beside a weight in integers is left to ONNX Runtime where int32 holds it and the codes have 8 bits: at
-    the scale of the product its rounding is that of the sum.
+    A float bias of an integer weight is left to ONNX Runtime if it fits int32 and the codes have 8 bits: at the scale
+    of the product, it is rounded as precisely as the sum.
     """
     if node.op_type == "MatMul":
         return _vector_of_one_row(model, node)
@@ -46,7 +46,7 @@ def keep_floats(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _is_at_risk(node: ir.Node) -> bool:
-    """Tell whether ONNX Runtime would round the weight of `node`, or round its bias to what does not hold it."""
+    """Tell whether ONNX Runtime would round the weight of `node`, or round its bias to an unfit scale."""
     source = _dequantizer(node.inputs[0])
     if source is None:
         return False
@@ -58,7 +58,7 @@ def _is_at_risk(node: ir.Node) -> bool:
         return False
     scales = array_of(source.inputs[1]), array_of(weight.inputs[1])
     if node.op_type == "ConvTranspose" or any(scale is None for scale in scales):
-        return True  # there is no integer kernel that would be lost
+        return True  # ONNX Runtime does not have an integer kernel that could be lost
     if _is_narrow(source) or _is_narrow(weight):
         return True  # the scale of the product is too coarse for the bias
     step = np.asarray(scales[0], np.float64) * np.asarray(scales[1], np.float64)
@@ -66,7 +66,7 @@ def _is_at_risk(node: ir.Node) -> bool:
 
 
 def _is_narrow(dequantizer: ir.Node) -> bool:
-    """Tell whether what is dequantized has codes of fewer than 8 bits, perhaps in bytes."""
+    """Tell whether a dequantizer reads codes of fewer than 8 bits, possibly stored in bytes."""
     codes = dequantizer.inputs[0]
     stored = None if codes is None else codes.const_value
     if stored is None:
@@ -78,7 +78,7 @@ def _is_narrow(dequantizer: ir.Node) -> bool:
 
 
 def _dequantizer(value: ir.Value | None) -> ir.Node | None:
-    """Return the `DequantizeLinear` that makes `value`, looking past what ONNX Runtime moves it past."""
+    """Return the `DequantizeLinear` that makes `value`, past operators that ONNX Runtime moves it past."""
     node = value.producer() if value is not None else None
     while node is not None and (node.op_type in MOVES or _pads_with_codes(node)):
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
@@ -86,7 +86,7 @@ def _dequantizer(value: ir.Value | None) -> ir.Node | None:
 
 
 def _pads_with_codes(node: ir.Node) -> bool:
-    """Tell whether a node pads with zeros or with values of its input, which all have a code; others may have none."""
+    """Tell whether a node pads with zeros or values of its input, which all have a code; other values may not."""
     if node.op_type != "Pad":
         return False
     if node.attributes.get_string("mode", "constant") != "constant":
@@ -97,10 +97,10 @@ def _pads_with_codes(node: ir.Node) -> bool:
 
 
 def _spread_scale(model: ir.Model, node: ir.Node) -> bool:
-    """Let a convolution read an activation that is dequantized with a scale for each channel."""
+    """Let a convolution read an activation that is dequantized with one scale per channel."""
     reader = node
     while (pad := made_by(reader.inputs[0], "Pad")) is not None:
-        reader = pad  # ONNX Runtime makes it a part of the convolution
+        reader = pad  # ONNX Runtime fuses it into the convolution
     value, source = operand(reader), _dequantizer(reader.inputs[0])
     assert source is not None
     weight, scale = node.inputs[1], array_of(source.inputs[1])
@@ -137,7 +137,7 @@ def _bias_of_one_row(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _vector_of_one_row(model: ir.Model, node: ir.Node) -> bool:
-    """Add a vector to a product as a matrix of one row: ONNX Runtime makes a `Gemm` of a product plus a vector."""
+    """Add a vector to a product as a matrix of one row: ONNX Runtime fuses a product plus a vector into a `Gemm`."""
     if _dequantizer(node.inputs[0]) is None or made_by(node.inputs[1], "DequantizeLinear") is not None:
         return False
     add = only_reader(node.outputs[0])
@@ -147,7 +147,7 @@ def _vector_of_one_row(model: ir.Model, node: ir.Node) -> bool:
     for index, value in enumerate(add.inputs):
         array = array_of(value)
         if array is not None and array.ndim == 1:
-            if summed is None or summed.rank() < 2:  # a row would make a matrix of a vector
+            if summed is None or summed.rank() < 2:  # a row would turn a vector into a matrix
                 add.replace_input_with(1 - index, put_same_behind(node.outputs[0]))
                 return True
             add.replace_input_with(index, add_array(model, f"{node.name}_bias_row", array.reshape(1, -1)))

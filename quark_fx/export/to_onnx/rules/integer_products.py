@@ -1,4 +1,4 @@
-"""Products of values measured at run time run in integers."""
+"""Compute products of values measured at run time in integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("MatMul")
 def multiply_integers(model: ir.Model, node: ir.Node) -> bool:
-    """Rewrite the product of dynamically quantized activations and an integer matrix to `MatMulInteger`.
+    """Rewrite the product of dynamically quantized activations and an integer matrix as `MatMulInteger`.
 
     `MatMul(DQ(a), DQ(b))` with scales `s_a` and `s_b` is `MatMulInteger(a, b) * (s_a * s_b)`, which ONNX
     Runtime runs as one kernel.
@@ -34,7 +34,7 @@ def multiply_integers(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _require_per_column(dequantize: ir.Node) -> None:
-    """Raise `DeclinedError` where a constant matrix of bytes with one scale, or one for each column, is not."""
+    """Raise `DeclinedError` unless the node dequantizes a constant 8-bit matrix with one scale, or one per column."""
     codes, scale = dequantize.inputs[:2]
     if scale is None or codes is None or codes.const_value is None:
         raise DeclinedError("its weight is no constant")

@@ -1,4 +1,4 @@
-"""Signed codes that are moved are quantized again, by this package and not by ONNX Runtime."""
+"""Quantize moved signed codes again, so that ONNX Runtime does not."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SIGNED = frozenset({ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT16})
 
 @onnx_rule("DequantizeLinear", runtime="onnxruntime")
 def repeat_moved_pair(model: ir.Model, node: ir.Node) -> bool:
-    """Quantize a moved value of a signed type again, which changes nothing: its values are codes already.
+    """Quantize a moved value of a signed type again, which changes nothing because its values already have codes.
 
-    ONNX Runtime does so itself to move integers, but gives the new node the zero point of uint8 and then
-    refuses the graph.
+    To move integers, ONNX Runtime does this itself, but gives the new node the zero point of uint8 and then rejects
+    the graph.
     """
     codes, scale = node.inputs[:2]
     if codes is None or codes.const_value is not None or codes.dtype not in SIGNED:

@@ -1,4 +1,4 @@
-"""Padding with zeros stays apart from the pool behind it."""
+"""Keep padding with zeros apart from the pool after it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("MaxPool", "AveragePool", runtime="onnxruntime")
 def keep_padding_from_pool(model: ir.Model, node: ir.Node) -> bool:
-    """Keep ONNX Runtime from making padding with zeros a part of a pool where that changes the result.
+    """Prevent ONNX Runtime from fusing padding with zeros into a pool if this changes the result.
 
     A maximum pool pads with -inf, which loses the zeros. An average pool with `ceil_mode` divides by another count.
-    Neither takes padding as wide as its window. A maximum of one value, which changes nothing, keeps the two apart.
+    Neither supports padding as wide as its window. A `Max` of one value, which changes nothing, prevents the fusion.
     """
     pad = made_by(node.inputs[0], "Pad")
     if pad is None or pad.attributes.get_string("mode", "constant") != "constant":
@@ -33,7 +33,7 @@ def _is_minus_infinity(value: ir.Value | None) -> bool:
 
 
 def _fits_window(pad: ir.Node, pool: ir.Node) -> bool:
-    """Tell whether each side is padded by less than the window of a pool is wide."""
+    """Tell whether the padding on each side is smaller than the window of a pool."""
     kernel, pads = pool.attributes.get_ints("kernel_shape", ()), constant_of(pad.inputs[1])
     if pads is None or not kernel:
         return False

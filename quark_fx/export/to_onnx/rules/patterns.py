@@ -1,4 +1,4 @@
-"""Rules that are written with the patterns of `onnxscript.rewriter`."""
+"""Rules written as patterns of `onnxscript.rewriter`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from quark_fx.export.to_onnx.rules.rule import OnnxRule
 def apply_rule(rule: Any, model: ir.Model) -> tuple[Kept, ...]:
     """Run a rule of either kind on a model, in place; return the nodes it declined, and why.
 
-    A pattern declines where its `check` fails.
+    A pattern declines if its `check` fails.
 
     Raises:
-        ExportError: for anything else than a rule.
+        ExportError: If `rule` is not a rule.
     """
     if isinstance(rule, OnnxRule):
         return rule(model)
@@ -28,14 +28,14 @@ def apply_rule(rule: Any, model: ir.Model) -> tuple[Kept, ...]:
             "the `rule()` of an onnxscript pattern"
         )
     reasons = _Reasons()
-    rule.apply_to_model(model, tracer=reasons)  # with a tracer it matches, and rewrites nothing
+    rule.apply_to_model(model, tracer=reasons)  # with a tracer, it matches without rewriting
     if rule.apply_to_model(model):
         erase_unread(model)
     return tuple(reasons.declined)
 
 
 class _Reasons(MatchingTracer):  # type: ignore[misc]
-    """Keeps why every match was declined, where onnxscript's own keeps the best one."""
+    """Record the reason of every declined match; onnxscript's own tracer keeps only the best match."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Integer products stay apart from biases and activation functions in float."""
+"""Keep integer products apart from float biases and activation functions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FUSED = frozenset(
 
 @onnx_rule("Gemm", runtime="onnxruntime")
 def keep_product_from_activation(model: ir.Model, node: ir.Node) -> bool:
-    """Keep ONNX Runtime from computing an integer `Gemm` in float, with its bias or the activation after it.
+    """Prevent ONNX Runtime from computing an integer `Gemm` in float, with its bias or the activation after it.
 
-    Its integer `Gemm` takes no float bias, so an addition follows instead. It fuses a `Gemm` with an activation
-    before it looks for integers. A maximum of one value, which changes nothing, keeps the two apart. Both are left
-    where a quantizer follows: the bias, rounded to int32, and a relu go into the kernel.
+    Its integer `Gemm` does not support a float bias, so an `Add` follows instead. It fuses a `Gemm` with an activation
+    before it looks for integers; a `Max` of one value, which changes nothing, prevents this. Both stay if a quantizer
+    follows: the kernel then includes the bias, rounded to int32, and a relu.
     """
     result = node.outputs[0]
     if not all(_has_codes_of_a_byte(value) for value in node.inputs[:2]) or _is_quantized(result):
@@ -43,12 +43,13 @@ def keep_product_from_activation(model: ir.Model, node: ir.Node) -> bool:
 
 @onnx_rule("MatMul", runtime="onnxruntime")
 def keep_product_from_sum(model: ir.Model, node: ir.Node) -> bool:
-    """Keep ONNX Runtime from writing an integer product and a vector added to it as a `Gemm`.
+    """Prevent ONNX Runtime from fusing an integer product and a vector added to it into a `Gemm`.
 
-    It does so for a matrix, and for any other rank where all sizes are fixed, before it looks for integers; the `Gemm`
-    then runs in float. Of another rank it also reshapes the codes to a matrix and quantizes them again, signed ones
-    with the mistake that `repeat_moved_pair` describes. A constant added to a stack of matrices is not fused as a
-    matrix of one row; elsewhere a maximum of one value, which changes nothing, keeps the two apart.
+    It does so for a matrix, and for any other rank if all sizes are fixed, before it looks for integers; the `Gemm`
+    then runs in float. For another rank, it also reshapes the codes to a matrix and quantizes them again, with the
+    fault that `repeat_moved_pair` describes for signed codes. If the product is a stack of matrices, a constant is
+    added as a matrix of one row, which is not fused; otherwise, a `Max` of one value, which changes nothing, prevents
+    the fusion.
     """
     value, add = node.inputs[0], only_reader(node.outputs[0])
     dequantize = made_by(value, "DequantizeLinear")
@@ -75,7 +76,7 @@ def keep_product_from_sum(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _is_quantized(value: ir.Value) -> bool:
-    """Tell whether a kernel takes in the quantizer of a value: past a relu where the least code stands for zero."""
+    """Tell whether a kernel includes the quantizer of a value, possibly past a relu if the smallest code is zero."""
     readers = [use.node for use in value.uses()]
     if len(readers) == 1 and readers[0].op_type == "Relu":
         after = [use.node for use in readers[0].outputs[0].uses()]

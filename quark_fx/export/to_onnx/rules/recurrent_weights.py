@@ -1,4 +1,4 @@
-"""The weights of recurrent layers are dequantized when ONNX Runtime loads a file."""
+"""Let ONNX Runtime dequantize the weights of recurrent layers when it loads a file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("LSTM", "GRU", "RNN", runtime="onnxruntime")
 def dequantize_once(model: ir.Model, node: ir.Node) -> bool:
-    """Spell the `DequantizeLinear` of a recurrent layer's weights of 8 bits out as `Cast` and `Mul`.
+    """Rewrite the `DequantizeLinear` of a recurrent layer's 8-bit weight as `Cast` and `Mul`.
 
-    ONNX Runtime computes those when it loads the file, and a `DequantizeLinear` in every run. Its kernels take a
-    weight that is known beforehand in an order of their own, and are faster with it.
+    ONNX Runtime folds these at load time, but computes a `DequantizeLinear` in every run. Its kernels also rearrange a
+    constant weight at load time, which makes them faster.
     """
     return sum(_spell_out(model, node, position) for position in (1, 2)) > 0
 

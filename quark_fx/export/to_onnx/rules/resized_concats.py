@@ -1,4 +1,4 @@
-"""Resized values are kept apart from a concatenation, for OpenVINO."""
+"""Keep resized values apart from a concatenation, for OpenVINO."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quark_fx.targets.onnxruntime import MOVES
 
 @onnx_rule("Concat", runtime="openvino")
 def keep_resize_from_concat(model: ir.Model, node: ir.Node) -> bool:
-    """Keep OpenVINO from concatenating codes with values that are resized to a size which varies.
+    """Prevent OpenVINO from concatenating codes with values that are resized to a size that varies.
 
     OpenVINO 2026.4 then adds the bias of the first channel to every channel of the convolution that makes the codes,
-    wherever they are read. A maximum over windows of one value, which changes nothing, prevents it.
+    wherever they are read. A maximum pool with a window of one value, which changes nothing, prevents this.
     """
     if not any(_is_moved_from(value, "DequantizeLinear") for value in node.inputs):
         return False
@@ -33,7 +33,7 @@ def keep_resize_from_concat(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _is_moved_from(value: ir.Value | None, operator: str) -> bool:
-    """Tell whether a value is made by an operator of a type, or moved from such a value."""
+    """Tell whether an `operator` makes a value, possibly followed by operators that move values."""
     while (mover := made_by(value, *MOVES)) is not None:
         value = mover.inputs[0]
     return made_by(value, operator) is not None

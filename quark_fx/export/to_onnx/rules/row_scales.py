@@ -1,4 +1,4 @@
-"""Weights with scales along the axis that is summed over are no weights of integer products."""
+"""Keep weights with scales along the summed axis out of integer products."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("MatMul", "Gemm", runtime="onnxruntime")
 def spell_out_row_scales(model: ir.Model, node: ir.Node) -> bool:
-    """Dequantize a weight by casts and products where its scales vary along the axis that is summed over.
+    """Dequantize a weight by casts and products if its scales vary along the summed axis.
 
-    A weight read both ways has them there for one of its readers. ONNX Runtime fuses `DequantizeLinear` with the
-    product all the same, and takes them for scales of columns.
+    This is so for one reader of a weight that is read both ways. ONNX Runtime fuses its `DequantizeLinear` with the
+    product anyway, and treats the scales as scales of columns.
     """
     weight = made_by(node.inputs[1], "DequantizeLinear")
     if weight is None or made_by(node.inputs[0], "DequantizeLinear") is None:

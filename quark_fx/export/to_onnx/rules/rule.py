@@ -1,4 +1,4 @@
-"""What a rewrite of an ONNX graph is: a function of one node, which may decline and then says why."""
+"""The rewrite of an ONNX graph: a function of one node, which may decline with a reason."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from quark_fx.export.to_onnx.edit import DeclinedError, Kept, erase_unread
 logger = logging.getLogger(__name__)
 
 Rewrite = Callable[[ir.Model, ir.Node], bool]
-"""Edits the graph around a node and returns whether it did; raises `DeclinedError` where its pattern is there, and
-something else forbids the rewrite."""
+"""Edits the graph around a node and returns whether it did. Raises `DeclinedError` if the node matches, but another
+condition forbids the rewrite."""
 
 
 @dataclass(frozen=True)
 class OnnxRule:
-    """A rewrite, and the nodes it looks at. Calling it rewrites a model in place.
+    """A rewrite and its types of nodes. Calling it rewrites a model in place.
 
     Attributes:
-        name: of the function.
-        operators: types of the nodes.
-        rewrite: see `Rewrite`.
-        runtime: whose mistakes it works around; empty for what holds in ONNX. It runs for targets of that
-            `OnnxFiles.runtime`.
+        name: Name of the function.
+        operators: Types of nodes to rewrite.
+        rewrite: Function; see `Rewrite`.
+        runtime: Runtime whose fault the rule works around; the rule runs only for targets with this
+            `OnnxFiles.runtime`. Empty for rules that hold for all of ONNX.
     """
 
     name: str
@@ -36,7 +36,7 @@ class OnnxRule:
     runtime: str = ""
 
     def __call__(self, model: ir.Model) -> tuple[Kept, ...]:
-        """Rewrite every node of the main graph that the rule is for; return those it declined, and why."""
+        """Rewrite every matching node of the main graph; return the nodes that the rule declined, and why."""
         done, declined = 0, []
         for node in list(model.graph):
             if node.op_type not in self.operators or node.graph is None:
@@ -59,14 +59,14 @@ class OnnxRule:
 
 
 def onnx_rule(*operators: str, runtime: str = "") -> Callable[[Rewrite], OnnxRule]:
-    """Make a rule of a function of a model and a node: `@onnx_rule("Relu")`.
+    """Turn a function of a model and a node into a rule: `@onnx_rule("Relu")`.
 
     Args:
-        operators: types of the nodes it is called with.
-        runtime: see `OnnxRule`.
+        operators: Types of nodes that the function is called with.
+        runtime: Runtime; see `OnnxRule`.
 
     Raises:
-        ExportError: if no type is given.
+        ExportError: If no type is given.
     """
     if not operators or not all(isinstance(name, str) for name in operators):
         raise ExportError('onnx_rule takes the types of nodes that the rule is for; write @onnx_rule("Relu")')

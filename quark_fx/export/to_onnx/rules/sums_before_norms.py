@@ -1,4 +1,4 @@
-"""Sums before layer normalizations stay apart from them."""
+"""Keep sums apart from the layer normalizations that follow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("LayerNormalization", runtime="onnxruntime")
 def keep_sum_from_norm(model: ir.Model, node: ir.Node) -> bool:
-    """Write the sum that only a layer normalization reads as `Sum`, which ONNX Runtime does not fuse with it.
+    """Write a sum that only a layer normalization reads as `Sum`, which ONNX Runtime does not fuse with it.
 
-    Its fused kernel, `SkipLayerNormalization`, takes six times as long on a processor as the two apart.
+    On a processor, the fused kernel, `SkipLayerNormalization`, takes six times as long as the two separate ones.
     """
     add = made_by(node.inputs[0], "Add")
     if add is None:

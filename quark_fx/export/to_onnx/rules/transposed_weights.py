@@ -1,4 +1,4 @@
-"""Transposed weights are stored transposed, and transpositions that move nothing are removed."""
+"""Store transposed weights transposed, and remove transpositions that move nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("Transpose")
 def drop_idle_transpose(model: ir.Model, node: ir.Node) -> bool:
-    """Remove a `Transpose` that keeps the order of the axes: of a matrix, each one left exchanges rows and columns."""
+    """Remove a `Transpose` that keeps the order of axes; each remaining one of a matrix exchanges rows and columns."""
     value = operand(node)
     order = permutation(node, 2 if value.shape is None else value.shape.rank())
     if list(order) != sorted(order):
         return False
     if node.outputs[0].is_graph_output() and (value.is_graph_output() or value.producer() is None):
-        return False  # an output needs a value of its own
+        return False  # an output needs a separate value
     replace_node(node, value)
     return True
 
@@ -28,7 +28,7 @@ def drop_idle_transpose(model: ir.Model, node: ir.Node) -> bool:
 def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
     """Store a transposed weight transposed: `Transpose(DequantizeLinear(codes))` hides the codes from kernels.
 
-    Also turns `Gemm(transB=1)` around for weights in blocks.
+    This also rewrites `Gemm(transB=1)` for weights in blocks.
     """
     gemm = node.op_type == "Gemm"
     dequantize = made_by(node.inputs[1] if gemm else node.inputs[0], "DequantizeLinear")
@@ -57,7 +57,7 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
 
     Args:
         node: The `DequantizeLinear`.
-        order: Permutation of the axes, as `Transpose` takes it.
+        order: Permutation of the axes, in the convention of `Transpose`.
 
     Raises:
         DeclinedError: If another node reads the weight or one of the constants, such as a tied embedding.
@@ -81,5 +81,5 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
 
 
 def _may_transpose(value: ir.Value) -> bool:
-    """Tell whether nothing else reads a constant; scalars and vectors may be shared because they stay as they are."""
+    """Tell whether a constant has no other readers; scalars and vectors may, because they do not change."""
     return len(value.uses()) == 1 or (value.shape is not None and value.shape.rank() < 2)

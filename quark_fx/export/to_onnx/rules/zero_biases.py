@@ -1,4 +1,4 @@
-"""Convolutions without a bias have none in the file."""
+"""Drop the zeros that torch writes for convolutions without a bias."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("Conv")
 def drop_zero_bias(model: ir.Model, node: ir.Node) -> bool:
-    """Drop the bias that torch writes for a convolution without one: zeros as many as the dequantized weight has rows.
+    """Drop the zeros that torch writes for a convolution without a bias, one per row of the dequantized weight.
 
-    It would be computed at run time, and no constant to who looks for one; the weight would have a second reader.
+    They would be computed at run time and not be recognized as a constant, and the weight would have a second reader.
     """
     zeros = made_by(node.inputs[2], "Expand") if len(node.inputs) > 2 else None
     constant = constant_of(zeros.inputs[0]) if zeros is not None else None

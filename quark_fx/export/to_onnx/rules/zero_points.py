@@ -1,4 +1,4 @@
-"""Zero points of zero are left out where nothing looks for them."""
+"""Remove zero points of zero that nothing requires."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("DequantizeLinear")
 def settle_zero_point(model: ir.Model, node: ir.Node) -> bool:
-    """Drop a zero point that is the default (zero) where the scale is an array.
+    """Drop a zero point of zero, the default, if the scale is an array.
 
-    Two cases need an explicit zero point, in the shape of the scale: ONNX Runtime's fusion of `Gemm`, and int8 weights,
-    which `session.x64quantprecision` makes uint8 with a zero point in that shape or not at all.
+    Two cases need an explicit zero point in the shape of the scale: ONNX Runtime's fusion of `Gemm`, and int8 weights,
+    which `session.x64quantprecision` converts to uint8 with a zero point of that shape or not at all.
     """
     scale, zero_point = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
     if scale is None or scale.shape is None or zero_point is None or zero_point.const_value is None:
