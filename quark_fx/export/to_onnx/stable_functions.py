@@ -180,7 +180,7 @@ def logcumsumexp(x: Any, dim: int) -> Any:
 @lowers("aten.remainder.Scalar")
 @lowers("aten.remainder.Tensor")
 def remainder(x: Any, other: Any) -> Any:
-    """Write `fmod`, plus the divisor where signs differ; a rounded quotient of large numbers would lose the fraction."""
+    """Write `fmod`, plus the divisor where signs differ; the quotient of large numbers loses its fraction."""
     divisor = other if isinstance(other, ir.Value) else _constant(x, other)
     if not x.dtype.is_floating_point():
         return op.Mod(x, divisor)
