@@ -1,1 +1,1 @@
-"""Where a graph can be rescaled without changing its function."""
+"""Rescaling and rotation of a graph without a change of its function: the sites and their analysis."""

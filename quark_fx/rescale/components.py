@@ -1,4 +1,4 @@
-"""From the components of a scale site to the elements of a tensor and back, by labels (`ScaleSite`)."""
+"""Conversion between the components of a scale site and the elements of a tensor, by labels (`ScaleSite`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def per_element(labels: Tensor, scale: Tensor) -> Tensor:
-    """Return the scale of each labelled element, 1 where the label is -1; the shape of `labels`."""
+    """Return the scale of each labeled element, 1 where the label is -1; the shape of `labels`."""
     labels = labels.to(scale.device)
     return torch.where(labels >= 0, scale[labels.clamp(min=0)], 1)
 
 
 def largest_per_component(labels: Tensor, values: Tensor, components: int) -> Tensor:
-    """Return the largest of values that are not negative, shape (components,); 0 where a component has none.
+    """Return the largest value of each component, shape (components,), 0 for a component without values.
 
     Args:
-        labels: the component of each value, of size 1 along dimensions it does not vary along.
-        values: of the same number of dimensions, broadcastable with `labels`.
-        components: how many there are.
+        labels: Component of each value, of size 1 along dimensions in which it does not change.
+        values: Nonnegative values with the same number of dimensions, broadcastable with `labels`.
+        components: Number of components.
     """
     alike = [dim for dim, size in enumerate(labels.shape) if size == 1]
     found = (values.amax(alike, keepdim=True) if alike else values).float()
@@ -31,18 +31,18 @@ def largest_per_component(labels: Tensor, values: Tensor, components: int) -> Te
 
 
 def sums_along(labels: Tensor, values: Tensor) -> Tensor:
-    """Return the sums of values, of the shape of `labels`, along the dimensions that these were expanded in."""
+    """Return the sums of values along the expanded dimensions of `labels`; the shape of `labels`."""
     alike = tuple(dim for dim in range(values.dim()) if labels.stride(dim) == 0)
     return values.sum(alike) if alike else values
 
 
 @dataclass(frozen=True)
 class Means:
-    """Means of the values that belong to each component, on the CPU: sums on a GPU have no order.
+    """Means of the values of each component, on the CPU: the order of sums on a GPU is not deterministic.
 
     Attributes:
-        total: their sums, shape (components,).
-        count: how many, shape (components,).
+        total: Sums of the values, shape (components,).
+        count: Numbers of values, shape (components,).
     """
 
     total: Tensor
@@ -50,16 +50,16 @@ class Means:
 
     @classmethod
     def of_none(cls, components: int) -> Means:
-        """Return those of no values."""
+        """Return the state before any values."""
         return cls(torch.zeros(components, dtype=torch.float32), torch.zeros(components, dtype=torch.float32))
 
     def add(self, labels: Tensor, values: Tensor) -> None:
-        """Add values, each to the component in `labels`, which are of their shape; -1 is none."""
+        """Add values, each to its component in `labels`, which have the same shape; label -1 means no component."""
         sums, size = sums_along(labels, values), values.numel()
         self.add_sums(labels, sums.cpu(), size)
 
     def add_sums(self, labels: Tensor, sums: Tensor, size: int) -> None:
-        """Add what `sums_along` made of `size` values, moved to the CPU."""
+        """Add the result of `sums_along` for `size` values, moved to the CPU."""
         labels = labels[tuple(0 if stride == 0 else slice(None) for stride in labels.stride())]
         known = labels >= 0
         self.total.index_add_(0, labels[known], sums[known])
@@ -67,7 +67,7 @@ class Means:
 
     @property
     def means(self) -> Tensor:
-        """The means, 0 of no values."""
+        """The means, 0 for components without values."""
         return self.total / self.count.clamp_min(1)
 
 

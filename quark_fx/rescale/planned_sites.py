@@ -1,4 +1,4 @@
-"""Scale sites of a float graph that a pass may scale, together with how the operators at them will be quantized."""
+"""Scale sites of a float graph that a pass may scale, with the planned quantization of their operators."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class PlannedWeight:
-    """A weight that takes part in a site.
+    """A weight of a site.
 
     Attributes:
-        operator: how it will be quantized.
-        labels: the scale's component per element, as in `Absorber`.
+        operator: Its planned quantization.
+        labels: Scale component of each element, see `Absorber`.
     """
 
     operator: Coded
     labels: Tensor
 
     def value(self, gm: GraphModule) -> Tensor:
-        """Return the weight as it is now."""
+        """Return the current weight."""
         return parameter(gm, self.operator.weight_node).detach()
 
 
@@ -43,8 +43,8 @@ class Reader(PlannedWeight, Generic[T]):
     """An operator that reads a site.
 
     Attributes:
-        scaled: what it reads.
-        how: what the pass judges it by (`planned_sites`).
+        scaled: Its scaled input.
+        how: Data from which the pass estimates its benefit (`planned_sites`).
     """
 
     scaled: ScaledInput
@@ -56,10 +56,10 @@ class PlannedSite(Generic[T]):
     """A site whose operators will be quantized.
 
     Attributes:
-        site: what takes part.
-        name: the modules that read it.
-        readers: operators whose weights are multiplied by the scale.
-        producers: weights with codes that are divided by it.
+        site: The scale site.
+        name: Names of the modules that consume it.
+        readers: Operators whose weights are multiplied by the scale.
+        producers: Quantized weights that are divided by the scale.
     """
 
     site: ScaleSite
@@ -69,19 +69,19 @@ class PlannedSite(Generic[T]):
 
     @property
     def shares_scale(self) -> bool:
-        """Whether a weight that makes the value has one scale, so that dividing rows changes how it is rounded."""
+        """True if a weight that produces the value has one scale, so that dividing rows changes its rounding."""
         return any(found.operator.weight.granularity is Granularity.TENSOR for found in self.producers)
 
 
 NOT_WHOLE = "not every operator that reads it has codes, and all channels in every output"
-"""Why sites are left at which `reads_whole` takes not every reader."""
+"""Reason for skipping sites with a consumer that `reads_whole` rejects."""
 
 SHARED_SCALE = "the weights that make it share one scale"
-"""Why sites are left that are `PlannedSite.shares_scale`."""
+"""Reason for skipping sites with `PlannedSite.shares_scale`."""
 
 
 def reads_whole(operator: Coded) -> Linear | None:
-    """Return an operator whose weights have codes and read all channels, `None` for another."""
+    """Return an operator whose weights have codes and read all channels, or `None`."""
     linear = operator.linear
     return None if operator.weight.is_cast or linear is None or linear.groups > 1 else linear
 
@@ -95,18 +95,19 @@ def planned_sites(
     reads: Callable[[Coded], T | None],
     unread: str,
 ) -> list[PlannedSite[T]]:
-    """Return the sites to scale; note why an operator has none, and what `explicit` could do besides.
+    """Return the sites to scale; record why an operator has none, and the operators that `explicit` would add.
 
     Args:
-        gm: the float graph; passes may change it before the final plan is made.
-        context: of the run.
-        chooser: the pass, which may be limited to some operators.
-        explicit: see `find_scale_sites`.
-        reads: returns what the pass judges by what scaling is worth for an operator, `None` if it cannot.
-        unread: why sites with other readers are left.
+        gm: Float graph; passes may change it before the final plan is made.
+        context: Context of the run.
+        chooser: The pass, which may be limited to some operators.
+        explicit: See `find_scale_sites`.
+        reads: Function that returns the data from which the pass estimates the benefit of scaling an operator's input,
+            or `None` if it cannot.
+        unread: Reason for skipping sites with other consumers.
 
     Raises:
-        CalibrationError: if a weight is not finite.
+        CalibrationError: If a weight is not finite.
     """
     planned = {op.node: op for op in plan_quantization(gm, context.config, quiet=True).operators}
     require_finite_weights(gm, planned.values())
@@ -128,13 +129,13 @@ def planned_sites(
 def selected_sites(
     analysis: SiteAnalysis, operators: Mapping[Node, Named], chooser: Selective, note: Callable[[Change], None]
 ) -> list[ScaleSite]:
-    """Return the sites whose readers a pass may change; note the others, and operators that have none.
+    """Return the sites whose consumers a pass may change; record the others, and operators without a site.
 
     Args:
-        analysis: of a graph.
-        operators: what patterns call its operators by; others are not noted.
-        chooser: the pass.
-        note: takes each row of the report.
+        analysis: Analysis of a graph.
+        operators: Names by which patterns select its operators; other operators are not recorded.
+        chooser: The pass.
+        note: Function called with each row of the report.
     """
     for node, reason in analysis.reasons.items():
         if node in operators:
@@ -150,7 +151,7 @@ def selected_sites(
 
 
 def site_name(site: ScaleSite, operators: Mapping[Node, Named]) -> str:
-    """Return the modules that read a site, for the report."""
+    """Return the names of a site's consumers, for the report."""
     return ", ".join(operators[found.reader].name for found in site.inputs if found.reader in operators)
 
 

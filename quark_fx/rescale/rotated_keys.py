@@ -1,6 +1,6 @@
-"""Queries and keys of an attention, rotated by one matrix: their products stay what they are.
+"""Queries and keys of an attention, rotated by one matrix, which leaves their products unchanged.
 
-Source: Ashkboos et al. 2024 (QuaRot), where the cache of keys is rotated behind the rotary embedding.
+Source: Ashkboos et al. 2024 (QuaRot), where the cache of keys is rotated after the rotary embedding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quark_fx.rescale.rotation_sites import insert_rotation
 
 
 def channels_of_keys(gm: GraphModule, attention: Attention) -> int | str:
-    """Return how many channels the queries and keys of a head have, or why these cannot be rotated."""
+    """Return the number of channels in the queries and keys of a head, or the reason why these cannot be rotated."""
     keys, values, query = attention.keys, attention.values, _query(attention)
     if not isinstance(keys, Cached):
         return keys

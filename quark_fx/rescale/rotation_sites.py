@@ -1,11 +1,11 @@
-"""Where a graph can be rotated without changing its function, and how that is done.
+"""Rotation of a graph without a change of its function: the sites, and the function that applies a rotation.
 
-A *site* is a set of values that one orthogonal matrix multiplies along their channels, `x -> x R`. Weights that make
-or read them absorb it; where none does, a multiplication is inserted (`made`, `read`).
+A *site* is a set of values that one orthogonal matrix multiplies along their channels, `x -> x R`. Weights that produce
+or read the values absorb it; elsewhere, a multiplication is inserted (`made`, `read`).
 
 Source:
-    Ashkboos et al. 2024 (QuaRot): residual stream, values of heads, rotations at run time. That sites are found in any
-    graph, and that LayerNorm stays what it is (`Rotation.random`), is ours.
+    Ashkboos et al. 2024 (QuaRot): residual stream, values of heads, rotations at run time. The search for sites in any
+    graph, and rotations that preserve LayerNorm (`Rotation.random`), are ours.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from quark_fx.rescale.scale_walk import Absorption
 
 
 def _unsplit(value: Node) -> Node:
-    """Return the value as it was before a pass split directions off it; the value itself if none did."""
+    """Return a value before passes split directions off it; the value itself if none did."""
     while BRANCH in value.meta:
         value = cast(Node, value.args[0])
     return value
@@ -52,10 +52,10 @@ class Rotated:
     """A parameter that absorbs a rotation.
 
     Attributes:
-        parameter: its `get_attr` node.
-        axis: the dimension of channels, counted from the last (-1).
-        channels: how many it has there, or is given: a constant that is the same for all may have one.
-        runs: indices along it, shape (runs, n): each row is multiplied by the matrix.
+        parameter: Its `get_attr` node.
+        axis: Channel dimension, counted from the last (-1).
+        channels: Size of that dimension after expansion: a constant that is equal for all channels may have size 1.
+        runs: Indices along the dimension, shape (runs, n): each row is multiplied by the matrix.
     """
 
     parameter: Node
@@ -66,13 +66,13 @@ class Rotated:
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """A norm's factor, and the weights that it is folded into.
+    """A norm's factor, and the weights it is folded into.
 
     Attributes:
-        norm: whose factor becomes one.
-        readers: operators that read what the norm makes, with the channel of the norm that each of their input channels
-            is.
-        into_biases: the offset is added to the readers' biases; otherwise it is divided by the factor, and rotated.
+        norm: Norm whose factor becomes one.
+        readers: Consumers of the norm's output, with the norm's channel for each of their input channels.
+        into_biases: Whether the offset is added to the biases of `readers`; otherwise it is divided by the factor, and
+            rotated.
     """
 
     norm: Norm
@@ -85,14 +85,14 @@ class RotationSite:
     """Values that one orthogonal matrix multiplies.
 
     Attributes:
-        size: n, of the matrix.
-        readers: operators whose inputs are rotated, in graph order.
-        absorbers: parameters.
-        norms: whose factors are folded.
-        made: values that are rotated behind the operator that makes them.
-        read: values that are rotated back, each with those of its readers that need it.
-        keeps_mean: the matrix has to keep means.
-        rotated_channels: how many channels each value has that is rotated at run time.
+        size: Size n of the matrix.
+        readers: Operators whose inputs are rotated, in graph order.
+        absorbers: Parameters that absorb the rotation.
+        norms: Norms whose factors are folded.
+        made: Values that are rotated after the operator that computes them.
+        read: Values that are rotated back, each with the consumers that need it.
+        keeps_mean: Whether the matrix must preserve means.
+        rotated_channels: Number of channels of each value that is rotated at run time.
     """
 
     size: int
@@ -110,7 +110,7 @@ class RotationSite:
         return (*self.made, *(value for value, _ in self.read))
 
     def in_blocks(self, most: int) -> RotationSite:
-        """Return the site of one matrix for all blocks of channels; their size is the largest divisor up to `most`."""
+        """Return the site with one matrix for all blocks of channels; the block size is the largest divisor up to `most`."""
         size = next(size for size in range(min(most, self.size), 0, -1) if self.size % size == 0)
         absorbers = tuple(replace(found, runs=found.runs.reshape(-1, size)) for found in self.absorbers)
         return replace(self, size=size, absorbers=absorbers)
@@ -121,7 +121,7 @@ class RotationSite:
         return Rotation.random(self.size, generator, keeps_mean=self.keeps_mean, whole=whole)
 
     def overhead(self, rotation: Rotation) -> float:
-        """Return the multiplications at run time over those of the readers, a number: of a row of channels each."""
+        """Return the ratio of multiplications at run time to multiplications of the readers, per row of channels."""
         added = sum(self.rotated_channels) // self.size * rotation.cost
         own = (reader.shape[reader.input_axis] * reader.shape[reader.output_axis] for reader in self.readers)
         return added / max(1, sum(own))
@@ -129,7 +129,7 @@ class RotationSite:
 
 @dataclass(frozen=True)
 class RotationAnalysis:
-    """The sites of a graph, and for each operator whose input no site rotates, why not."""
+    """The sites of a graph, and the reason for each operator whose input no site rotates."""
 
     sites: tuple[RotationSite, ...]
     reasons: dict[Node, str] = field(default_factory=dict)
@@ -139,9 +139,9 @@ def find_rotation_sites(gm: GraphModule, *, streams: bool = True) -> RotationAna
     """Find all sites of a graph; rotating any subset of them leaves the function unchanged up to rounding.
 
     Args:
-        gm: a captured graph; left as it is.
-        streams: fold the factors of norms into the operators behind them, so that rotations pass norms and whole
-            residual streams are rotated. Otherwise what a norm makes is a site of its own, rotated at run time.
+        gm: Captured graph; it is not changed.
+        streams: Whether to fold the factors of norms into the next operators, so that rotations pass norms and whole
+            residual streams are rotated. Otherwise a norm's output is a separate site, rotated at run time.
     """
     walk, reasons = RotationWalk(gm), dict[Node, str]()
     readers = [linear for node in gm.graph.nodes if (linear := Linear.of(node)) is not None]
@@ -164,7 +164,7 @@ def find_rotation_sites(gm: GraphModule, *, streams: bool = True) -> RotationAna
 
 
 class _Sites:
-    """Coordinates of a finished walk, grouped to sites."""
+    """Coordinates of a finished walk, grouped into sites."""
 
     def __init__(self, walk: RotationWalk, readers: list[Linear], reasons: dict[Node, str], *, streams: bool) -> None:
         self.walk, self.reasons = walk, reasons
@@ -179,7 +179,7 @@ class _Sites:
         }
 
     def of(self, labels: Tensor) -> Tensor:
-        """Return the coordinate of each label, -1 for none."""
+        """Return the coordinate of each label, -1 for label -1."""
         return torch.where(labels >= 0, self.coordinate[labels.clamp(min=0)], -1)
 
     def found(self) -> RotationAnalysis:
@@ -196,7 +196,7 @@ class _Sites:
         return RotationAnalysis(tuple(sites), self.reasons)
 
     def _fold_norms(self, *, streams: bool) -> list[Folded]:
-        """Return the norms whose factors all that reads them can take; the others stop a rotation on both sides."""
+        """Return the norms whose factors all of their consumers can absorb; the others stop rotations on both sides."""
         walk, count = self.walk, self.walk.components.count
         other = torch.zeros(count, dtype=torch.bool)
         consumers: dict[int, list[Absorption]] = {}
@@ -210,7 +210,7 @@ class _Sites:
         for labels in (*stopped, *walk.measured):
             other[self.roots[labels[labels >= 0]]] = True
         sides = [self.roots[side[side >= 0]] for norm in walk.norms.values() for side in (norm.inputs, norm.outputs)]
-        # How many norms read or make a coordinate: what two have in common takes no factor.
+        # Number of norms with each coordinate in their input or output: a coordinate of two norms absorbs no factor.
         several = torch.zeros(count, dtype=torch.long)
         for side in sides:
             several[side] += 1
@@ -219,7 +219,7 @@ class _Sites:
             known = bool((norm.outputs >= 0).all()) and bool((norm.inputs >= 0).all())
             roots = self.roots[norm.outputs.clamp(min=0)]
             inputs = self.roots[norm.inputs.clamp(min=0)]
-            # Where nothing absorbs a rotation of what is normalized, it is one of a single result behind the norm.
+            # If nothing absorbs a rotation of the norm's input, only a single value after the norm would be rotated.
             gains = known and (bool((several[inputs] > 1).any()) or any(i in consumers for i in inputs.tolist()))
             alone = streams and gains and not bool(other[roots].any()) and bool((several[roots] == 1).all())
             made = self._folded(norm, roots, consumers) if alone and len(roots.unique()) == len(roots) else None
@@ -247,7 +247,7 @@ class _Sites:
         return Folded(norm, readers, into_biases=False) if bool((factor > 1e-3 * factor.max()).all()) else None
 
     def _takes_bias(self, absorption: Absorption, norm: Node) -> bool:
-        """Tell whether the bias of an operator can take what the offset of a norm adds to all of its rows."""
+        """Tell whether the bias of an operator can absorb the contribution of a norm's offset to all of its rows."""
         linear = Linear.of(absorption.node)
         if linear is None or not is_parameter(linear.bias) or self.walk.sharer(linear.bias, linear.node) is not None:
             return False
@@ -261,7 +261,7 @@ class _Sites:
         return whole and own and not linear.kernel and not linear.stacked and not linear.has_factors
 
     def _groups(self, mixed: Tensor) -> Iterator[tuple[Tensor, list[Linear]]]:
-        """Yield the coordinates of each site, shape (k, n), with the operators that read them."""
+        """Yield the coordinates of each site, shape (k, n), with the operators that consume them."""
         first: dict[int, dict[int, None]] = {}
         for vector in self.readers.values():
             here = torch.unique(vector[vector >= 0])
@@ -292,7 +292,7 @@ class _Sites:
             yield torch.tensor(ordered, dtype=torch.long), readers
 
     def _site(self, groups: Tensor, readers: list[Linear]) -> tuple[RotationSite | None, str]:
-        """Return the site of some coordinates, or why they cannot be rotated."""
+        """Return the site of some coordinates, or the reason why they cannot be rotated."""
         walk = self.walk
         if groups.shape[1] < 2:
             return None, self._why(readers[0].activation, readers)
@@ -300,7 +300,7 @@ class _Sites:
         place[groups.flatten()] = torch.arange(groups.numel())
         norms = tuple(folded for folded in self.folded if bool((place[self.of(folded.norm.inputs)] >= 0).any()))
         absorptions = [a for absorptions in walk.absorptions.values() for a in absorptions]
-        # An offset that is not added to biases is added to what is rotated.
+        # An offset that is not added to biases is added to a rotated value.
         absorptions += [
             Absorption(norm.node, -1, norm.offset, norm.inputs, divides=True)
             for norm in (folded.norm for folded in norms if not folded.into_biases)
@@ -326,7 +326,7 @@ class _Sites:
             if not self._in_runs(place, value, groups.shape[1]):
                 return None, self._why(value, readers)
         for value in [value for value in made if set(value.users) <= set(back.get(value, ()))]:
-            made.remove(value)  # all that read it need it as it was
+            made.remove(value)  # all consumers need it unrotated
             del back[value]
         centered = [*walk.centering, *(f.norm.inputs for f in norms if f.norm.centers)]
         return (
@@ -344,7 +344,7 @@ class _Sites:
         )
 
     def _why(self, value: Node, readers: list[Linear]) -> str:
-        """Say what makes or reads a value that cannot be rotated where it is."""
+        """Describe the producer or consumer of a value that cannot be rotated in place."""
         text = self.walk.made.get(value) or next((t for (v, _), t in self.walk.read.items() if v is value), "")
         if not text:
             return "no two channels of its input are treated alike"
@@ -355,7 +355,7 @@ class _Sites:
         return bool((place[self.of(self.walk.labels[value])] >= 0).any())
 
     def _in_runs(self, place: Tensor, value: Node, size: int) -> bool:
-        """Tell whether whole groups lie next to each other, in order, along the last dimension of a value."""
+        """Tell whether whole groups are contiguous and in order along the last dimension of a value."""
         if value not in self.walk.labels:
             return False
         labels, sizes = self.of(self.walk.labels[value]), self.walk.sizes(value)
@@ -370,7 +370,7 @@ class _Sites:
         )
 
     def _laid_out(self, place: Tensor, value: Node, size: int) -> Node:
-        """Follow the data movement behind a value; return the last place where its channels are last and in order."""
+        """Follow the data movement of a value; return the last result with its channels last and in order."""
         last, moved = value, value
         while len(moved.users) == 1 and target_name(user := next(iter(moved.users))) in MOVING:
             if len([n for n in user.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]) > 1:
@@ -380,7 +380,7 @@ class _Sites:
         return last
 
     def _lifted(self, value: Node, reader: Node) -> tuple[Node, list[Node]]:
-        """Return the input of the module that a norm is in, if the module can take it unrotated, and who reads it."""
+        """Return the input of the norm's module and its consumers there if they can read it unrotated, else the arguments."""
         key, chain = next(reversed(module_calls(reader)), None), [value]
         while key is not None and key in module_calls(chain[-1]) and target_name(chain[-1]) in _KEEPING:
             sources = [n for n in chain[-1].all_input_nodes if n in self.walk.labels and not is_parameter(n)]
@@ -389,7 +389,7 @@ class _Sites:
             chain.append(sources[0])
         start = chain[-1]
         readers = [user for user in start.users if key is not None and key in module_calls(user)]
-        # Others that read what is made on the way, or the start, still have to find it rotated.
+        # Other consumers of these values must still read them rotated.
         inside = {reader, *chain}
         others = {user for node in chain[:-1] for user in node.users} | set(readers)
         alone = all(user in inside or not self._is_rotated_for(user) for user in others)
@@ -400,23 +400,23 @@ class _Sites:
 
 
 _KEEPING = ("aten.mul.Tensor", "aten._to_copy.default")
-"""Steps of a norm that commute with a rotation: it can be undone before them."""
+"""Steps of a norm that commute with a rotation: the rotation can be undone before them."""
 
 _WHOLE = (
     *("aten._to_copy.default", "aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"),
     *("aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.select.int"),
     *("aten.squeeze.dim", "aten.clone.default", "aten.contiguous.default", "aten.expand.default"),
 )
-"""Data movement that leaves every row with the offset of a norm, or with a slice of it."""
+"""Data movement after which every row still has the offset of a norm, or a slice of it."""
 
 
 def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> Rotated | None:
-    """Return the runs of a parameter's channels; `None` if they are not whole ones.
+    """Return the runs of a parameter's channels; `None` if some are incomplete.
 
     Args:
-        absorption: the parameter.
-        places: of each element of its labels, where in the groups its coordinate is, -1 for elsewhere.
-        shape: of the groups, (k, n).
+        absorption: The parameter.
+        places: Position in the groups of each label's coordinate, -1 for a coordinate outside of them.
+        shape: Shape of the groups, (k, n).
     """
     axes = [d for d, size in enumerate(places.shape) if size > 1]
     if len(axes) != 1:
@@ -436,15 +436,15 @@ def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> Rotat
 
 
 def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> None:
-    """Rotate a site: new tensors take the place of the old ones, and multiplications are inserted.
+    """Rotate a site: replace its tensors and insert multiplications.
 
     Args:
-        gm: the graph the site was found in, or one it was found in before other sites were applied.
-        site: from `find_rotation_sites`.
-        rotation: of the site's size, and keeping means if the site has to.
+        gm: Graph the site was found in, or the graph it was found in before other sites were applied.
+        site: Site from `find_rotation_sites`.
+        rotation: Rotation of the site's size, which preserves means if the site requires it.
 
     Raises:
-        ValueError: if the matrix has another size, or does not keep means and has to.
+        ValueError: If the matrix has another size, or does not preserve means although the site requires it.
     """
     if rotation.size != site.size:
         raise ValueError(f"the site takes a matrix of size {site.size}, not {rotation.size}")
@@ -476,7 +476,7 @@ def _mixed(weight: Tensor, *, absorber: Rotated, rotation: Rotation) -> Tensor:
 
 
 def _fold(gm: GraphModule, folded: Folded) -> None:
-    """Multiply the readers' weights by a norm's factor, and let its offset follow."""
+    """Multiply the readers' weights by a norm's factor, and adjust its offset."""
     norm = folded.norm
     factor = parameter(gm, norm.factor).detach()
     offset = None if norm.offset is None else parameter(gm, norm.offset).detach()
@@ -485,7 +485,7 @@ def _fold(gm: GraphModule, folded: Folded) -> None:
         if offset is not None and folded.into_biases and linear is not None and is_parameter(linear.bias):
             added = per_element(labels.flatten(), offset.flatten()) * (labels.flatten() >= 0)
             shift = linear.response(parameter(gm, absorption.parameter), added)
-            assert shift is not None  # `into_biases` is for operators that respond
+            assert shift is not None  # `into_biases` is only for operators with a response
             _replace(gm, linear.bias, lambda bias, shift=shift: bias + shift.reshape(bias.shape))  # type: ignore[misc]
         rescale(gm, absorption.parameter, labels, factor.flatten())
     _replace(gm, norm.factor, torch.ones_like)
@@ -494,14 +494,14 @@ def _fold(gm: GraphModule, folded: Folded) -> None:
 
 
 def _replace(gm: GraphModule, node: Node, change: Callable[[Tensor], Tensor]) -> None:
-    """Change a parameter, computed in float32 at least."""
+    """Change a parameter in float32 or wider."""
     old = parameter(gm, node).detach()
     wide = torch.promote_types(old.dtype, torch.float32)
     replace_parameter(gm, node, change(old.to(wide)).to(old.dtype))
 
 
 def insert_rotation(gm: GraphModule, value: Node, rotation: Rotation, users: list[Node]) -> None:
-    """Insert a rotation between a value and some of its users; those that read its size alone keep the value."""
+    """Insert a rotation between a value and some consumers; consumers of its size alone keep the value."""
     users = [user for user in users if target_name(user) != "aten.sym_size.int"]
     if not users:
         return

@@ -1,9 +1,9 @@
-"""Which values of a graph can be rotated together: `quark_fx.rescale.scale_walk` with rules for orthogonal maps.
+"""Analysis of values that can be rotated together: `quark_fx.rescale.scale_walk` with rules for orthogonal maps.
 
 A component is a coordinate here: values with the same components are multiplied by the same orthogonal matrix, which
-mixes components that may be mixed (`RotationWalk.mixes`). Operators that are linear and treat all coordinates alike
-pass a rotation on, matrix products absorb it, norms without factors commute with it. Where an operator does neither,
-the value is rotated, or rotated back, at run time (`made`, `read`), so nothing here stops an analysis.
+mixes components that may be mixed (`RotationWalk.mixes`). Operators that are linear and treat all coordinates equally
+pass a rotation on, matrix products absorb it, norms without factors commute with it. At other operators, the value is
+rotated, or rotated back, at run time (`made`, `read`), so nothing here stops an analysis.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ _MAX_HASH = 1 << 62
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """A norm with a factor per channel: what it reads is rotated if the factor is folded into all that reads it.
+    """A norm with a factor per channel: its input can be rotated if the factor is folded into all consumers.
 
     Attributes:
-        node: what multiplies by the factor.
-        value: what is normalized.
-        factor, offset: its constants; no offset is `None`.
-        inputs, outputs: components per channel, before and behind the factor.
-        centers: it subtracts the mean.
+        node: Operator that multiplies by the factor.
+        value: Input of the norm.
+        factor: Constant factor.
+        offset: Constant offset, or `None`.
+        inputs: Component of each channel before the factor.
+        outputs: Component of each channel after the factor.
+        centers: Whether the norm subtracts the mean.
     """
 
     node: Node
@@ -49,14 +51,14 @@ class Norm:
 
 
 class RotationWalk(Walk):
-    """What can be rotated together.
+    """Analysis of values that can be rotated together.
 
     Attributes:
-        norms: by the node that multiplies by the factor.
-        made: values that have to be rotated behind their operator, and why.
-        read: values that have to be rotated back, with the reader, and why.
-        centering: components of values from which a mean is subtracted.
-        measured: components of values whose length counts, which no factor may be taken from.
+        norms: Norms, keyed by the node that multiplies by the factor.
+        made: Values that must be rotated after their operator, with reasons.
+        read: Values that must be rotated back for a consumer, keyed by value and consumer, with reasons.
+        centering: Components of values from which a mean is subtracted.
+        measured: Components of values whose length matters, so that no factor can be folded out of them.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -69,7 +71,7 @@ class RotationWalk(Walk):
         self._apart: list[tuple[Node, tuple[int, ...]]] = []
 
     def run(self) -> None:
-        """Run rules until nothing changes, then once more to note what they refuse."""
+        """Run rules until nothing changes, then once more to record the operators where a rotation stops."""
         while self.pending:
             node = next(iter(self.pending))
             del self.pending[node]
@@ -91,13 +93,13 @@ class RotationWalk(Walk):
             self.absorptions[node] = [a for a in self.absorptions[node] if a.divides is not divides]
 
     def stop_read(self, node: Node, values: Iterable[Node], how: str = "", *, shared_with: Node | None = None) -> None:
-        """Note that `values` have to be rotated back for `node`."""
+        """Record that `values` must be rotated back for `node`."""
         for value in values:
             if value in self.labels:
                 self.read[value, node] = f"{read_by(node, shared_with)}{how}"
 
     def stop_made(self, node: Node, *, shared_with: Node | None = None) -> None:
-        """Note that what `node` makes has to be rotated behind it."""
+        """Record that the result of `node` must be rotated after it."""
         if node in self.labels:
             self.made[node] = made_by(node, shared_with)
 
@@ -107,23 +109,23 @@ class RotationWalk(Walk):
         return [] if labels is None else [d for d, size in enumerate(labels.shape) if size > 1]
 
     def keep_apart(self, value: Node, dims: Sequence[int]) -> None:
-        """Note that components at different indices of dimensions are not mixed: an operator tells them apart."""
+        """Record that components at different indices of `dims` must not be mixed: an operator distinguishes them."""
         if dims:
             self._apart.append((value, tuple(dims)))
 
     def mixes(self, root_of: Tensor) -> Tensor:
-        """Return a number per component: those that may be mixed with each other have the same.
+        """Return a number per component that is equal for components that may be mixed with each other.
 
-        They occur in the same values, equally often, and no operator tells them apart.
+        Such components occur in the same values, equally often, and no operator distinguishes them.
 
         Args:
-            root_of: the coordinate that each component is.
+            root_of: Coordinate of each component.
         """
         signature = torch.zeros(self.components.count, dtype=torch.long)
         generator = torch.Generator().manual_seed(0)
 
         def note(labels: Tensor, index: Tensor | None = None) -> None:
-            """Add a random number for each place of a component: at some index if there is one."""
+            """Add a random number for each occurrence of a component: one per index if `index` is given."""
             known, count = labels >= 0, 1 if index is None else int(index.max()) + 1
             numbers = torch.randint(_MAX_HASH, (count,), generator=generator)
             places = torch.zeros_like(labels[known]) if index is None else index[known]
@@ -153,7 +155,7 @@ def _visit(walk: RotationWalk, node: Node) -> None:
 
 
 def _multiply(walk: RotationWalk, node: Node) -> None:
-    """A factor that is the same for all coordinates passes, one per channel is a norm's, and others stop."""
+    """Pass a factor that is equal for all coordinates; treat a factor per channel as a norm's; stop at others."""
     values = [v for v in node.args[:2] if isinstance(v, Node) and isinstance(value_of(walk.gm, v), Tensor)]
     if len(values) == 2 and values[0] is values[1]:
         return _square(walk, node)
@@ -176,7 +178,7 @@ def _multiply(walk: RotationWalk, node: Node) -> None:
 
 
 def _rotated_factor(walk: RotationWalk, node: Node, factors: list[Node]) -> Node | None:
-    """Return the factor that has coordinates, or has to have those of the product; `None` if both have."""
+    """Return the factor that has coordinates, or must have the product's; `None` if both have."""
     factors = [v for v in factors if is_floating(walk.gm, v)]
     labelled = [v for v in factors if v in walk.labels and not is_parameter(v)]
     if not labelled and node in walk.labels:
@@ -186,7 +188,7 @@ def _rotated_factor(walk: RotationWalk, node: Node, factors: list[Node]) -> Node
 
 
 def _size(walk: Walk, value: Node, dim: int) -> int | None:
-    """Return the size of a dimension, counted from the last, 1 where there is none, `None` where it varies."""
+    """Return the size of a dimension, counted from the last: 1 for a missing dimension, `None` for a dynamic one."""
     shape = walk.shape(value)
     return static_size(shape[dim]) if -dim <= len(shape) else 1
 
@@ -194,7 +196,7 @@ def _size(walk: Walk, value: Node, dim: int) -> int | None:
 def _norm(
     walk: RotationWalk, node: Node, value: Node, factor: Node, offset: Node | None, axis: int, *, centers: bool
 ) -> None:
-    """Give both sides of a factor per channel coordinates, which are tied to each other by nothing yet."""
+    """Give coordinates to both sides of a factor per channel, without a tie between them so far."""
     if any(c is not None and walk.sharer(c, node) is not None for c in (factor, offset)):
         return stop(walk, node)
     outputs = walk.along(node, [axis])
@@ -209,7 +211,7 @@ def _norm(
 
 
 def _normalize(walk: RotationWalk, node: Node, *, centers: bool) -> None:
-    """Norms commute with what keeps lengths, and means if they subtract them."""
+    """Pass rotations through norms, which commute with maps that preserve lengths, and means if the norm centers."""
     value, sizes, factor = (argument(node, i) for i in range(3))
     offset = argument(node, 3) if centers else None
     given = [c for c in (factor, offset) if c is not None]
@@ -226,7 +228,7 @@ def _normalize(walk: RotationWalk, node: Node, *, centers: bool) -> None:
 
 
 def _square(walk: RotationWalk, node: Node) -> None:
-    """The mean square of all coordinates, as norms are spelled, stays what it is."""
+    """Pass the mean square of all coordinates, as in a norm: a rotation does not change it."""
     value: Any = node.args[0]
     varying = walk.varying(value)
     summed = [_summed(walk, user) for user in node.users]
@@ -243,7 +245,7 @@ def _square(walk: RotationWalk, node: Node) -> None:
 
 
 def _summed(walk: Walk, node: Node) -> list[int]:
-    """Return the dimensions that a node sums or averages over."""
+    """Return the dimensions over which a node sums or averages."""
     if target_name(node) not in _SUMS:
         return []
     rank = len(walk.shape(argument(node, 0)))
@@ -252,14 +254,14 @@ def _summed(walk: Walk, node: Node) -> list[int]:
 
 
 def _reduce(walk: RotationWalk, node: Node) -> None:
-    """A sum over coordinates is none of them; one over others passes."""
+    """Stop at a sum over coordinates; pass a sum over other dimensions."""
     if set(_summed(walk, node)) & set(walk.varying(argument(node, 0))):
         return stop(walk, node)
     return reduce(walk, node)
 
 
 def _mix_rows(walk: RotationWalk, node: Node, *, rule: Rule, value: int) -> None:
-    """Each matrix of a stack mixes rows in its own way."""
+    """Pass a product that mixes rows; each matrix of a stack mixes them differently."""
     columns = argument(node, value)
     if sum(n is columns for n in node.args) > 1:
         return stop(walk, node)
@@ -269,7 +271,7 @@ def _mix_rows(walk: RotationWalk, node: Node, *, rule: Rule, value: int) -> None
 
 
 def _roll(walk: RotationWalk, node: Node) -> None:
-    """Rolling along other dimensions than those of the coordinates moves them nowhere."""
+    """Pass a roll along dimensions without coordinates."""
     rank = len(walk.shape(node))
     dims = {d % rank for d in argument(node, 2) or range(rank)}
     value = argument(node, 0)
@@ -277,7 +279,7 @@ def _roll(walk: RotationWalk, node: Node) -> None:
 
 
 def _divide(walk: RotationWalk, node: Node) -> None:
-    """A divisor that is the same for all coordinates passes."""
+    """Pass a divisor that is equal for all coordinates."""
     value, divisor = node.args[:2]
     rank = len(walk.shape(node))
     if not isinstance(value, Node) or node.kwargs or not is_floating(walk.gm, value):
@@ -321,4 +323,4 @@ RULES: Mapping[str, Callable[[RotationWalk, Node], None]] = {
     "aten.scaled_dot_product_attention.default": partial(_mix_rows, rule=attention, value=2),
     **{f"aten.{name}.default": partial(_mix_rows, rule=matmul, value=1) for name in ("matmul", "bmm", "mm")},
 }
-"""What is done where an operator meets a rotation, by its name; another one stops it."""
+"""Rules of operators at which a rotation arrives, keyed by operator; other operators stop it."""

@@ -1,7 +1,7 @@
-"""How a scale passes each operator: the table behind `quark_fx.rescale.scale_sites`. To support an operator, add a row.
+"""Rules that pass a scale through each operator, for `quark_fx.rescale.scale_sites`. To support an operator, add a row.
 
-A rule looks at the labels (`rescale.scale_walk`) of an operator's inputs and output and asks for those that follow,
-in either direction; it runs again whenever one of them changes. An operator without a rule stops every scale.
+A rule reads the labels (`rescale.scale_walk`) of an operator's inputs and output and derives labels from them in either
+direction; it runs again whenever one of them changes. An operator without a rule stops every scale.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Rule = Callable[[Walk, Node], None]
 
 
 def visit(walk: W, node: Node, rules: Mapping[str, Callable[[W, Node], None]] | None = None) -> None:
-    """Run the rule of a node, of `RULES` by default: derive labels of its inputs and output from each other."""
+    """Run the rule of a node, by default from `RULES`: derive labels of its inputs and output from each other."""
     if node.op == "call_function":
         rule = (RULES if rules is None else rules).get(target_name(node), stop)
         if (linear := Linear.of(node)) is not None:
@@ -45,12 +45,12 @@ def visit(walk: W, node: Node, rules: Mapping[str, Callable[[W, Node], None]] | 
 
 
 def weight_sharer(walk: Walk, linear: Linear) -> Node | None:
-    """Return another reader of the operator's weight."""
+    """Return another consumer of the operator's weight."""
     return walk.sharer(linear.stored.node, linear.stored.reader)
 
 
 def stop(walk: Walk, node: Node, *, inputs: bool = True) -> None:
-    """Let no scale pass."""
+    """Stop every scale."""
     if inputs:
         walk.stop_read(node, node.all_input_nodes)
     walk.stop_made(node)
@@ -102,7 +102,7 @@ def _stop_shared(walk: Walk, node: Node, sharer: Node) -> None:
 
 
 def _constant(walk: Walk, node: Node) -> None:
-    """A constant that is a value like others (a class token that is concatenated) is divided itself."""
+    """Divide a constant that is used as a value (such as a concatenated class token)."""
     if node not in walk.labels:
         return None
     reader = next(iter(node.users))
@@ -114,19 +114,19 @@ def _constant(walk: Walk, node: Node) -> None:
 
 
 def _move(walk: Walk, node: Node, *, arguments: tuple[Any, ...] | None = None, uniform: Sequence[int] = ()) -> None:
-    """Rearrangements: each element keeps its component."""
+    """Pass rearrangements: each element keeps its component."""
     if is_getitem(node) and RULES.get(target_name(node.args[0])) is not _parts:  # type: ignore[arg-type]
         return stop(walk, node, inputs=False)
     return walk.move(node, arguments, uniform=uniform)
 
 
 def _parts(walk: Walk, node: Node) -> None:
-    """Rearrangements with several results: their selections follow."""
+    """Pass rearrangements with several results, through the selection of each result."""
     walk.pending.update(dict.fromkeys(node.users))
 
 
 def _pad(walk: Walk, node: Node) -> None:
-    """Padding with zeros, which every scale leaves alone, or with the values that are there."""
+    """Pass padding with zeros, which no scale changes, or with values of the input."""
     constant = target_name(node) == "aten.constant_pad_nd.default"
     mode = "constant" if constant else argument(node, 2) or "constant"
     value = argument(node, 2 if constant else 3)
@@ -139,12 +139,12 @@ def _pad(walk: Walk, node: Node) -> None:
 
 
 def _same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
-    """Operators with `f(s * x, s * y) = s * f(x, y)` for s > 0, element by element.
+    """Pass elementwise operators with `f(s * x, s * y) = s * f(x, y)` for s > 0.
 
     Args:
-        walk: the analysis.
-        node: the call.
-        values: positions of the arguments that are scaled: floating-point tensors, or numbers that are zero or
+        walk: The analysis.
+        node: The call.
+        values: Positions of the arguments that are scaled: floating-point tensors, or numbers that are zero or
             infinite. The scale of any other argument is one.
     """
     given = [argument(node, position) for position in values]
@@ -179,7 +179,7 @@ def _absorb(walk: Walk, node: Node, constants: list[Node]) -> None:
 
 
 def _holds(value: Tensor, labels: Tensor) -> bool:
-    """Tell whether a constant can be made to vary as `labels` do without outgrowing both."""
+    """Tell whether a constant can be expanded to vary with `labels` without outgrowing both."""
     size = torch.broadcast_shapes(value.shape, labels.shape).numel()
     return value.is_floating_point() and size <= max(value.numel(), labels.numel())
 
@@ -189,7 +189,7 @@ def _position(node: Node, value: Node) -> int:
 
 
 def _multiply(walk: Walk, node: Node) -> None:
-    """A product is scaled by the product of its factors' scales; a constant factor makes up any difference."""
+    """Scale a product by the product of its factors' scales; a constant factor absorbs any difference."""
     factors = [v for v in node.args[:2] if isinstance(v, Node) and is_floating(walk.gm, v)]
     constants = [v for v in factors if is_parameter(v)]
     if len(factors) < 2:  # numbers and integers
@@ -203,7 +203,7 @@ def _multiply(walk: Walk, node: Node) -> None:
 
 
 def _multiply_constant(walk: Walk, node: Node, value: Node, constant: Node) -> None:
-    """A constant vector is a weight: multiplied by its input's scale and divided by its output's."""
+    """Multiply a constant vector by the scale of the other factor, and divide it by the scale of the output."""
     stored, rank = parameter(walk.gm, constant), len(walk.shape(node))
     sides = {divides: walk.fixed(side) for side, divides in ((value, False), (node, True))}
     labels = {divides: lift(side, rank) for divides, side in sides.items() if side is not None}
@@ -217,7 +217,7 @@ def _multiply_constant(walk: Walk, node: Node, value: Node, constant: Node) -> N
 
 
 def _multiply_activations(walk: Walk, node: Node, a: Node, b: Node) -> None:
-    """Which factor takes the scale is settled when all else is known: ask both."""
+    """Ask both factors for the scale; the choice is made when everything else is settled."""
     rank = len(walk.shape(node))
     known = [lift(walk.labels[v], rank) for v in (node, a, b) if v in walk.labels]
     if not known:
@@ -231,7 +231,7 @@ def _multiply_activations(walk: Walk, node: Node, a: Node, b: Node) -> None:
 
 
 def _clamp(walk: Walk, node: Node) -> None:
-    """Bounds are divided as the value is: `min(x, b) / s = min(x / s, b / s)`."""
+    """Divide bounds with the value: `min(x, b) / s = min(x / s, b / s)`."""
     bounds = given_bounds(node)
     walk.broadcast([argument(node, 0)], node)
     if bounds is None or not is_floating(walk.gm, node):
@@ -250,7 +250,7 @@ def _clamp(walk: Walk, node: Node) -> None:
 
 
 def given_bounds(node: Node) -> tuple[Any, Any] | None:
-    """Return the bounds of a clamp, numbers or nodes; `None` for a node that is no clamp."""
+    """Return the bounds of a clamp, numbers or nodes; `None` for any other node."""
     name = target_name(node)
     if name == "aten.clamp.Tensor":
         return argument(node, 1), argument(node, 2)
@@ -262,14 +262,14 @@ def given_bounds(node: Node) -> tuple[Any, Any] | None:
 
 
 def _normalize(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: int = 0) -> None:
-    """A norm's factor and offset make its output; what it reads is not scaled.
+    """Divide a norm's factor and offset by the scale of its output; its input is not scaled.
 
     Args:
-        walk: the analysis.
-        node: the call.
-        weight: position of the factor.
-        bias: position of the offset, if there may be one.
-        dims: position of the sizes of the dimensions it has, the last ones; 0 where it has dimension 1.
+        walk: The analysis.
+        node: The call.
+        weight: Position of the factor.
+        bias: Position of the offset, if the operator has one.
+        dims: Position of the sizes of the last dimensions, which the factor has; 0 for a factor along dimension 1.
     """
     walk.stop_read(node, [argument(node, 0)])
     given = [(p, argument(node, p)) for p in (weight, bias) if p is not None]
@@ -286,7 +286,7 @@ def _normalize(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: i
 
 
 def reduce(walk: Walk, node: Node) -> None:
-    """A sum, mean, maximum or minimum over dimensions along which the scale is one."""
+    """Pass a sum, mean, maximum, or minimum over dimensions along which the scale is constant."""
     value, dims, keep = argument(node, 0), argument(node, 1), bool(argument(node, 2))
     dims = [dims] if isinstance(dims, int) else list(dims or range(len(walk.shape(value))))
     return walk.link(
@@ -295,7 +295,7 @@ def reduce(walk: Walk, node: Node) -> None:
 
 
 def _spatial(walk: Walk, node: Node, *, dims: int) -> None:
-    """Pooling and interpolation over the last dimensions."""
+    """Pass pooling and interpolation over the last dimensions."""
     value = argument(node, 0)
     last = list(range(-dims, 0))
     return walk.link(
@@ -304,7 +304,7 @@ def _spatial(walk: Walk, node: Node, *, dims: int) -> None:
 
 
 def _mix_rows(walk: Walk, node: Node, value: Node, others: list[Any]) -> None:
-    """Matrix products of activations: the columns of the right one keep their scales."""
+    """Pass matrix products of activations: the columns of the right operand keep their scales."""
     walk.stop_read(node, (v for v in others if isinstance(v, Node)), ", not as its right operand")
     sizes, columns = walk.sizes(node), walk.sizes(value)
     if not 2 <= len(columns) <= len(sizes):
@@ -320,7 +320,7 @@ def _mix_rows(walk: Walk, node: Node, value: Node, others: list[Any]) -> None:
 
 
 def _first(walk: Walk, value: Node, dims: list[int]) -> Tensor:
-    """Return the numbers of the elements that come first along `dims`."""
+    """Return the numbers of the first elements along `dims`."""
     return walk.numbered(value).amin(dims, keepdim=True)
 
 
@@ -334,7 +334,7 @@ def attention(walk: Walk, node: Node) -> None:
 
 
 def _pick(walk: Walk, node: Node) -> None:
-    """Indexing by integers: any index may be any other."""
+    """Pass indexing by integers: any index may select any element."""
     where = argument(node, 1)
     dims = [where] if isinstance(where, int) else [d for d, index in enumerate(where) if index is not None]
     indices = [argument(node, 2)] if isinstance(where, int) else [index for index in where if index is not None]
@@ -357,11 +357,11 @@ def _index_add(walk: Walk, node: Node) -> None:
 
 
 def _free(walk: Walk, node: Node) -> None:
-    """Zeros, or something that only reads a shape."""
+    """Pass zeros, or operators that only read a shape."""
 
 
 _make = partial(stop, inputs=False)
-"""Constants that only read a shape."""
+"""Rule for constants that only read a shape."""
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(MOVING, _move),
@@ -447,4 +447,4 @@ RULES: dict[str, Rule] = {
         _make,
     ),
 }
-"""What is done where an operator meets a scale, by its name."""
+"""Rules of operators at which a scale arrives, keyed by operator."""

@@ -1,7 +1,7 @@
-"""Where a graph can be rescaled without changing its function: the analysis behind CLE, SmoothQuant and AWQ.
+"""Rescaling of a graph without a change of its function: the analysis for CLE, SmoothQuant, and AWQ.
 
-All three divide some channels of a value by a scale where it is made and multiply the weights that read it. A *site*
-is a set of scales with everything that has to take part; how the scales are chosen is the client's business.
+All three divide some channels of a value by a scale at its producer and multiply the weights of its consumers. A *site*
+is a set of scales with all of its participants; the client chooses the scales.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from quark_fx.rescale.scale_rules import given_bounds, visit, weight_sharer
 from quark_fx.rescale.scale_walk import Components, Walk
 
 _AT_ONCE = 1 << 20
-"""Elements of a parameter that are rescaled together, about."""
+"""Approximate number of elements of a parameter that are rescaled together."""
 
 
 @dataclass(frozen=True, eq=False)
 class Absorber:
-    """A parameter that takes part in a site.
+    """A parameter of a site.
 
     Attributes:
-        node: the operator that reads it.
-        position: the operator's argument it comes in by, perhaps transposed; -1 where it is not that plain.
-        parameter: its `get_attr` node.
-        labels: the scale's component per element, -1 for a scale of one; broadcastable with the parameter, which
-            grows to their common shape.
+        node: Operator that reads it.
+        position: Position of the operator's argument for it, also through a transposition; -1 for other paths.
+        parameter: Its `get_attr` node.
+        labels: Scale component of each element, -1 for a scale of one; broadcastable with the parameter, which is
+            expanded to their common shape.
     """
 
     node: Node
@@ -46,13 +46,13 @@ class Absorber:
 
 @dataclass(frozen=True, eq=False)
 class ScaledInput:
-    """An activation that is divided, as a weighted operator reads it.
+    """An activation that is divided, as the input of a weighted operator.
 
     Attributes:
-        linear: the operator.
-        value: the activation.
-        axis: its dimension of channels, counted from 0.
-        labels: the scale's component per channel, -1 for a scale of one; shape `(channels of the value,)`.
+        linear: The operator.
+        value: The activation.
+        axis: Channel dimension of the activation, counted from 0.
+        labels: Scale component of each channel, -1 for a scale of one; shape `(channels of the value,)`.
     """
 
     linear: Linear
@@ -62,21 +62,21 @@ class ScaledInput:
 
     @property
     def reader(self) -> Node:
-        """The call of the operator."""
+        """Call of the operator."""
         return self.linear.node
 
 
 @dataclass(frozen=True, eq=False)
 class ScaleSite:
-    """Scales `s`, one per component, that leave the graph's function as it is.
+    """Scales `s`, one per component, that do not change the graph's function.
 
     Attributes:
-        channels: number of components.
-        producers: parameters that are divided by `s`.
-        consumers: parameters that are multiplied by `s`: weights, and vectors that an activation is multiplied by.
-        inputs: what the weighted operators among the consumers read.
-        bounds: clamps whose bounds are divided by `s`, with the component per element of their output.
-        explicit: whether a multiplication by `1 / s` is inserted instead, as no producer can absorb it.
+        channels: Number of components.
+        producers: Parameters that are divided by `s`.
+        consumers: Parameters that are multiplied by `s`: weights, and vectors that multiply an activation.
+        inputs: Inputs of the weighted operators among the consumers.
+        bounds: Clamps whose bounds are divided by `s`, with the component of each element of their output.
+        explicit: Whether a multiplication by `1 / s` is inserted, because no producer can absorb it.
     """
 
     channels: int
@@ -89,12 +89,12 @@ class ScaleSite:
 
 @dataclass(frozen=True)
 class SiteAnalysis:
-    """The sites of a graph, and for each weighted operator whose input no site scales, why not.
+    """The sites of a graph, and the reason for each weighted operator whose input no site scales.
 
     Attributes:
-        sites: in the order of their first readers.
-        reasons: by operator.
-        divisible: those of the operators left that `explicit` would give a site.
+        sites: Sites, in the order of their first consumers.
+        reasons: Reasons, keyed by operator.
+        divisible: Operators in `reasons` that would have a site with `explicit`.
     """
 
     sites: tuple[ScaleSite, ...]
@@ -109,8 +109,8 @@ def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis
     scales, leaves the function unchanged up to rounding.
 
     Args:
-        gm: a captured graph; left as it is.
-        explicit: give operators whose input nobody can divide a site with an inserted multiplication.
+        gm: Captured graph; it is not changed.
+        explicit: Whether to insert a multiplication for operators whose input cannot be divided at its producer.
     """
     walk = Walk(gm)
     reasons: dict[Node, str] = {}
@@ -144,7 +144,7 @@ def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis
 
 
 def _explicit_sites(walk: Walk, readers: list[Linear]) -> Iterator[ScaleSite]:
-    """Yield a site for each value that `readers`, whose weights nobody else reads, have in common."""
+    """Yield a site for each value that some of `readers` share; no other operator uses their weights."""
     together: dict[tuple[Node, int], list[Linear]] = {}
     for linear in readers:
         if linear.node in walk.inputs:
@@ -168,12 +168,12 @@ def _reason(walk: Walk, node: Node) -> str:
 
 
 def _settle_products(walk: Walk) -> None:
-    """Let the scale of every product of activations pass through one of its factors."""
+    """Pass the scale of every product of activations through one of its factors."""
     components = walk.components
     while True:
         changed = False
         for y, a, b in walk.products.values():
-            # Where a factor is not scaled, the other is scaled like the product; where that is not, neither factor is.
+            # If a factor is not scaled, the other has the product's scale; if the product is not, neither factor is.
             for fixed, one, other in ((a, y, b), (b, y, a), (y, y, a)):
                 frozen = components.reasons(fixed) > 0
                 changed |= components.tie(one[frozen], other[frozen])
@@ -182,11 +182,11 @@ def _settle_products(walk: Walk) -> None:
 
 
 def _choose(walk: Walk, node: Node, triple: Tensor) -> bool:
-    """Fix the scale of one of two factors that could both take it, if there are such; keep the likelier weight."""
+    """Fix the scale of one of two factors that could both take it, if any; keep the one with the more likely weight."""
     _, a, b = triple
 
     def preference(factor: Any) -> tuple[int, bool]:
-        # A squeezed factor is a gate; of two alike the one that is no activation function's output.
+        # A squeezed factor is a gate; of two factors with one size, an activation function's output is the gate.
         return math.prod(walk.sizes(factor)), operator_row(factor) is not None
 
     either = (walk.components.reasons(a) == 0) & (walk.components.reasons(b) == 0)
@@ -198,7 +198,7 @@ def _choose(walk: Walk, node: Node, triple: Tensor) -> bool:
 
 
 def _sites(walk: Walk) -> list[ScaleSite]:
-    """Group components by the weighted operators they meet in, and number them."""
+    """Group components that one weighted operator reads together, and number them."""
     components = walk.components
     groups = Components()
     groups.fresh(components.count)
@@ -206,7 +206,7 @@ def _sites(walk: Walk) -> list[ScaleSite]:
     for labels in final:
         used = labels[labels >= 0]
         groups.tie(used, used[:1].expand_as(used))
-    # One more than there are components: -1 selects the last.
+    # One more entry than components: -1 selects the last.
     site_of = torch.full((components.count + 1,), -1)
     number = torch.full((components.count + 1,), -1)
     sizes: list[int] = []
@@ -224,7 +224,7 @@ def _sites(walk: Walk) -> list[ScaleSite]:
         sizes[index] += len(new)
 
     def split(labels: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the sites that labels take part in, with the numbers of the site's components."""
+        """Yield the sites in `labels`, with the numbers of the site's components."""
         free = _free(components, labels)
         site = site_of[free]
         for index in torch.unique(site[site >= 0]).tolist():
@@ -266,15 +266,15 @@ def _free(components: Components, labels: Tensor) -> Tensor:
 
 
 def apply_scale(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
-    """Rescale the parameters of a site; new tensors take the place of the old ones.
+    """Rescale the parameters of a site, replacing the tensors.
 
     Args:
-        gm: the graph the site was found in, or one it was found in before other sites were applied.
-        site: from `find_scale_sites`.
-        scale: positive, shape `(site.channels,)`. Computed in float32 or wider; parameters keep their dtypes.
+        gm: Graph the site was found in, or the graph it was found in before other sites were applied.
+        site: Site from `find_scale_sites`.
+        scale: Positive scales, shape `(site.channels,)`. Computed in float32 or wider; parameters keep their dtypes.
 
     Raises:
-        ValueError: if a scale is not positive and finite, or their number is not `site.channels`.
+        ValueError: If a scale is not positive and finite, or the number of scales is not `site.channels`.
     """
     if scale.shape != (site.channels,):
         raise ValueError(f"the site takes {site.channels} scales, not {tuple(scale.shape)}")
@@ -292,7 +292,7 @@ def apply_scale(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
 
 
 def _insert_division(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
-    """Let the site's readers read their value multiplied by `1 / scale`."""
+    """Multiply the value that the site's consumers read by `1 / scale`."""
     value, axis = site.inputs[0].value, site.inputs[0].axis
     fake = value_of(gm, value)
     shape = [-1 if d == axis else 1 for d in range(fake.dim())]
@@ -306,12 +306,12 @@ def _insert_division(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
 
 
 def rescale(gm: GraphModule, node: Node, labels: Tensor, factor: Tensor) -> None:
-    """Multiply a parameter by the factor of each labelled element, one per component; the others stay."""
+    """Multiply the labeled elements of a parameter by the factors of their components."""
     replace_parameter(gm, node, _scaled(parameter(gm, node), labels, factor))
 
 
 def replace_parameter(gm: GraphModule, node: Node, new: Tensor) -> None:
-    """Store another tensor, perhaps of another shape, in the place of the one that a `get_attr` node reads."""
+    """Replace the tensor that a `get_attr` node reads, possibly with one of another shape."""
     shape = parameter(gm, node).shape
     set_parameter(gm, str(node.target), new)
     if new.shape != shape:
@@ -327,21 +327,21 @@ def _scaled(value: Tensor, labels: Tensor, factor: Tensor) -> Tensor:
     if not shape:
         return result.copy_(value.to(wide) * factors)
     rows = max(1, _AT_ONCE * shape[0] // max(1, result.numel()))
-    for first in range(0, shape[0], rows):  # a copy of a large weight in float32 would be larger still
+    for first in range(0, shape[0], rows):  # a float32 copy of a large weight would need even more memory
         some = slice(first, first + rows)
         result[some] = value[some].to(wide) * factors[some]
     return result
 
 
 def _rescale_statistics(producer: Absorber, factor: Tensor) -> None:
-    """Rescale what `fold_batch_norm` noted about the distribution of the operator's output."""
+    """Rescale the statistics of the operator's output that `fold_batch_norm` recorded."""
     linear = Linear.of(producer.node)
     if linear is not None and producer.position == linear.bias_at and (found := producer.node.meta.get("batch_norm")):
         producer.node.meta["batch_norm"] = tuple(_scaled(x, producer.labels, factor) for x in found)
 
 
 def _rescale_bounds(gm: GraphModule, node: Node, labels: Tensor, scale: Tensor) -> None:
-    """Divide the bounds of a clamp, which becomes one with constants per element."""
+    """Divide the bounds of a clamp, which becomes a clamp with constants per element."""
     value = node.all_input_nodes[0]
     bounds = given_bounds(node)
     assert bounds is not None

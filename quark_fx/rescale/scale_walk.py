@@ -1,10 +1,10 @@
-"""Which values of a graph must be scaled alike: the state of the analysis behind `quark_fx.rescale.scale_sites`.
+"""State of the analysis for `quark_fx.rescale.scale_sites`: the values of a graph that must have equal scales.
 
-Every value the analysis reaches has *labels*: a tensor of the value's rank, of size 1 along dimensions it does not
-vary along, holding the number of a scale *component* per element, or -1 where nothing is asked for (a scale of one).
-The value may be divided by its components' scales. Rules (`rescale.scale_rules`) derive labels of one value from
-those of another; labels only ever gain components, and components only ever become equal (*tied*) or one (*frozen*,
-with a reason), so that the order of the rules does not matter.
+Every value that the analysis reaches has *labels*: a tensor of the value's rank, of size 1 along dimensions in which
+they do not change, with the number of a scale *component* for each element, or -1 for elements without a request (a
+scale of one). The value may be divided by its components' scales. Rules (`rescale.scale_rules`) derive labels of one
+value from labels of another; labels only gain components, and components only become equal (*tied*) or one (*frozen*,
+with a reason), so the order of the rules does not matter.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import describe, is_floating, is_getitem, parameter, static_size, value_of
 
 _SMALL = 2
-"""Where a size varies, rearrangements are worked out at this one, or at a larger one where it is too small: they look
-the same at every size."""
+"""Size at which rearrangements with dynamic sizes are evaluated, or a larger one if it is too small: the result is the
+same for every size."""
 
 
 class Components:
-    """Scale components: which are tied to each other, and which cannot be scaled and why."""
+    """Scale components, the ties between them, and the reasons for components that cannot be scaled."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -47,11 +47,11 @@ class Components:
 
     @property
     def count(self) -> int:
-        """How many there are, tied or not."""
+        """Number of components, tied or not."""
         return self._count
 
     def roots(self, labels: Tensor) -> Tensor:
-        """Return one name per set of tied components, the shape of `labels`; -1 stays."""
+        """Return one representative per set of tied components, in the shape of `labels`; -1 stays."""
         known = labels.clamp(min=0)
         found = self._parent[known]
         while not torch.equal(above := self._parent[found], found):
@@ -60,7 +60,7 @@ class Components:
         return torch.where(labels >= 0, found, labels)
 
     def tie(self, a: Tensor, b: Tensor) -> bool:
-        """Make the components `a[i]` and `b[i]` the same, all >= 0; tell whether that changed anything."""
+        """Tie the components `a[i]` and `b[i]`, all >= 0; return true if that changed anything."""
         changed = False
         while True:
             a, b = self.roots(a), self.roots(b)
@@ -69,25 +69,25 @@ class Components:
                 return changed
             changed = True
             low, high = torch.minimum(a, b)[differ], torch.maximum(a, b)[differ]
-            # One of several partners of a component wins; the others are tied in the next round.
+            # If a component has several partners, one is tied now; the others are tied in the next round.
             self._parent[high] = low
             self._reason.scatter_reduce_(0, low, self._reason[high], "amax")
 
     def freeze(self, labels: Tensor, reason: int) -> bool:
-        """Fix the scale of `labels` to one, for `reason` > 0; tell whether that changed anything."""
+        """Fix the scale of `labels` to one, for `reason` > 0; return true if that changed anything."""
         roots = self.roots(labels[labels >= 0])
         free = roots[self._reason[roots] == 0]
         self._reason[free] = reason
         return len(free) > 0
 
     def reasons(self, labels: Tensor) -> Tensor:
-        """Return why each component is frozen, 0 where it is free, the shape of `labels`."""
+        """Return the reason why each component is frozen, 0 for a free one, in the shape of `labels`."""
         return torch.where(labels >= 0, self._reason[self.roots(labels).clamp(min=0)], 0)
 
 
 @dataclass(frozen=True, eq=False)
 class Absorption:
-    """A parameter that can take part: multiplied by its components' scales, or divided if `divides`."""
+    """A parameter that absorbs scales: multiplied by its components' scales, or divided if `divides`."""
 
     node: Node
     position: int
@@ -97,7 +97,7 @@ class Absorption:
 
 
 class ReadInput(NamedTuple):
-    """What a weighted operator reads: the operator, the value, its dimension of channels, and a component for each."""
+    """The input of a weighted operator: the operator, the value, its channel dimension, and a component per channel."""
 
     linear: Linear
     value: Node
@@ -106,11 +106,11 @@ class ReadInput(NamedTuple):
 
 
 class Unknown(Exception):  # noqa: N818
-    """How a rearrangement moves elements could not be worked out."""
+    """The movement of elements by a rearrangement could not be computed."""
 
 
 class Walk:
-    """Labels of values, parameters that absorb them, and the nodes whose rules have to run (again)."""
+    """Labels of values, parameters that absorb them, and the nodes whose rules must still run."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
@@ -136,13 +136,13 @@ class Walk:
         return shape
 
     def sharer(self, node: Node, reader: Node) -> Node | None:
-        """Return another node than `reader` that reads the constant of the `get_attr` node."""
+        """Return another node than `reader` that reads the constant of a `get_attr` node."""
         readers = self._readers[_identity(parameter(self.gm, node))]
         other = next((other for other in readers if other is not reader), None)
         return reader if other is None and len(readers) > 1 else other
 
     def join(self, value: Node, labels: Tensor) -> None:
-        """Ask for `value` to be scaled by `labels`, broadcastable to it; what is asked for twice is tied."""
+        """Request the scale `labels`, broadcastable to `value`; components requested for one element are tied."""
         labels = self._uniform(labels, [d for d, size in enumerate(self.shape(value)) if _varies(size)])
         old = self.labels.get(value)
         if old is None:
@@ -150,7 +150,7 @@ class Walk:
         old, labels = torch.broadcast_tensors(old, labels)
         both = (old >= 0) & (labels >= 0)
         self.components.tie(old[both], labels[both])
-        # A frozen component asks for nothing: what is not asked for is not scaled either.
+        # A frozen component requests nothing: elements without a request are not scaled either.
         new = (old < 0) & (labels >= 0) & (self.components.reasons(labels) == 0)
         if bool(new.any()):
             self.labels[value] = _narrow(self.components.roots(torch.where(new, labels, old)))
@@ -176,11 +176,11 @@ class Walk:
         return labels
 
     def fixed(self, value: Node) -> Tensor | None:
-        """Tie the components of `value` along dimensions whose size varies; return its labels."""
+        """Tie the components of `value` along dynamic dimensions; return its labels."""
         return self.uniform(value, [d for d, size in enumerate(self.shape(value)) if static_size(size) is None])
 
     def along(self, value: Node, dims: Sequence[int]) -> Tensor | None:
-        """Let `value` vary along `dims` only; return its components there, of the shape it has there."""
+        """Let `value` vary along `dims` only; return its components along `dims`, in that shape."""
         rank = len(self.shape(value))
         kept = [dim % rank for dim in dims]
         labels = self.uniform(value, [d for d in range(rank) if d not in kept])
@@ -200,7 +200,7 @@ class Walk:
                 self.join(value, self.fit(self.labels[output], value))
 
     def fit(self, labels: Tensor, value: Node) -> Tensor:
-        """Return the labels of `value` where it is broadcast to something with `labels`."""
+        """Return the labels of `value` if it is broadcast to a result with `labels`."""
         shape = self.shape(value)
         extra = labels.dim() - len(shape)
         ones = [d for d in range(labels.dim()) if d < extra or static_size(shape[d - extra]) == 1]
@@ -216,14 +216,15 @@ class Walk:
         *,
         uniform: Sequence[int] = (),
     ) -> None:
-        """Tie each element of `output` to the element of `sources` it is.
+        """Tie each element of `output` to the element of `sources` that it copies.
 
         Args:
-            sources: values; their elements are numbered one after the other.
-            output: the value they are rearranged to.
-            key: what `positions` depends on besides the shapes of `sources` and `output`.
-            positions: returns the number each element of `output` is, -1 for one that is zero; the shape of `output`.
-            uniform: dimensions along which sources must not vary.
+            sources: Values; their elements are numbered consecutively.
+            output: Result of their rearrangement.
+            key: Parameters of `positions` other than the shapes of `sources` and `output`.
+            positions: Function that returns the number of the source element for each element of `output`, -1 for a
+                zero; the shape of `output`.
+            uniform: Dimensions along which sources must not vary.
         """
         for source in sources:
             self.uniform(source, uniform)
@@ -231,7 +232,7 @@ class Walk:
         known = [self.labels.get(s, torch.full([1] * len(shape), -1)) for s, shape in zip(sources, shapes, strict=True)]
         key = f"{key} {shapes} {self.sizes(output)}"
         if any(source in self.labels for source in sources):
-            # Layers repeat: which labels move where is worked out once for labels that vary along the same dimensions.
+            # Layers repeat: the movement of labels is computed once for labels that vary along the same dimensions.
             which = self._once(
                 f"forward {key} {[list(labels.shape) for labels in known]}",
                 lambda: _forward(known, shapes, self._once(key, positions)),
@@ -245,7 +246,7 @@ class Walk:
             f"backward {key} {list(labels.shape)}", lambda: _backward(labels, shapes, self._once(key, positions))
         )
         flat = labels.flatten()
-        # An element that is read several times has the scale of any of its readers that ask for one; all are tied.
+        # An element with several consumers has the scale of any consumer that requests one; all are tied.
         top = flat.scatter_reduce(0, tied[0], flat[tied[1]], "amax")
         ends = torch.cat([tied[0], tied[1]])
         asked = flat[ends] >= 0
@@ -267,25 +268,25 @@ class Walk:
                 self.reasons.append((value, reason))
 
     def stop_read(self, node: Node, values: Iterable[Node], how: str = "", *, shared_with: Node | None = None) -> None:
-        """Note that `node` reads `values` in a way that lets no scale pass.
+        """Record that `node` reads `values` in a way that stops every scale.
 
         Args:
-            node: the reader.
-            values: those of its inputs that are meant.
-            how: completes the reason.
-            shared_with: another reader of its parameter, if that is why.
+            node: The consumer.
+            values: Inputs of the consumer.
+            how: Completes the reason.
+            shared_with: Another consumer of its parameter, if that is the reason.
         """
         self.freeze(values, f"{read_by(node, shared_with)}{how}")
 
     def stop_made(self, node: Node, *, shared_with: Node | None = None) -> None:
-        """Note that `node` makes a value that it cannot scale; `shared_with` as in `stop_read`."""
+        """Record that `node` computes a value that it cannot scale; for `shared_with`, see `stop_read`."""
         self.freeze([node], made_by(node, shared_with))
 
     def concrete(self, size: Any) -> int:
-        """Return a size, a small one for one that varies.
+        """Return a size, or a small size in place of a dynamic one.
 
         Raises:
-            Unknown: if there is no small one that makes sense.
+            Unknown: If no valid small size exists.
         """
         if not isinstance(size, torch.SymInt):
             return int(size)
@@ -298,7 +299,7 @@ class Walk:
         return self._sizes[expression]
 
     def sizes(self, value: Node) -> list[int]:
-        """Return the shape of a value, with small sizes for those that vary."""
+        """Return the shape of a value, with small sizes in place of dynamic ones."""
         return [self.concrete(size) for size in self.shape(value)]
 
     def numbered(self, value: Node, first: int = 0) -> Tensor:
@@ -307,7 +308,7 @@ class Walk:
         return torch.arange(first, first + math.prod(sizes)).reshape(sizes)
 
     def ask(self, value: Node, asked: Tensor) -> None:
-        """Give `value` a component where it has none and `asked`, a mask it can be broadcast to, holds."""
+        """Give a component to elements of `value` without one where the broadcastable mask `asked` is true."""
         wanted = self.fit(torch.where(asked, 0, -1), value) >= 0
         known = self.labels.get(value)
         missing = wanted if known is None else wanted & (known < 0)
@@ -316,15 +317,15 @@ class Walk:
         self.join(value, fresh)
 
     def move(self, node: Node, arguments: tuple[Any, ...] | None = None, *, uniform: Sequence[int] = ()) -> None:
-        """Tie the elements of a rearrangement to those of its floating-point inputs; indices are taken to be zero.
+        """Tie the elements of a rearrangement to the elements of its floating-point inputs, with indices of zero.
 
         Args:
-            node: the call, or the selection of one of its results.
-            arguments: in place of the call's positional ones.
-            uniform: dimensions along which the inputs must not vary.
+            node: The call, or the selection of one of its results.
+            arguments: Replacement for the call's positional arguments.
+            uniform: Dimensions along which the inputs must not vary.
 
         Raises:
-            Unknown: if it does not run on the sizes chosen for dimensions that vary.
+            Unknown: If it does not run on the sizes chosen for dynamic dimensions.
         """
         call: Any = node.args[0] if is_getitem(node) else node
         given = call.args if arguments is None else arguments
@@ -335,7 +336,7 @@ class Walk:
             value = value_of(self.gm, n)
             if not isinstance(value, Tensor):
                 return self.concrete(value)
-            # Not every rearrangement (reflection, for one) exists for integers.
+            # Some rearrangements, such as reflection padding, do not support integers.
             return self.numbered(n, first[n]).double() if n in first else torch.zeros(self.sizes(n), dtype=torch.long)
 
         def positions() -> Tensor:
@@ -359,12 +360,12 @@ class Walk:
 
 
 def read_by(node: Node, sharer: Node | None = None) -> str:
-    """Complete the sentence "its input …" about a reader; `sharer` is another reader of its parameter."""
+    """Complete the sentence "its input …" about a consumer; `sharer` is another consumer of its parameter."""
     return "is an output of the model" if node.op == "output" else f"is read by {describe(node)}{_shared(sharer)}"
 
 
 def made_by(node: Node, sharer: Node | None = None) -> str:
-    """Complete the sentence "its input …" about what makes it; `sharer` as in `read_by`."""
+    """Complete the sentence "its input …" about a producer; for `sharer`, see `read_by`."""
     if node.op == "get_attr" and sharer is not None:
         return f"is the constant {node.target}, which {describe(sharer)} reads, too"
     return "is an input of the model" if node.op == "placeholder" else f"is made by {describe(node)}{_shared(sharer)}"
@@ -375,7 +376,7 @@ def _shared(sharer: Node | None) -> str:
 
 
 def _forward(labels: Sequence[Tensor], shapes: Sequence[list[int]], positions: Tensor) -> Tensor:
-    """Return, for labels that vary as `labels` do, which of them each element of the output gets; -1 for none."""
+    """Return, for labels that vary like `labels`, the index of the label for each element of the output, or -1."""
     numbers, first = [], 0
     for source, shape in zip(labels, shapes, strict=True):
         numbers.append((torch.arange(source.numel()) + first).reshape(source.shape).expand(shape).flatten())
@@ -384,7 +385,7 @@ def _forward(labels: Sequence[Tensor], shapes: Sequence[list[int]], positions: T
 
 
 def _backward(labels: Tensor, shapes: Sequence[list[int]], positions: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return, for labels that vary as `labels` do, which of them each source element gets, and pairs that are tied."""
+    """Return, for labels that vary like `labels`, the index of the label for each source element, and tied pairs."""
     numbers = torch.arange(labels.numel()).reshape(labels.shape).expand(positions.shape)
     read = positions >= 0
     where, which = positions[read], numbers[read]
@@ -397,7 +398,7 @@ def _backward(labels: Tensor, shapes: Sequence[list[int]], positions: Tensor) ->
 
 
 def _small_sizes(gm: GraphModule) -> dict[Any, int]:
-    """Return a small size for each symbol, such that no value of the graph is empty."""
+    """Return a small size for each symbol so that no value of the graph is empty."""
     shapes: list[Any] = [v.shape for node in gm.graph.nodes if isinstance(v := value_of(gm, node), Tensor)]
     sizes = {size.node.expr: size.node.hint for shape in shapes for size in shape if isinstance(size, torch.SymInt)}
     hints = {expression: hint for expression, hint in sizes.items() if expression.is_Symbol and hint is not None}
@@ -410,7 +411,7 @@ def _small_sizes(gm: GraphModule) -> dict[Any, int]:
 
 
 def _varies(size: Any) -> bool:
-    """Tell whether a size is unknown and has no known factor (as heads times the batch has)."""
+    """Tell whether a size is unknown without a known factor (heads times batch has one)."""
     return static_size(size) is None and int(size.node.expr.as_coeff_Mul()[0]) in (0, 1)
 
 
@@ -420,7 +421,7 @@ def lift(labels: Tensor, rank: int) -> Tensor:
 
 
 def _narrow(labels: Tensor) -> Tensor:
-    """Drop, to size 1, the dimensions along which labels do not vary."""
+    """Reduce dimensions along which labels do not vary to size 1."""
     for dim in range(labels.dim()):
         first = labels.narrow(dim, 0, 1) if labels.shape[dim] > 1 else labels
         if labels.shape[dim] > 1 and bool((labels == first).all()):
@@ -429,5 +430,5 @@ def _narrow(labels: Tensor) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Return what is the same for two names of one constant."""
+    """Return a key that is equal for two names of one constant."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
