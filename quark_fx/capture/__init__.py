@@ -1,1 +1,1 @@
-"""A PyTorch model becomes one normalized ATen graph."""
+"""Capture of a PyTorch model as one normalized ATen graph."""

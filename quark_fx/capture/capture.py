@@ -1,8 +1,8 @@
-"""From any PyTorch model to one functional, normalized ATen graph.
+"""Capture any PyTorch model as one functional, normalized ATen graph.
 
-Normalized means: eval mode, no in-place operators, no asserts, no no-op casts, copies or dropout;
-`linear`, `conv`, `scaled_dot_product_attention` whole; parameters are `get_attr` nodes under their
-original names; inputs and outputs flat (their structure is the `Signature`).
+Normalized means: eval mode, no in-place operators, no asserts, no no-op casts, copies, or dropout; `linear`, `conv`,
+and `scaled_dot_product_attention` as single operators; parameters are `get_attr` nodes under their original names;
+inputs and outputs are flat (their structure is the `Signature`).
 """
 
 from __future__ import annotations
@@ -47,19 +47,18 @@ logger = logging.getLogger(__name__)
 def capture_graph(
     model: nn.Module | ExportedProgram, example_batch: Any = None, *, dynamic_shapes: Any = None
 ) -> Captured:
-    """Capture `model` as a functional, normalized ATen graph. The model is left as it was.
+    """Capture `model` as a functional, normalized ATen graph. The model is not changed.
 
     Args:
-        model: a module in eval mode, a Hugging Face model, or an `ExportedProgram`.
-        example_batch: a tensor, a tuple or list of positional inputs, or a mapping of keywords. Batch and
-            sequence dimensions (`dynamic_dimensions`) become dynamic. A Hugging Face model is captured without its
-            cache of keys and values unless the batch has one or asks for it (`use_cache`).
-            Not needed for an `ExportedProgram`.
-        dynamic_shapes: passed to `torch.export.export` instead of those defaults.
+        model: A module in eval mode, a Hugging Face model, or an `ExportedProgram`.
+        example_batch: A tensor, a tuple or list of positional inputs, or a mapping of keywords. Batch and sequence
+            dimensions (`dynamic_dimensions`) become dynamic. A Hugging Face model is captured without its cache of
+            keys and values unless the batch has one or asks for it (`use_cache`). Not needed for an `ExportedProgram`.
+        dynamic_shapes: Argument of `torch.export.export` in place of those defaults.
 
     Raises:
-        CaptureError: if the model is in training mode or on several devices, if the batch does not fit it, or if
-            `torch.export` cannot trace it; the message names the user's source line and what to do.
+        CaptureError: If the model is in training mode or on several devices, if the batch does not fit it, or if
+            `torch.export` cannot trace it; the message names the user's source line and the next step.
     """
     if isinstance(model, ExportedProgram):
         return normalize(model, tuple(str(name) for name in model.graph_signature.user_inputs))
@@ -68,7 +67,7 @@ def capture_graph(
     args, kwargs = split_batch(example_batch)
     names = parameter_names(model.forward)
     if _is_hugging_face(model) and "use_cache" in names and not {"use_cache", *CACHE_NAMES} & set(kwargs):
-        # Keys and values of a cache nobody asked for would be results, which no pass may rescale.
+        # An unrequested cache would make keys and values results of the model, which no pass may rescale.
         kwargs = {**kwargs, "use_cache": False}
     require_inputs_fit(model, (args, kwargs))
     bound = bind(model.forward, args, kwargs)
@@ -84,7 +83,7 @@ def capture_graph(
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside `torch.compile` and data-parallel wrappers, which computes the same."""
+    """Return the module inside `torch.compile` and data-parallel wrappers, which computes the same function."""
     compiled: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # its import takes two seconds
     inner: Any = model
     while isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel, compiled)):
@@ -100,7 +99,7 @@ def _capture_program(
         _require_dimensions(model, args, kwargs, dynamic_shapes)
         return _export(model, args, kwargs, dynamic_shapes)
     # torch.export specializes a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
-    # dimension, or, where the model does not take that (an only channel), in the batch alone.
+    # dimension, or, if the model does not support that (a single channel), in the batch alone.
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     for dimensions in (range(3), range(1)):
         if not any(_ones(x, dimensions) for x in tensors):
@@ -120,7 +119,7 @@ _SQUEEZES = ("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
 
 
 def _squeezes_what_varies(node: Node) -> bool:
-    """Tell whether a node removes dimensions of size 1, of which capture took one for larger."""
+    """Tell whether a node removes dimensions of size 1 that capture assumed to be larger."""
     if target_name(node) not in _SQUEEZES:
         return False
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
@@ -129,17 +128,17 @@ def _squeezes_what_varies(node: Node) -> bool:
 
 
 def dynamic_dimensions(x: Tensor) -> dict[int, Any]:
-    """Return the dimensions that are dynamic by default: the batch, and of up to rank 3 those that may be a sequence.
+    """Return the dimensions that are dynamic by default: the batch, and up to rank 3 the possible sequence dimensions.
 
-    `(batch, tokens)`, `(batch, tokens, features)` and `(batch, channels, time)` cannot be told apart beforehand;
-    a dimension the model fixes stays fixed. Of images only the batch varies.
+    `(batch, tokens)`, `(batch, tokens, features)`, and `(batch, channels, time)` cannot be told apart in advance; a
+    dimension that the model fixes stays fixed. Only the batch of images is dynamic.
     """
     return dict.fromkeys(range(x.dim() if x.dim() <= 3 else 1), Dim.AUTO)
 
 
 def _told_apart(batch: Any) -> Any:
-    # torch.export takes one tensor given twice, as attention's query and key are, for one input; of those made under
-    # inference_mode it takes none.
+    # torch.export treats a tensor that is given twice (query and key of an attention) as one input; it does not accept
+    # tensors created under inference_mode.
     seen: set[int] = set()
 
     def distinct(x: Any) -> Any:
@@ -153,14 +152,14 @@ def _told_apart(batch: Any) -> Any:
 
 
 def _ones(x: Tensor, dimensions: Collection[int]) -> list[int]:
-    """Return those of `dimensions` that are dynamic and have size 1."""
+    """Return the dimensions in `dimensions` that are dynamic and have size 1."""
     return [dim for dim in dynamic_dimensions(x) if dim in dimensions and x.shape[dim] == 1]
 
 
 def _widen_ones(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], dimensions: Collection[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Repeat every tensor once in its `_ones`."""
+    """Repeat every tensor once along its `_ones`."""
 
     def widen(x: Any) -> Any:
         ones = _ones(x, dimensions) if isinstance(x, Tensor) else []
@@ -170,7 +169,7 @@ def _widen_ones(
 
 
 def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> None:
-    """Raise `CaptureError` for a dimension that an input does not have, which torch.export passes over in silence."""
+    """Raise `CaptureError` for a dimension that an input does not have, which torch.export silently ignores."""
     given = bind(model.forward, args, kwargs) or {}
     for name, x, dimension in _named_dimensions(dynamic_shapes, given):
         if not 0 <= dimension < x.dim():
@@ -184,9 +183,9 @@ def _named_dimensions(shapes: Any, given: Any, name: str = "") -> Iterator[tuple
     """Yield (name, tensor, dimension) for every dimension that `dynamic_shapes` mentions.
 
     Args:
-        shapes: of `given`, or of its parts, by name or one after the other.
-        given: a tensor, or parts.
-        name: of `given`.
+        shapes: Dynamic shapes of `given`, or of its parts, as a mapping or in order.
+        given: A tensor, or a structure of parts.
+        name: Name of `given`.
     """
     if isinstance(given, Tensor):
         if isinstance(shapes, Mapping):
@@ -195,7 +194,7 @@ def _named_dimensions(shapes: Any, given: Any, name: str = "") -> Iterator[tuple
         parts: dict[Any, Any] = dict(given if isinstance(given, Mapping) else enumerate(given))
         own = shapes if isinstance(shapes, Mapping) else {}
         if isinstance(shapes, list | tuple):
-            own = dict(zip(parts, shapes, strict=False))  # torch.export counts them
+            own = dict(zip(parts, shapes, strict=False))  # torch.export checks their number
         for part in (part for part in parts if part in own):
             yield from _named_dimensions(own[part], parts[part], f"{name}[{part!r}]" if name else str(part))
 
@@ -205,7 +204,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
     try:
         return _with_tables(model, args, kwargs, dynamic_shapes)
     except CaptureError as error:
-        if type(error.__cause__).__name__ != "GuardOnDataDependentSymNode":  # its module takes a second to import
+        if type(error.__cause__).__name__ != "GuardOnDataDependentSymNode":  # importing its module takes a second
             raise
         try:
             with KnownLengths():
@@ -217,7 +216,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
 def _with_tables(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
-    """Trace a model; tables that its forward makes once and keeps become constants, made of the example."""
+    """Trace a model; tables that its forward computes once and stores become constants, computed from the example."""
     try:
         with untouched(model):
             tables: list[Tensor] = []
@@ -245,9 +244,9 @@ _SHAPED_LIKE = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_lik
 
 
 def _is_table(made: Tensor) -> bool:
-    """Tell whether a tensor that the traced forward made stays as it is for other batches.
+    """Tell whether a tensor that the traced forward stored is the same for other batches.
 
-    One that depends only on sizes is computed for each batch; one that depends on values is that of the first batch.
+    A tensor that depends only on sizes is computed for each batch; one that depends on values is from the first batch.
     """
     if any(static_size(size) is None for size in made.shape):
         return False
@@ -286,19 +285,19 @@ def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
                     if isinstance(leaf, Tensor) and leaf.dim():
                         dynamic_shapes[leaf] = dynamic_dimensions(leaf)
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    except Exception as error:  # whatever the model's own code raises while traced
+    except Exception as error:  # the model's own code may raise any error during tracing
         asked = given is not None and explain_dynamic_shapes(error, model, args, kwargs)
         raise CaptureError(asked or explain(error, model) + dtype_hint(model, (args, kwargs))) from error
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep `torch.export` from printing the graph of a model it cannot trace, whose line `explain` names.
+    """Keep `torch.export` from printing the graph of a model that it cannot trace; `explain` names the line.
 
-    It also warns of attributes that a forward assigns, which `untouched` restores.
+    Also silence its warning about attributes that a forward assigns, which `untouched` restores.
     """
     names = vars(importlib.import_module("torch.export._trace"))
-    names["print"] = lambda *_, **__: None  # instead of the built-in one, in that module alone
+    names["print"] = lambda *_, **__: None  # hides the built-in one, in that module alone
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"The tensor attributes? ")
@@ -314,10 +313,10 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 @contextmanager
 def _no_cache_within(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Keep `model`, or models of transformers inside, from returning a cache nobody asked for.
+    """Keep `model`, or models of transformers inside it, from returning a cache without a request.
 
-    A PeftModel wraps one, and transformers' exporter turns the argument `use_cache` into an attribute of the
-    configuration, of which T5's decoder has its own.
+    A PeftModel wraps such a model, and transformers' exporter turns the argument `use_cache` into an attribute of the
+    configuration; T5's decoder has a separate configuration.
     """
     transformers = sys.modules.get("transformers")
     configs: list[Any] = []
@@ -339,7 +338,7 @@ def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any
     except ImportError:
         return None
     if dynamic_shapes is None:
-        # The exporter takes flags such as `use_cache` out of the inputs.
+        # The exporter removes flags such as `use_cache` from the inputs.
         tensors = {k: v for k, v in kwargs.items() if v is not None and not isinstance(v, bool | int | float | str)}
         dynamic_shapes = pytree.tree_map(
             lambda leaf: dynamic_dimensions(leaf) if isinstance(leaf, Tensor) else None, tensors

@@ -1,4 +1,4 @@
-"""What is wrong with a model or a batch that cannot be captured, where, and what to do."""
+"""Errors of models and batches that cannot be captured: the cause, the place, and the next step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def require_capturable(model: nn.Module) -> None:
 
 
 def _require_python(model: nn.Module) -> None:
-    """Refuse TorchScript modules and hooks on all modules of the process."""
+    """Reject TorchScript modules and hooks on all modules of the process."""
     scripted = [name or "the model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         raise CaptureError(
@@ -80,7 +80,7 @@ def _require_python(model: nn.Module) -> None:
 
 
 def _require_names(model: nn.Module) -> None:
-    """Refuse modules whose names torch.fx cannot write into the code of a graph, or has attributes of its own for."""
+    """Reject modules whose names torch.fx cannot write into the code of a graph, or uses for attributes."""
     taken = set(dir(torch.fx.GraphModule)) - set(dir(nn.Module)) | {"graph", "meta"}
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     paths = {name: name.split(".") for name, _ in tensors}
@@ -125,7 +125,7 @@ def require_inputs_fit(model: nn.Module, batch: Any) -> None:
 
 
 def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
-    """Run a model on inputs of another floating-point dtype than its own: capture does not notice what cannot run."""
+    """Run a model on inputs with another floating-point dtype: capture does not notice that it cannot run."""
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}
     leaves = [(path, x) for path, x in pytree.tree_flatten_with_path(batch)[0] if isinstance(x, Tensor)]
     others = [(pytree.keystr(path[1:]), x.dtype) for path, x in leaves if x.is_floating_point() and x.dtype not in own]
@@ -144,7 +144,7 @@ def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
 
 
 def _where(error: Exception, model: nn.Module) -> str:
-    """Return the user's line an error comes from, and the module."""
+    """Return the user's line and the module in which an error occurred."""
     module_name, where = _module(error, model)[0], ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -155,7 +155,7 @@ def _where(error: Exception, model: nn.Module) -> str:
 
 
 def _module(error: Exception, model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the name and the innermost module that an error comes from; the name is empty if there is none."""
+    """Return the innermost module in which an error occurred, and its name; the name is empty if there is none."""
     names = {id(module): name for name, module in model.named_modules()}
     found = "", model
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -175,7 +175,7 @@ def explain(error: Exception, model: nn.Module) -> str:
 
 
 def _packed(error: Exception) -> str:
-    """Return what to do where a packed sequence is why capture failed, else nothing."""
+    """Return advice if a packed sequence made capture fail, else an empty string."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     if not any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values()):
         return ""
@@ -186,11 +186,11 @@ def _packed(error: Exception) -> str:
 
 
 def require_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `CaptureError` if the model itself does not run on a batch with which it could not be captured."""
+    """Raise `CaptureError` if the model itself does not run on a batch for which capture failed."""
     try:
         with torch.no_grad():
             model(*args, **kwargs)
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's own code may raise any error
         if is_shortage(error):
             return
         raise CaptureError(
@@ -205,32 +205,32 @@ def _reason(error: Exception) -> str:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the inputs of a batch in words."""
+    """Describe the inputs of a batch."""
     leaves = pytree.tree_flatten_with_path((list(args), kwargs))[0]
     named = ((_name(path[1:]), leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
     return ", ".join(f"{name}: {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in named)
 
 
 def _name(path: pytree.KeyPath) -> str:
-    """Return what an input is called, or a part of one."""
+    """Return the name of an input, or of a part of one."""
     return pytree.keystr(path[:1]).strip("[]'") + pytree.keystr(path[1:])
 
 
 def _first_varies(given: Any) -> str:
-    """Return the literal of `dynamic_shapes` that lets the first dimension of every tensor in `given` vary."""
+    """Return the literal of `dynamic_shapes` that makes the first dimension of every tensor in `given` dynamic."""
     if isinstance(given, Tensor):
         return "{0: Dim.AUTO}" if given.dim() else "{}"
     if isinstance(given, Mapping):
         return f"{{{', '.join(f'{name!r}: {_first_varies(part)}' for name, part in given.items())}}}"
     if isinstance(given, list):
         return f"[{', '.join(map(_first_varies, given))}]"
-    if isinstance(given, tuple):  # of the type that the input has, or torch.export refuses it
+    if isinstance(given, tuple):  # torch.export requires the type of the input
         return f"({''.join(f'{_first_varies(part)}, ' for part in given).strip()})"
     return "None"
 
 
 def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return what is wrong with the `dynamic_shapes` that were asked for, empty if that is not why capture failed."""
+    """Return the error in the requested `dynamic_shapes`, or an empty string if capture failed for another reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines)
     last = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
@@ -239,7 +239,7 @@ def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, 
     if not checked and not any(words in text for words in about):
         return ""
     details = [line for line in lines if line.startswith("- ") or re.match(r"\w+ = ", line)]
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments  # by name, as torch.export wants it
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments  # keyed by parameter for torch.export
     inputs, written = _shapes(args, kwargs), _first_varies(given)
     ones = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and 1 in x.shape]
     single = "a dimension of size 1 in the example is always fixed: capture with 2 or more there; " if ones else ""
@@ -285,7 +285,7 @@ def _advice(message: str, model: nn.Module, inside: nn.Module) -> str:
 
 
 def warn_of_fixed_batch(program: ExportedProgram) -> None:
-    """Warn of inputs whose first dimension, left to vary, the model's code fixes at the size of the example."""
+    """Warn of inputs whose first dimension should be dynamic, but the model's code fixes it to the example's size."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     inputs = [nodes[str(name)] for name in program.graph_signature.user_inputs if str(name) in nodes]
     values = [(node, node.meta.get("val")) for node in inputs]
@@ -294,7 +294,7 @@ def warn_of_fixed_batch(program: ExportedProgram) -> None:
         return
     batch = static_size(shaped[0][1].shape[0])
     for node, value in shaped:
-        # A vector of features or a mask among the inputs has no batch, and another size as a rule.
+        # Inputs without a batch, such as a vector of features or a mask, usually have another size.
         fixed = batch is not None and static_size(value.shape[0]) == batch
         if fixed and (where := _fixed_at(value, str(node.target))):
             warn(
@@ -305,7 +305,7 @@ def warn_of_fixed_batch(program: ExportedProgram) -> None:
 
 
 def _fixed_at(value: Tensor, name: str) -> str:
-    """Return where the model's code fixed dimension 0 of an input that was to vary; empty if it was not to."""
+    """Return the place where the model's code fixed dimension 0 of an input, or an empty string."""
     env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
     lines, sources = getattr(env, "replacements_slocs", {}), getattr(env, "var_to_sources", {})
     for symbol, line in lines.items():

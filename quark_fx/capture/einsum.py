@@ -1,4 +1,4 @@
-"""Products written as `einsum` with a parameter become `matmul`, so that the parameter is a weight."""
+"""Rewrite of `einsum` with a parameter as `matmul`, so that the parameter is a weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 def spell_out_products(gm: GraphModule) -> None:
     """Rewrite each `einsum` of an activation and a value computed from parameters as a `matmul`.
 
-    Indices that both share and the result keeps are matrices of a stack, of which there may be one; indices of the
+    Indices that both operands and the result have select matrices of a stack; at most one is supported. Indices of the
     parameter alone are output channels. Other equations stay.
     """
     constants = computed_constants(gm.graph)
@@ -53,7 +53,7 @@ def _product(gm: GraphModule, node: Node, constants: Collection[Node]) -> Node |
     sizes = dict(zip(weights, w.meta["val"].shape, strict=True))
     given = dict(zip(own, map(static_size, x.meta["val"].shape), strict=True))
     if any(given[i] != sizes[i] for i in (*summed, *stacked)):
-        return None  # one of them is repeated
+        return None  # an operand is broadcast along it
 
     def step(target: Any, *args: Any) -> Node:
         return call(gm, target, *args, like=node)
@@ -79,7 +79,7 @@ def _product(gm: GraphModule, node: Node, constants: Collection[Node]) -> Node |
 
 
 def _terms(equation: str, ranks: Sequence[int]) -> tuple[list[str], list[str], list[str]] | None:
-    """Return the indices of both operands and of the result; `None` if an operand has one of them twice."""
+    """Return the indices of both operands and of the result; `None` if an index occurs twice in an operand."""
     given, arrow, result = equation.replace(" ", "").partition("->")
     operands = given.split(",")
     hidden = [

@@ -1,7 +1,7 @@
-"""In-place operators become functional in one walk, also where they write to a view or have views.
+"""Conversion of in-place operators to functional ones in one walk, including writes to views and tensors with views.
 
-A value that is overwritten gets a new node; what is read later through another view of the same memory is taken from
-that node anew. Retracing the program does the same, and costs more than tracing it did.
+An overwritten value gets a new node; later reads through other views of the same memory are recomputed from that node.
+Retracing the program has the same effect, but takes longer than the first trace.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def make_functional(gm: GraphModule) -> None:
     """Replace the in-place operators of `gm` by functional ones.
 
     Raises:
-        UnresolvedError: if a write goes through an operator whose inverse is not known; the graph is then half done.
-        CaptureError: if a parameter or buffer is overwritten.
+        UnresolvedError: If a write goes through an operator without a known inverse; the graph is then incomplete.
+        CaptureError: If a parameter or buffer is overwritten.
     """
     nodes = list(gm.graph.nodes)
     if any(_is_mutation(node) for node in nodes):
@@ -58,14 +58,14 @@ def _is_mutation(node: Node) -> bool:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments of a call by their names in the schema, defaults included."""
+    """Return the arguments of a call, keyed by their names in the schema, including defaults."""
     schema = _schema(node).arguments
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
     return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def _aliases(node: Node) -> bool | None:
-    """Tell whether a call returns the memory of its first argument; `None` if strides that vary decide."""
+    """Tell whether a call returns the memory of its first argument; `None` if that depends on dynamic strides."""
     schema = _schema(node)
     if schema is None or not node.args or not any(r.alias_info is not None for r in schema.returns):
         return False
@@ -111,7 +111,7 @@ _SAME = frozenset({"aten.detach.default", "aten.alias.default", "aten.contiguous
 _RENAMINGS = frozenset(
     f"aten.{name}_.default" for name in ("t", "unsqueeze", "squeeze", "transpose", "detach", "swapaxes", "swapdims")
 ) | {"aten.squeeze_.dim", "aten.squeeze_.dims"}
-"""In-place operators that change what a tensor's memory means, not what is in it."""
+"""In-place operators that change the interpretation of a tensor's memory, not its contents."""
 
 
 _FILLS = frozenset({"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
@@ -123,14 +123,14 @@ class _Walk:
     """The state of the walk.
 
     Attributes:
-        gm: the graph's module.
-        order: the position of every node of the graph as captured.
-        sources: by view, the value whose memory it is.
-        doubtful: the views that may as well be copies.
-        versions: by value with memory of its own, how often it has been overwritten.
-        current: by node, the version that it holds the value of, and the node with that value.
-        renamed: by value, the view that its name stands for since an in-place change of its shape.
-        results: the calls that were in-place; each stands for what it overwrote.
+        gm: Module of the graph.
+        order: Position of every node in the captured graph.
+        sources: For each view, the value whose memory it shares.
+        doubtful: Views that may be copies.
+        versions: For each value with separate memory, the number of times it was overwritten.
+        current: For each node, a version, and the node with the value of that version.
+        renamed: For each value whose shape was changed in place, the view that replaces it.
+        results: Calls that were in-place; each represents the value that it overwrote.
     """
 
     gm: GraphModule
@@ -143,7 +143,7 @@ class _Walk:
     results: set[Node] = field(default_factory=set)
 
     def visit(self, node: Node) -> None:
-        """Make one node of the captured graph functional, and let it read what is in memory by then."""
+        """Make one node of the captured graph functional, with the current contents of memory as its inputs."""
         if node.op in ("placeholder", "get_attr"):
             return
         source = self._named(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
@@ -171,7 +171,7 @@ class _Walk:
         return node
 
     def _now(self, node: Node) -> Node:
-        """Return a node with the value that `node` has by now, made at the graph's insertion point if need be."""
+        """Return a node with the current value of `node`, inserted at the graph's insertion point if necessary."""
         version = self.versions.get(self._root(node), 0)
         made, value = self.current.get(node, (0, node))
         if made == version:
@@ -192,7 +192,7 @@ class _Walk:
         if target is None or functional is None or not name.endswith("_") or written != [arguments[0].name]:
             raise UnresolvedError(describe(node))
         root, renames = self._root(target), target_name(node) in _RENAMINGS
-        # Once filled, a buffer is a value like others.
+        # Once filled, a buffer is like any other value.
         writes = root.op == "get_attr" and root not in self.versions and target_name(node) != "aten.detach_.default"
         if writes and not self._fills(root, target, node) and self._is_read(root):
             raise CaptureError(
@@ -224,7 +224,7 @@ class _Walk:
         return all(self.order.get(user, -1) >= self.order[node] for user in root.users)
 
     def _is_read(self, root: Node) -> bool:
-        """Tell whether an output depends on a buffer: on what this call wrote to it, or on what an earlier one did."""
+        """Tell whether an output depends on a buffer, through this call's write or an earlier one."""
         seen, ahead = set[Node](), self._readers(root)
         while ahead:
             node = ahead.pop()
@@ -232,7 +232,7 @@ class _Walk:
                 continue
             seen.add(node)
             ahead += node.users
-            if node in self.results or _is_mutation(node):  # later readers of what it wrote may not read it by name
+            if node in self.results or _is_mutation(node):  # later consumers may use another name of this memory
                 ahead.append(self._memory(node))
         return any(node.op == "output" for node in seen)
 
@@ -243,13 +243,13 @@ class _Walk:
         return node
 
     def _readers(self, root: Node) -> list[Node]:
-        """Return all `get_attr` nodes whose tensor shares memory with that of `root`, including `root`."""
+        """Return all `get_attr` nodes whose tensor shares memory with the tensor of `root`, including `root`."""
         place = parameter(self.gm, root).untyped_storage().data_ptr()
         others = [other for other in self.order if other.op == "get_attr" and other is not root]
         return [root, *(o for o in others if parameter(self.gm, o).untyped_storage().data_ptr() == place)]
 
     def _refuse_doubts(self, node: Node, target: Node, root: Node) -> None:
-        """Raise if `node` writes through what may be a copy, or something that may be a view of it is read later."""
+        """Raise an error if `node` writes through a possible copy, or a possible view of its target is read later."""
         for view in self.sources if self.doubtful else ():
             chain = [view]
             while chain[-1] in self.sources:
@@ -260,7 +260,7 @@ class _Walk:
                     raise UnresolvedError(f"{describe(node)} and {describe(view)}")
 
     def _computed(self, node: Node, target: Node, functional: Any) -> Node:
-        """Make `node` compute what the write leaves in `target`; return the node with that value."""
+        """Make `node` compute the value that the write leaves in `target`; return the node with that value."""
         like, mine = value_of(self.gm, target), node.meta
         if functional is _aten.copy.default:
             value: Node = node.args[1]  # type: ignore[assignment]
@@ -270,7 +270,7 @@ class _Walk:
                 value = call(self.gm, _aten._to_copy.default, value, dtype=like.dtype, like=node, **moved)
             if not _same_sizes(given, like):
                 value = self._like(_aten.expand.default, node, like, value, self._sizes(target, like))
-            # Nobody reads the node itself any more; as an alias it disappears.
+            # The node itself has no more consumers; as an alias, it is removed.
             node.target, node.args, node.kwargs = _aten.alias.default, (value,), {}
             return value
         node.target = functional
@@ -283,12 +283,12 @@ class _Walk:
         self.gm.graph.erase_node(found)
         if dtype == like.dtype:
             return node
-        # The operator computes in a wider type than what it overwrites has.
+        # The operator computes in a wider dtype than the overwritten value has.
         node.meta = mine | {"val": mine["val"].to(dtype)}
         return cast(self.gm, node, like.dtype, node)
 
     def _written_back(self, view: Node, value: Node) -> tuple[Node, Node]:
-        """Return the value that `view` is a view of and a node with what is in it once `value` is in the view."""
+        """Return the source of `view`, and a node with the source's value after `value` is written to the view."""
         source, name = self.sources[view], target_name(view)
         if view in self.results or name in _SAME or name.startswith(("aten.to.", "aten.type_as.")):
             return source, value
@@ -332,7 +332,7 @@ class _Walk:
         return self._like(_aten.slice_scatter.default, part, like, self._now(source), value, dim, start, end)
 
     def _sizes(self, node: Node, like: Tensor) -> list[Any]:
-        """Return the sizes of a value as arguments: numbers, and nodes for those that vary."""
+        """Return the sizes of a value as arguments: numbers, and nodes for dynamic sizes."""
         sizes: list[Any] = []
         for dim, size in enumerate(like.shape):
             fixed: Any = static_size(size)
@@ -343,7 +343,7 @@ class _Walk:
         return sizes
 
     def _like(self, operation: Any, source: Node, like: Tensor, *args: Any, **kwargs: Any) -> Node:
-        """Insert a call whose result has the sizes and dtype of `like`, which need not be computed again."""
+        """Insert a call whose result has the known sizes and dtype of `like`."""
         node = self.gm.graph.call_function(operation, args, kwargs)
         node.meta = {k: source.meta[k] for k in ("stack_trace", "nn_module_stack") if k in source.meta} | {"val": like}
         return node
@@ -354,7 +354,7 @@ _SCATTERS = {
     "aten.slice.Tensor": _aten.slice_scatter.default,
     "aten.diagonal.default": _aten.diagonal_scatter.default,
 }
-"""Views of a part of a tensor, and what writes that part."""
+"""Views of a part of a tensor, and the operators that write that part."""
 
 
 __all__ = ["UnresolvedError", "make_functional"]

@@ -1,8 +1,8 @@
 """Comparisons of positions as comparisons of sizes.
 
 Code that switches tables by length asks for the largest position, `positions.max() + 1 > 4096`: a value of a tensor,
-which `torch.export` cannot branch on. Where the positions are an `arange`, the value is known from sizes alone, so the
-branch becomes a guard on a size like any other, and the captured graph refuses lengths that take the other branch.
+on which `torch.export` cannot branch. If the positions are an `arange`, the value depends on sizes alone, so the branch
+becomes a guard on a size like any other, and the captured graph rejects lengths that take the other branch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _UNCHANGED = frozenset(
         *_MAXIMA,
     }
 )
-"""Functions that keep the largest value of an integer tensor, as long as they return one tensor."""
+"""Functions that preserve the largest value of an integer tensor, as long as they return one tensor."""
 _SHIFTS: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), operator.add),
     **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), operator.sub),
 }
 _OPERANDS = ("input", "other")
-"""Names of what functions of torch compute with, in order; other arguments come after."""
+"""Names of the operands of torch functions, in order; other arguments come after."""
 _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys((Tensor.__gt__, Tensor.gt, torch.gt), operator.gt),
     **dict.fromkeys((Tensor.__ge__, Tensor.ge, torch.ge), operator.ge),
@@ -40,7 +40,7 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 class KnownLengths(TorchFunctionMode):
-    """Keep the largest value of each tensor of positions, and decide comparisons of single values by it."""
+    """Track the largest value of each tensor of positions, and use it to decide comparisons of single values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,16 +52,16 @@ class KnownLengths(TorchFunctionMode):
             return bool(self._known[id(args[0])][1])
         result = func(*args, **kwargs)
         if _writes(func, kwargs):
-            self._known.clear()  # what is written may be a view of a known tensor
+            self._known.clear()  # the written tensor may be a view of a known one
         value = self._value(func, args, kwargs, result) if isinstance(result, Tensor) else None
         if value is not None:
             self._known[id(result)] = result, value
         return result
 
     def _value(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Any:
-        """Return the largest value of a result, the outcome of a comparison, or `None` if it is not known."""
+        """Return the largest value of a result, the outcome of a comparison, or `None` if it is unknown."""
         if func is torch.arange:
-            # Of the integers from 0 or a start, one by one.
+            # only a range of integers with step 1
             whole = (
                 len(args) in (1, 2) and not {"start", "end", "step"} & kwargs.keys() and not result.is_floating_point()
             )
@@ -71,7 +71,7 @@ class KnownLengths(TorchFunctionMode):
             return None
         value = self._known[id(args[0])][1]
         if func in _UNCHANGED and not (func in _MAXIMA and any(isinstance(a, Tensor) for a in args[1:])):
-            return value if result.dtype in (torch.int32, torch.int64) else None  # narrower ones may not hold it
+            return value if result.dtype in (torch.int32, torch.int64) else None  # narrower dtypes may overflow
         other = args[1] if len(args) == 2 and kwargs.keys() <= {*_OPERANDS} else None
         if isinstance(other, Tensor) and id(other) in self._known and result.dim() == 0:
             other = self._known[id(other)][1]
@@ -83,7 +83,7 @@ class KnownLengths(TorchFunctionMode):
 
 
 def _writes(func: Any, kwargs: Any) -> bool:
-    """Tell whether a function writes one of its arguments."""
+    """Tell whether a function writes to one of its arguments."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     assigns = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")  # `__iadd__` has an `__add__`

@@ -1,4 +1,4 @@
-"""Keep a model as its user made it while its own code runs or is traced."""
+"""Restore a model after its code runs or is traced."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 _LARGEST_COPY = 64 * 2**20
-"""Bytes of the largest buffer that is copied, in case a forward writes it in place."""
+"""Size in bytes of the largest buffer that is copied, in case a forward writes to it in place."""
 
 _LEAVES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
 class ModelState:
-    """The attributes of a model, and what the dicts, lists and sets that can be reached from them contain.
+    """The attributes of a model, and the contents of the dicts, lists, and sets that can be reached from them.
 
     Attributes:
-        tensors: by identity, the tensors that the model has.
+        tensors: Tensors of the model, keyed by identity.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,12 +39,12 @@ class ModelState:
                 pending += self._parts(item)
 
     def _parts(self, item: Any) -> list[Any]:
-        """Record what `item` contains, and return it."""
+        """Record the contents of `item`, and return them."""
         if isinstance(item, Tensor):
             self.tensors[id(item)] = item
             return []
         if isinstance(item, dict):
-            # Subclasses may hide items or add effects to methods; the base has the contents.
+            # Subclasses may hide items or override methods with side effects; the base class returns the contents.
             self._dicts.append((item, list(dict.items(item))))
             return list(dict.values(item))
         if isinstance(item, list | deque):
@@ -66,7 +66,7 @@ class ModelState:
         return [own, *(x for values in of_classes for x in values if isinstance(x, dict | list | set | Tensor))]
 
     def restore(self) -> None:
-        """Give every attribute and container what it had; what has not changed is not written."""
+        """Restore the contents of every attribute and container; unchanged ones are not written."""
         for own, items in self._dicts:
             if not _same(list(dict.items(own)), items):
                 own.clear()
@@ -89,7 +89,7 @@ class ModelState:
                     setattr(kind, name, value)
 
     def copies(self) -> list[tuple[Tensor, Tensor, int]]:
-        """Return each tensor that a forward may write, with a copy and its version."""
+        """Return each tensor that a forward may write to, with a copy and its version."""
         return [
             (tensor, tensor.detach().clone(), tensor._version)
             for tensor in self.tensors.values()
@@ -114,11 +114,11 @@ def _class_attributes(kind: type) -> dict[str, Any]:
 
 @contextmanager
 def untouched(model: nn.Module, *, runs: bool = False) -> Iterator[ModelState]:
-    """Restore a model when the code inside ends, in whatever way.
+    """Restore a model when the code inside ends, normally or with an error.
 
     Args:
-        model: the user's model.
-        runs: the model runs on real tensors inside, so that its buffers may be written in place.
+        model: The user's model.
+        runs: Whether the model runs on real tensors inside, so that it may write to its buffers in place.
     """
     state = ModelState(model)
     copies = state.copies() if runs else []
@@ -133,7 +133,7 @@ def untouched(model: nn.Module, *, runs: bool = False) -> Iterator[ModelState]:
 
 
 def made_since(model: nn.Module, before: ModelState) -> list[Tensor]:
-    """Return the tensors that a forward has put into the model since `before`."""
+    """Return the tensors that a forward has stored in the model since `before`."""
     return [tensor for key, tensor in ModelState(model).tensors.items() if key not in before.tensors]
 
 

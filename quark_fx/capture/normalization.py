@@ -1,6 +1,6 @@
-"""From an exported program to a functional graph in which every operator has one spelling.
+"""Conversion of an exported program to a functional graph with one spelling for every operator.
 
-Eval mode, no in-place operators, no asserts, no no-op casts, copies or dropout; parameters are `get_attr` nodes under
+Eval mode, no in-place operators, no asserts, no no-op casts, copies, or dropout; parameters are `get_attr` nodes under
 their original names; inputs and outputs are flat (their structure is the `Signature`).
 """
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured model: the graph (flat inputs, tuple of flat outputs) and how the model is called."""
+    """A captured model: the graph (flat inputs, tuple of flat outputs) and its call signature."""
 
     module: GraphModule
     signature: Signature
@@ -96,11 +96,11 @@ _REGIONS = {
     "quantize the branches as models of their own",
     "flex_attention": "attention is a function of a function: load the model with attn_implementation='sdpa'",
 }
-"""What to do about operators that hold graphs of their own, by their names."""
+"""Advice for operators that contain graphs, keyed by name."""
 
 
 def _require_operators(program: ExportedProgram) -> None:
-    """Raise `CaptureError` for calls that hold a graph of their own, naming all of them."""
+    """Raise `CaptureError` for calls that contain a graph; the message names all of them."""
     nodes = [n for n in program.graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]
     if nodes:
         names = dict.fromkeys(str(node.target).rpartition(".")[2] for node in nodes)
@@ -113,7 +113,7 @@ def _require_operators(program: ExportedProgram) -> None:
 
 
 def _require_floats(gm: GraphModule) -> None:
-    """Raise `CaptureError` where an operator multiplies integers by a weight of floats; torch.export does not."""
+    """Raise `CaptureError` if an operator multiplies integers by a float weight, which torch.export does not check."""
     for node in gm.graph.nodes:
         if (linear := Linear.of(node)) is None:
             continue
@@ -131,7 +131,7 @@ def _require_floats(gm: GraphModule) -> None:
 
 
 def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, int, int, int | None], ...]:
-    """Return the sizes of dynamic dimensions for which the captured path through the model's code holds."""
+    """Return the sizes of dynamic dimensions for which the captured path through the model's code is valid."""
     found: list[tuple[str, int, int, int | None]] = []
     constraints: dict[Any, Any] = dict(program.range_constraints)
     for node in inputs:
@@ -142,21 +142,21 @@ def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, in
             if limits is None:
                 continue
             low, high = int(limits.lower), int(limits.upper) if limits.upper.is_Integer else None
-            low = 1 if low <= 2 else low  # torch assumes at least 2 for every dynamic dimension, and 1 works
+            low = 1 if low <= 2 else low  # torch assumes at least 2 for every dynamic dimension, but 1 works
             if low > 1 or high is not None:
                 found.append((str(node.target), dim, low, high))
     return tuple(found)
 
 
 def _multiples(inputs: list[Node]) -> tuple[tuple[str, int, int], ...]:
-    """Return the dynamic dimensions whose sizes have to be multiples of a number for the captured path to hold."""
+    """Return the dynamic dimensions whose sizes must be multiples of a number for the captured path to be valid."""
     found: list[tuple[str, int, int]] = []
     for node in inputs:
         value = node.meta.get("val")
         sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
         for dim, size in enumerate(sizes):
             symbol = size.node.expr if isinstance(size, torch.SymInt) else None
-            if getattr(symbol, "is_Symbol", False):  # of sympy, which takes half a second to import
+            if getattr(symbol, "is_Symbol", False):  # avoids the import of sympy, which takes half a second
                 guards = [guard.expr for guard in getattr(size.node.shape_env, "guards", ())]
                 numbers = {n for guard in guards if guard.free_symbols == {symbol} for n in _multiple(guard, symbol)}
                 if numbers:
@@ -165,8 +165,8 @@ def _multiples(inputs: list[Node]) -> tuple[tuple[str, int, int], ...]:
 
 
 def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
-    """Yield the number whose multiples fulfil `guard`, while no size between them does, if there is one."""
-    import sympy  # takes half a second, and is loaded where there are symbols
+    """Yield the number whose multiples satisfy `guard`, while no size between them does, if there is one."""
+    import sympy  # takes half a second; already loaded if there are symbols
 
     def holds(size: int) -> bool:
         try:
@@ -184,7 +184,7 @@ def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
 def _functional_module(program: ExportedProgram) -> GraphModule:
     """Return the program as a module without in-place operators.
 
-    What `make_functional` cannot follow is resolved by torch, which traces the program once more.
+    Torch resolves the operators that `make_functional` cannot follow; it traces the program once more.
     """
     mutated = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
     if mutated:
@@ -216,7 +216,7 @@ _CASTS = (
     *("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.to.prim_Device"),
     *("aten.type_as.default", "aten._to_copy.default"),
 )
-"""The spellings of a cast; those that change something become `_to_copy`."""
+"""Spellings of a cast; casts that change something become `_to_copy`."""
 
 _DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
 
@@ -232,18 +232,18 @@ _NO_OPS: dict[str, Callable[[Node], bool]] = {
     **dict.fromkeys(_CASTS, lambda node: _same_kind(node.args[0], node)),
     "aten.squeeze.dim": lambda node: _size_at(node.args[0], argument(node, 1)) not in (1, None),
 }
-"""Operators that change no value in a functional eval-mode graph, and when."""
+"""Operators that change no value in a functional eval-mode graph, and the conditions for that."""
 
 _aten = torch.ops.aten
 _SPELLINGS = {
-    # A view asks for a memory layout, which rewrites do not keep.
+    # A view requires a memory layout, which rewrites do not preserve.
     **dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), _aten.reshape.default),
     **{f"aten.__{name}__.Tensor": getattr(_aten, f"bitwise_{name}").Tensor for name in ("and", "or", "xor")},
     "aten.min.other": _aten.minimum.default,
     "aten.max.other": _aten.maximum.default,
     **{f"aten.__{name}__.Scalar": getattr(_aten, f"bitwise_{name}").Scalar for name in ("and", "or", "xor")},
 }
-"""Operators with two names, and the one that stays."""
+"""Operators with two names, and the name that is used."""
 
 _TRANSPOSITIONS = frozenset(
     f"aten.{name}"
@@ -252,7 +252,7 @@ _TRANSPOSITIONS = frozenset(
         *("moveaxis.int", "moveaxis.intlist", "swapdims.default", "swapaxes.default"),
     )
 )
-"""Spellings of `permute`, of real numbers; those of a complex tensor conjugate it, too."""
+"""Spellings of `permute` for real numbers; some of them also conjugate complex tensors."""
 
 _ASSERTIONS = frozenset(
     {
@@ -269,7 +269,7 @@ _IN_ORDER = frozenset(
         *("squeeze.default", "squeeze.dim", "squeeze.dims"),
     )
 )
-"""Operators that give the same values, in the same order, another shape."""
+"""Operators that return the same values in the same order in another shape."""
 
 
 def _order(node: Node) -> list[int]:
@@ -277,14 +277,14 @@ def _order(node: Node) -> list[int]:
     source: Any = node.args[0]
     probe = torch.empty(
         [2] * source.meta["val"].dim(), dtype=torch.float32, device="meta"
-    )  # whose strides are all different
+    )  # its strides are all different
     target: Any = node.target
     moved = target(probe, *node.args[1:], **node.kwargs)
     return [probe.stride().index(stride) for stride in moved.stride()]
 
 
 def _size_at(value: Any, dim: int) -> int | None:
-    """Return the size of a dimension, `None` if it varies or there is none."""
+    """Return the size of a dimension, `None` if it is dynamic or does not exist."""
     shape = value.meta["val"].shape
     return static_size(shape[dim]) if len(shape) else None
 
@@ -312,7 +312,7 @@ def _drop_no_ops(gm: GraphModule) -> None:
             order = _order(node)
             node.target, node.args, node.kwargs = _aten.permute.default, (node.args[0], order), {}
         elif name == "aten.sort.default":
-            # Which of two equal values comes first is open; a runtime must not answer differently from torch.
+            # The order of equal values is undefined; a runtime must not choose another order than torch.
             arguments = dict(zip(("dim", "descending"), node.args[1:], strict=False))
             node.target, node.args = _aten.sort.stable, node.args[:1]
             node.kwargs = {"stable": True, **arguments, **node.kwargs}
@@ -328,10 +328,10 @@ def _drop_no_ops(gm: GraphModule) -> None:
 
 
 def _drop_undone_reshapes(gm: GraphModule) -> None:
-    """Remove reshapes that others undo: their readers get the value before both.
+    """Remove reshapes that undo earlier ones: their consumers get the original value.
 
     A function that takes the kernel of a depthwise convolution as a matrix adds the dimension that its caller removed;
-    so written, the kernel would be no operator's weight.
+    with these reshapes, the kernel would not be the weight of an operator.
     """
     for node in list(gm.graph.nodes):
         if target_name(node) not in _IN_ORDER or (shape := _fixed_shape(node)) is None:
@@ -349,7 +349,7 @@ def _drop_undone_reshapes(gm: GraphModule) -> None:
 
 
 def _fixed_shape(node: Node) -> list[int | None] | None:
-    """Return the shape of a tensor, `None` if a size varies or it is none."""
+    """Return the shape of a tensor, `None` if a size is dynamic or the value is not a tensor."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None

@@ -1,8 +1,8 @@
-"""Sizes that torch rounds up to whole chunks, written so that its symbolic arithmetic can tell what they are.
+"""Sizes rounded up to whole chunks, in a form that torch's symbolic arithmetic can simplify.
 
-A model that pads a sequence to whole chunks computes `n + (c - n % c) % c`, or `n + -n % c`. Torch does not see that
-this is a multiple of `c`, so each comparison of strides behind it is a proof about nested remainders, and the proofs
-take most of the time of an export. Written as `c * ((n + c - 1) // c)`, the remainders cancel where `c` divides the
+A model that pads a sequence to whole chunks computes `n + (c - n % c) % c`, or `n + -n % c`. Torch does not recognize
+that this is a multiple of `c`, so each later comparison of strides is a proof about nested remainders, and the proofs
+take most of the time of an export. In the form `c * ((n + c - 1) // c)`, the remainders cancel where `c` divides the
 size.
 """
 
@@ -17,15 +17,15 @@ import sympy
 
 
 def round_up(dividend: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
-    """Return `dividend % divisor` without remainders, if it is what is missing to the next multiple of the divisor.
+    """Return `dividend % divisor` without remainders, if it is the distance to the next multiple of the divisor.
 
     Args:
-        dividend: an integer expression.
-        divisor: what it is divided by.
+        dividend: Integer expression.
+        divisor: Divisor of the expression.
 
     Returns:
-        `divisor * ((x + divisor - 1) // divisor) - x` where the dividend is `-x`, or `-(x % divisor)`, plus a multiple
-        of the divisor, for an `x` that is known not to be negative; otherwise `None`.
+        `divisor * ((x + divisor - 1) // divisor) - x` if the dividend is `-x`, or `-(x % divisor)`, plus a multiple of
+        the divisor, for an `x` that is known to be nonnegative; otherwise `None`.
     """
     functions = importlib.import_module("torch.utils._sympy.functions")
     if not isinstance(divisor, sympy.Integer) or divisor <= 0:
@@ -49,7 +49,7 @@ def _remainder(original: Any) -> classmethod[Any, Any, Any]:
 
 
 def _quotient_bounds(expression: Any, floor_div: Any) -> tuple[Any, ...]:
-    """Return what `x // divisor == number` says about `x`: torch keeps bounds of sizes, but not of quotients."""
+    """Return bounds on `x` that follow from `x // divisor == number`: torch keeps bounds of sizes, not of quotients."""
     if not isinstance(expression, sympy.Eq):
         return ()
     left, right = expression.args
@@ -66,9 +66,9 @@ def _quotient_bounds(expression: Any, floor_div: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def chunked_sizes() -> Iterator[None]:
-    """Let torch's symbolic sizes know of whole chunks meanwhile.
+    """Let torch's symbolic sizes simplify whole chunks inside this context.
 
-    Private parts of torch are replaced; where this version is built otherwise, nothing changes but the time it takes.
+    Private parts of torch are replaced; with a torch version in which they differ, only the speed is unchanged.
     """
     try:
         functions = importlib.import_module("torch.utils._sympy.functions")
@@ -90,7 +90,7 @@ def chunked_sizes() -> Iterator[None]:
         for kind, evaluation in evaluations:
             stack.callback(setattr, kind, "eval", evaluation)
             kind.eval = _remainder(evaluation)
-        # Torch names the innermost line that is not its own as the one that compares sizes.
+        # Torch blames comparisons of sizes on the innermost line that is not its own.
         stack.callback(not_the_users.discard, __file__)
         not_the_users.add(__file__)
         stack.callback(setattr, shapes, "_maybe_guard_rel", learn)

@@ -110,7 +110,7 @@ class RotationSite:
         return (*self.made, *(value for value, _ in self.read))
 
     def in_blocks(self, most: int) -> RotationSite:
-        """Return the site with one matrix for all blocks of channels; the block size is the largest divisor up to `most`."""
+        """Return the site with one matrix for all blocks of channels; a block has the largest divisor up to `most`."""
         size = next(size for size in range(min(most, self.size), 0, -1) if self.size % size == 0)
         absorbers = tuple(replace(found, runs=found.runs.reshape(-1, size)) for found in self.absorbers)
         return replace(self, size=size, absorbers=absorbers)
@@ -380,7 +380,7 @@ class _Sites:
         return last
 
     def _lifted(self, value: Node, reader: Node) -> tuple[Node, list[Node]]:
-        """Return the input of the norm's module and its consumers there if they can read it unrotated, else the arguments."""
+        """Return the input of the norm's module and its consumers if they can read it unrotated, else the arguments."""
         key, chain = next(reversed(module_calls(reader)), None), [value]
         while key is not None and key in module_calls(chain[-1]) and target_name(chain[-1]) in _KEEPING:
             sources = [n for n in chain[-1].all_input_nodes if n in self.walk.labels and not is_parameter(n)]
