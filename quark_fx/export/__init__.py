@@ -1,4 +1,4 @@
-"""Graph to artifact, one file a target."""
+"""Exports of a graph, one file per target."""
 
 from quark_fx.export.checkpoints.to_gguf import gguf
 from quark_fx.export.checkpoints.to_huggingface import huggingface

@@ -1,4 +1,4 @@
-"""Codes of a few bits packed into 32-bit words, as checkpoints store them."""
+"""Codes of a few bits packed into 32-bit words, in the layouts of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from quark_fx.model.constants import Constant
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output channel, of eight neighbors, in each nibble of a word."""
+"""Output channel, out of eight neighbors, in each nibble of a word."""
 
 
 NO_OFFSETS = "offsets between codes, for which only GGUF has a place; use symmetry='symmetric' or 'asymmetric'"
-"""Why other files refuse `Symmetry.OFFSET`."""
+"""Reason why formats other than GGUF refuse `Symmetry.OFFSET`."""
 
 
 def matrix_of(constant: Constant) -> QuantizedTensor:
-    """Return a quantized weight in the one form that all checkpoint formats start from.
+    """Return a quantized weight in the form that all checkpoint formats start from.
 
     Returns:
         Codes of shape (outputs, inputs): signed integers as int8, unsigned ones with offsets as uint8, or floats of at
         most 8 bits. Scales and zero points have the shape (outputs, groups), or (1, 1) for one scale.
 
     Raises:
-        ExportError: if the formats have no place for it; the message says what to change.
+        ExportError: If the formats do not support the weight; the message names the change to make.
     """
     stored = constant.quantized
     if stored is None or stored.codes.dim() != 2:
@@ -45,12 +45,12 @@ def matrix_of(constant: Constant) -> QuantizedTensor:
 
 
 def group_size(weight: QuantizedTensor) -> int | None:
-    """Return how many inputs share a scale of `matrix_of`; `None` if all do."""
+    """Return the number of inputs that share a scale of `matrix_of`; `None` if all do."""
     return weight.layout.block if weight.scale.shape[1] > 1 else None
 
 
 def block_scales(weight: QuantizedTensor) -> Tensor | None:
-    """Return a scale for each block of as many outputs as inputs; `None` if outputs of a block have different ones."""
+    """Return one scale per square block; `None` if the outputs of a block have different scales."""
     size, scale = weight.layout.block, weight.scale
     blocks = scale[::size]
     together = size > 1 and torch.equal(blocks.repeat_interleave(size, 0)[: len(weight.codes)], scale)
@@ -58,10 +58,10 @@ def block_scales(weight: QuantizedTensor) -> Tensor | None:
 
 
 def exponents(weight: QuantizedTensor) -> Tensor:
-    """Return scales that are powers of two as E8M0: their exponents, counted from -127, uint8.
+    """Return scales that are powers of two as E8M0: their exponents plus 127, uint8.
 
     Raises:
-        ExportError: if one is no power of two.
+        ExportError: If a scale is not a power of two.
     """
     if not are_exponents(weight.scale):
         raise ExportError(f"{weight.format} in groups with scales that are no powers of two; use an MX format")
@@ -69,15 +69,15 @@ def exponents(weight: QuantizedTensor) -> Tensor:
 
 
 def are_exponents(scale: Tensor) -> bool:
-    """Return True if all are powers of two."""
+    """Tell whether all scales are powers of two."""
     return bool((torch.frexp(scale)[0] == 0.5).all())
 
 
 def unsigned(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Return codes (outputs, inputs) and zero points (outputs, groups) counted from the smallest code, int32.
+    """Return codes (outputs, inputs) and zero points (outputs, groups) relative to the smallest code, int32.
 
     Raises:
-        ExportError: for offsets.
+        ExportError: If the weight has offsets.
     """
     if weight.has_offsets:
         raise ExportError(NO_OFFSETS)
@@ -90,7 +90,7 @@ def half_scales(weight: QuantizedTensor) -> Tensor:
     """Return the scales in float16, shape (outputs, groups).
 
     Raises:
-        ExportError: if one is too small or too large for it.
+        ExportError: If a scale is too small or too large for float16.
     """
     half = weight.scale.expand(len(weight.codes), -1).half()
     magnitude, exact = half.abs(), half.float() == weight.scale
@@ -101,11 +101,11 @@ def half_scales(weight: QuantizedTensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack the last dimension into int32 words: value `i` at the bits from `i * bits` on, the last word filled with 0.
+    """Pack the last dimension into int32 words: value `i` starts at bit `i * bits`; the last word is padded with 0.
 
     Args:
-        codes: non-negative integers below `2 ** bits`, shape `(..., n)`.
-        bits: 1 to 8; a code may lie in two words.
+        codes: Non-negative integers below `2 ** bits`, shape `(..., n)`.
+        bits: Number of bits from 1 to 8; a code may cross words.
 
     Returns:
         Words of shape `(..., ceil(n * bits / 32))`.
@@ -121,12 +121,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def pack_columns(codes: Tensor, bits: int) -> Tensor:
-    """Pack the first dimension of a matrix, as `pack` does the last."""
+    """Pack the first dimension of a matrix; see `pack`."""
     return pack(codes.t().contiguous(), bits).t().contiguous()
 
 
 def pack_awq(codes: Tensor) -> Tensor:
-    """Pack the last dimension, 4 bits a code, in the order of AWQ's kernels; its size is a multiple of 8."""
+    """Pack the last dimension, 4 bits per code, in the order of AWQ's kernels; its size is a multiple of 8."""
     return pack(codes.unflatten(-1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(-2), 4)
 
 

@@ -1,4 +1,4 @@
-"""From a graph with attributes to an `ExportedProgram`, without a retrace."""
+"""Convert a graph with attributes to an `ExportedProgram` without a retrace."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def to_exported_program(gm: GraphModule, *, signature: Signature | None = None) 
         if node.op == "placeholder":
             inputs.append(InputSpec(InputKind.USER_INPUT, _argument(copied), None))
         elif node.op == "output":
-            # A file holds tensors: other results (None, numbers, sizes of inputs) are the caller's to restore.
+            # A file only has tensors; the caller restores other results (None, numbers, sizes of inputs).
             whole: Any = copied.args[0]
             results = tuple(r for r in whole if signature is not None or _is_tensor(r))
             copied.args = (results,)
@@ -84,7 +84,7 @@ def _ranges(graph: Graph) -> dict[sympy.Symbol, ValueRanges[Any]]:
     sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape]
     found: dict[sympy.Symbol, ValueRanges[Any]] = {}
     for size in sizes:
-        node: Any = getattr(size, "node", None)  # of sizes that vary
+        node: Any = getattr(size, "node", None)  # only sizes that vary have one
         if node is not None:
             known = node.shape_env.var_to_range
             found |= {symbol: known[symbol] for symbol in node.expr.free_symbols if symbol in known}

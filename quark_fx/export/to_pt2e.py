@@ -1,4 +1,4 @@
-"""A quantized graph in the operators of PT2E, `quantized_decomposed`, which back ends of PyTorch read.
+"""Export of a quantized graph to PT2E's operators, `quantized_decomposed`, which back ends of PyTorch read.
 
 Source:
     `torch/ao/quantization/fx/_decomposed.py` of PyTorch; https://docs.pytorch.org/ao, "PyTorch 2 Export Quantization".
@@ -41,26 +41,26 @@ from quark_fx.system.isolation import isolated
 
 
 class _UnsupportedError(Exception):
-    """PT2E has no operator; the message says for what."""
+    """PT2E lacks an operator; the message describes the missing one."""
 
 
 @isolated
 def pt2e(qmodel: QuantizedModel) -> ExportedProgram:
-    """Return `qmodel` as a program in PT2E's operators, for ExecuTorch, torchao, Inductor and other back ends.
+    """Return `qmodel` as a program in PT2E's operators, for ExecuTorch, torchao, Inductor, and other back ends.
 
-    Weights are stored in codes. Activations of 8 bits have signed codes, which back ends read: unsigned ones are moved
-    by 128, zero points too, so they stand for the same values. int32 biases are stored in floats, which back ends round
-    to the same codes. The program takes the model's inputs by position if they are the first parameters of `forward`,
-    by keyword otherwise, and any size the model takes.
+    Weights are stored in codes. 8-bit activations have signed codes, which back ends read: unsigned codes and zero
+    points are shifted by 128, so the values are the same. int32 biases are stored as floats, which back ends round to
+    the same codes. The program reads the model's inputs by position if they are the first parameters of `forward`, by
+    keyword otherwise, and supports the same sizes as the model.
 
-    A value that lies half way between two codes may get the other one, because PT2E multiplies by the reciprocal of a
-    scale. What is measured at run time is measured by PT2E's rule, whose zero points may differ by one.
+    A value halfway between two codes may get the other one, because PT2E multiplies by the reciprocal of a scale.
+    Ranges at run time are measured by PT2E's rule, whose zero points may differ by one.
 
     Args:
-        qmodel: from `quantize`.
+        qmodel: Result of `quantize`.
 
     Raises:
-        ExportError: if PT2E has no operator for how something is rounded; the message lists the operators.
+        ExportError: If PT2E lacks an operator for a rounding; the message lists the nodes.
     """
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
@@ -91,11 +91,11 @@ def pt2e(qmodel: QuantizedModel) -> ExportedProgram:
 
 @dataclass
 class _Lowering:
-    """What replaces the nodes of a graph, inserted where the graph inserts.
+    """Replaces the nodes of a graph at its insertion point.
 
     Attributes:
-        gm: the graph.
-        stored: what reads the constants that are stored, by name.
+        gm: Graph.
+        stored: Consumers of the stored constants, by constant.
     """
 
     gm: GraphModule
@@ -103,7 +103,7 @@ class _Lowering:
 
     @property
     def rules(self) -> dict[str, Callable[[Node], Node]]:
-        """What makes the replacement of a node, by its target; an `_UnsupportedError` says what PT2E cannot."""
+        """Functions that return the replacement of a node, by target; they raise `_UnsupportedError` if none exists."""
         return {
             QUANTIZE: self._quantize,
             DEQUANTIZE: self._dequantize,
@@ -171,7 +171,7 @@ class _Lowering:
         if not weight.block_size:
             given = [self._constant(*part) for part in parts.items()]
             return call(self.gm, _OPS.dequantize_per_channel.default, *given, axis, *limits, like=node, **out)
-        # Groups lie along the last dimension of a matrix.
+        # Groups are along the last dimension of a matrix.
         shape, order = list(weight.codes.movedim(axis, -1).shape), list(range(weight.codes.dim()))
         order.insert(axis, order.pop())
         given = [self._constant(name, part.movedim(axis, -1).flatten(0, -2)) for name, part in parts.items()]
@@ -184,7 +184,7 @@ class _Lowering:
         return call(self.gm, torch.ops.aten.permute.default, values, order, like=node)
 
     def _constant(self, name: str, value: Tensor) -> Node:
-        """Return a node that reads `value`, which is stored once for all readers of that name."""
+        """Return a node that reads `value`, which is stored once per name."""
         if name not in self.stored:
             self.stored[name] = get_attr(self.gm, name, value.contiguous())
             return self.stored[name]
@@ -193,13 +193,13 @@ class _Lowering:
         return node
 
     def _known(self, rounded: Rounded) -> tuple[Any, ...]:
-        """Return scale, zero point, limits and dtype of codes with one calibrated scale."""
+        """Return scale, zero point, limits, and dtype of codes with one calibrated scale."""
         scale, zero_point = (parameter(self.gm, node) for node in (rounded.scale, rounded.zero_point))
         return float(scale), int(zero_point) - _half(_integers(rounded.format)), *_limits(rounded.format)
 
 
 def _rounded(node: Node) -> Rounded:
-    """Return what a `quantize` makes, or a `dequantize` reads, with one scale or one for each token."""
+    """Return the rounding of a `quantize` or `dequantize` with one scale or one per token."""
     rounded = Rounded.of(node)
     assert rounded is not None
     _integers(rounded.format)
@@ -222,7 +222,7 @@ def _integers(fmt: Format) -> Format:
 
 
 def _half(fmt: Format) -> int:
-    """Return what is taken from unsigned codes of up to 8 bits, to make them signed."""
+    """Return the number that is subtracted from unsigned codes of up to 8 bits to make them signed."""
     return 0 if fmt.signed or fmt.bits > 8 else 1 << (fmt.bits - 1)
 
 
@@ -236,7 +236,7 @@ def _require_float32_or_less(x: Node) -> None:
 
 
 def _one_reader_each(gm: GraphModule) -> None:
-    """Give each reader of a value in codes its own `dequantize`, as back ends match one pair around one operator."""
+    """Give each consumer of a value in codes a separate `dequantize`: back ends match a pair around one operator."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and str(node.target).startswith("quantized_decomposed.dequantize"):
             for reader in list(node.users)[1:]:

@@ -1,6 +1,6 @@
-"""Weights of experts, which models hold in stacks and checkpoints apart: a matrix for each projection of each expert.
+"""Weights of experts: stacks in the model, one matrix per projection of each expert in a checkpoint.
 
-What transformers does to a stack when it saves a model is done to codes and scales alike.
+Codes and scales are split the way transformers splits a stack when it saves a model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SUFFIX = ".weight"
 
 
 def as_saved(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a model of transformers as its checkpoints have them, stacks taken apart."""
+    """Return tensors of a transformers model in the form of its checkpoints, with stacks split."""
     models, loading = (importlib.import_module(f"transformers.{n}") for n in ("modeling_utils", "core_model_loading"))
     once = models.remove_tied_weights_from_state_dict(dict(tensors), model)
     saved: dict[str, Tensor] = loading.revert_weight_conversion(model, once)
@@ -31,7 +31,7 @@ def as_saved(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def taken_apart(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the matrices that a checkpoint has for the stack `name`, by the modules they belong to; empty if none."""
+    """Return the matrices of a checkpoint for the stack `name`, by their modules; empty if it has none."""
     if tensor.dim() != 3:
         return {}
     parts = as_saved(model, {name: tensor})
@@ -40,10 +40,10 @@ def taken_apart(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTensor]:
-    """Return the matrices of a quantized stack by the modules they belong to; empty if checkpoints hold no stack.
+    """Return the matrices of a quantized stack by their modules; empty if checkpoints do not split it.
 
     Raises:
-        ExportError: if a checkpoint cannot hold them.
+        ExportError: If a checkpoint cannot represent them.
     """
     stored = constant.quantized
     if stored is None:
@@ -64,7 +64,7 @@ def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTe
 
 
 def stacked_rows(constant: Constant) -> QuantizedTensor:
-    """Return the rows of all matrices of a stack that `matrices` takes apart, one after another, as one matrix."""
+    """Concatenate the rows of all matrices of a stack that `matrices` splits into one matrix."""
     stored = constant.quantized
     assert stored is not None
     codes, scale = stored.codes.flatten(0, 1), stored.scale.flatten(0, 1)
@@ -74,7 +74,7 @@ def stacked_rows(constant: Constant) -> QuantizedTensor:
 
 
 def _moves_rows(model: Any, name: str, stack: Tensor) -> bool:
-    """Tell whether taking a stack apart moves whole rows, of any length: codes and scales stay together then."""
+    """Tell whether splitting a stack moves whole rows of any length, so that codes and scales stay together."""
     experts, outputs, _ = stack.shape
     columns = torch.arange(3)
     rows = torch.arange(experts * outputs).reshape(experts, outputs, 1) * len(columns)
@@ -86,9 +86,9 @@ def _moves_rows(model: Any, name: str, stack: Tensor) -> bool:
 
 
 def name_patterns(names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
-    r"""Return regular expressions whose matches the names of experts' modules begin with, whichever the expert.
+    r"""Return regular expressions that match the beginning of the names of experts' modules, for any expert.
 
-    They end before the name of a projection, which servers have their own for, unless one of `others` begins alike.
+    They end before the name of a projection, which servers rename, unless a name in `others` begins the same way.
 
     >>> print(*name_patterns(["layers.0.experts.0.up", "layers.0.experts.1.up"]))
     ^layers[.]0[.]experts[.]\d+[.]
@@ -105,7 +105,7 @@ def name_patterns(names: Iterable[str], others: Iterable[str] = ()) -> list[str]
 
 
 def common_paths(names: Iterable[str]) -> list[str]:
-    """Return what the names of experts' modules begin with, whichever the expert.
+    """Return the common beginnings of the names of experts' modules, up to the number of the expert.
 
     >>> common_paths(["layers.0.experts.0.up", "layers.0.experts.1.down"])
     ['layers.0.experts']
@@ -119,7 +119,7 @@ def literal(name: str) -> str:
 
 
 def _cut(name: str) -> tuple[str, str]:
-    """Return what is before and after the number of the expert."""
+    """Return the parts of a name before and after the number of the expert."""
     parts = name.split(".")
     expert = max((i for i, part in enumerate(parts) if part.isdigit()), default=0)
     return ".".join(parts[:expert]), ".".join(parts[expert + 1 :])

@@ -1,4 +1,4 @@
-"""The bytes of GGUF's blocks: codes with scales of one level, or of two (K-quants)."""
+"""The bytes of GGUF's blocks: codes with scales of one level or of two (K-quants)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.scales import ScaleFormat
 
 _BLOCK, _SUPER = 32, 256
-"""Inputs of a block whose scale has one level, and of one whose scales have two."""
+"""Number of inputs of a block whose scales have one level, and of a block whose scales have two."""
 
 _HELD = "int4, int5, int8, uint4 and uint5 in groups of 32, and the types of quark_fx.gguf_types"
 
@@ -22,21 +22,21 @@ _HELD = "int4, int5, int8, uint4 and uint5 in groups of 32, and the types of qua
 def blocks(weight: QuantizedTensor) -> tuple[Tensor, str]:
     """Return the blocks of a weight, uint8 of shape (outputs, bytes), and the name of their type.
 
-    What they stand for is what the weight does, bit for bit, but for scales that float16 does not hold, and zero
-    points: of Q4_1 and Q5_1, the smallest value of a block is rounded to float16. Offsets are never rounded.
+    The blocks represent the weight bit for bit, except for scales that float16 does not represent, and zero points: the
+    smallest value of a block of Q4_1 and Q5_1 is rounded to float16. Offsets are never rounded.
 
     Args:
-        weight: of `matrix_of`.
+        weight: Result of `matrix_of`.
 
     Raises:
-        ExportError: if no type holds the weight.
+        ExportError: If no type represents the weight.
     """
     kind = type_of(weight)
     return blocks_of(weight, kind), kind
 
 
 def type_of(weight: QuantizedTensor) -> str:
-    """Return the name of the type that holds a weight; arguments and errors are those of `blocks`."""
+    """Return the name of the type that represents a weight; arguments and errors are the same as for `blocks`."""
     inputs = weight.codes.shape[1]
     group = group_size(weight) or inputs
     kind = _kind(weight, group)
@@ -48,10 +48,10 @@ def type_of(weight: QuantizedTensor) -> str:
 
 
 def blocks_of(weight: QuantizedTensor, kind: str) -> Tensor:
-    """Return the blocks of some rows of a weight that has this type.
+    """Return the blocks of some rows of a weight of this type.
 
     Raises:
-        ExportError: if its scales are not those of the type.
+        ExportError: If the type does not support its scales.
     """
     if kind not in _TWO_LEVELS:
         return _one_level(weight, group_size(weight) or weight.codes.shape[1], kind)
@@ -72,14 +72,14 @@ _SMALLER = {
     "Q5_K": "use Q5_1",
     "Q6_K": "use Q8_0",
 }
-"""What llama.cpp has for such rows."""
+"""Alternatives in llama.cpp for rows of other lengths."""
 
 
 def _kind(weight: QuantizedTensor, group: int) -> str:
-    """Return the name of the type for codes in such groups.
+    """Return the name of the type for codes in groups of this size.
 
     Raises:
-        ExportError: if there is none.
+        ExportError: If no type supports them.
     """
     fmt, held = weight.format, None
     if fmt.is_integer and not fmt.sign_magnitude:
@@ -119,12 +119,12 @@ def _one_level(weight: QuantizedTensor, group: int, kind: str) -> Tensor:
 
 
 def _levels(weight: QuantizedTensor, kind: ScaleFormat) -> list[Tensor]:
-    """Return the float16 factors and whole numbers of the scales, and of the offsets below zero if there are any.
+    """Return the float16 factors and integer multiples of the scales and, if there are any, of the negated offsets.
 
     Shapes (outputs, groups, 1) and (outputs, groups, sub-groups).
 
     Raises:
-        ValueError: if there are none.
+        ValueError: If no factors and multiples represent the values.
     """
     found = []
     for values in (weight.scale, -weight.zero_point)[: 1 + weight.has_offsets]:
@@ -176,14 +176,14 @@ def _six_bits(scale: Tensor, offset: Tensor) -> Tensor:
 
 
 def _packed(values: Tensor, runs: int, parts: int, size: int, *, bits: int) -> Tensor:
-    """Return bytes that hold `parts` values each, `size` apart, the first in the lowest bits.
+    """Return bytes of `parts` values each, at a distance of `size`, the first in the lowest bits.
 
     Args:
-        values: whole numbers from 0 of so many bits, shape (outputs, values), a block after the other.
-        runs: of `parts * size` values in a block.
-        parts: values in a byte.
-        size: bytes of a run.
-        bits: of a value.
+        values: Unsigned integers of `bits` bits, shape (outputs, values), block by block.
+        runs: Number of runs of `parts * size` values in a block.
+        parts: Number of values in a byte.
+        size: Number of bytes in a run.
+        bits: Number of bits of a value.
 
     Returns:
         uint8, shape (outputs, blocks, runs * size).

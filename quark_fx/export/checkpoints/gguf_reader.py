@@ -1,4 +1,4 @@
-"""What transformers' reader of GGUF knows of an architecture: names, fields, and what it does to tensors, undone."""
+"""The knowledge of transformers' GGUF reader about an architecture: names, fields, and inverses of its transforms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARK = 2.0**40
 """Offset added to element indices, so that they cannot be confused with padding zeros; float64 holds the sums."""
 
 _IGNORED = (
-    # Names, tokens, training, and what is returned.
+    # Names, tokens, training, and options of results.
     *("_*", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "initializer_*", "is_encoder_decoder"),
     *("label2id", "model_type", "output_*", "pretraining_tp", "problem_type", "quantization_config", "return_dict"),
     *(
@@ -35,32 +35,32 @@ _IGNORED = (
         "transformers_version",
         "use_cache",
     ),
-    # What layer_types already says, and what positions without scaling do not read.
+    # Already in layer_types, or not read by positions without scaling.
     *("max_window_layers", "original_max_position_embeddings"),
-    # What the tensors of a file say.
+    # Derived from the tensors of a file.
     *("tie_word_embeddings", "use_parallel_residual", "use_qkv_bias"),
-    # Sizes of tensors: transformers raises where it takes others, and llama.cpp has keys for them.
+    # Sizes of tensors: transformers raises if they differ, and llama.cpp has keys for them.
     *("head_dim", "*intermediate_size", "vocab_size"),
 )
-"""Patterns of fields of configurations that do not change what a reader computes, or not without an error."""
+"""Patterns of configuration fields that do not change the results of a reader, or not without an error."""
 
 _REQUIRED = ("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 """Keys without which llama.cpp does not open a file."""
 
 _EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
-"""Keys of which it needs one."""
+"""Keys from which llama.cpp needs one."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the file, and the rows of the model's tensor that it holds.
+    """A tensor of the file, and its rows in the model's tensor.
 
     Attributes:
-        name: in the file.
-        shape: in the file, outermost dimension first.
-        width: elements of a row.
-        rows: the rows of the model's tensor, cut into rows of this width, in the order of the file.
-        shift: what reading adds.
+        name: Name in the file.
+        shape: Shape in the file, outermost dimension first.
+        width: Number of elements of a row.
+        rows: Rows of the model's tensor, cut into rows of this width, in the order of the file.
+        shift: Value that reading adds.
     """
 
     name: str
@@ -70,22 +70,22 @@ class Place:
     shift: float
 
     def values(self, tensor: Tensor, some: slice = slice(None)) -> Tensor:
-        """Return what the file holds for a tensor of the model: float32 of shape (rows, width), all rows or some."""
+        """Return the values in the file for a tensor of the model: float32 of shape (rows, width), all rows or some."""
         picked = tensor.detach().reshape(-1, self.width)[self.rows[some]].float()
         return picked - self.shift if self.shift else picked
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What transformers' reader of GGUF knows of an architecture.
+    """The knowledge of transformers' GGUF reader about an architecture.
 
     Attributes:
-        architecture: its name in GGUF.
-        config: of the model.
-        keys: fields of the configuration by key of the file.
-        names: of the model's tensors by name in the file; that of a stack has no ending.
-        processor: what changes tensors as they are read.
-        extra: values by key of the file that are not those of a field.
+        architecture: Name of the architecture in GGUF.
+        config: Configuration of the model.
+        keys: Fields of the configuration by key of the file.
+        names: Names of the model's tensors; keys are names in the file, without an ending for stacks.
+        processor: Object that transforms tensors when they are read.
+        extra: Values by key of the file that do not come from a field.
     """
 
     architecture: str
@@ -97,11 +97,11 @@ class Reader:
 
     @classmethod
     def of(cls, model: Any, package: Any) -> Reader:
-        """Look the model's architecture up.
+        """Look up the model's architecture.
 
         Raises:
-            ExportError: if it is unknown, llama.cpp needs a key that it has no value for, or readers would build
-                another model than this one.
+            ExportError: If it is unknown, lacks a value for a key that llama.cpp needs, or readers would build another
+                model.
         """
         reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
         config = model.config
@@ -136,14 +136,15 @@ class Reader:
                 yield f"{self.architecture}.{key}", value
 
     def places(self, name: str, shape: Sequence[int]) -> list[Place]:
-        """Return the tensors of the file that hold a tensor of the model: of experts' gates and ups, one for each.
+        """Return the tensors of the file for a tensor of the model: one each for the gates and ups of experts.
 
         Args:
-            name: in the model.
-            shape: in the model.
+            name: Name in the model.
+            shape: Shape in the model.
 
         Raises:
-            ExportError: if the file has no tensor for it, or readers do more than move elements, or add to all of them.
+            ExportError: If the file lacks a tensor for it, or readers do more than move elements or add a constant to
+                all of them.
         """
         stems = [ours for ours, theirs in self.names.items() if theirs == name]
         if not stems:
@@ -162,10 +163,10 @@ class Reader:
         return _rope(self.config).get(field, getattr(self.config, field, None))
 
     def _place(self, stem: str, shape: tuple[int, ...], parts: int) -> Place | None:
-        """Return the place of a tensor of which the file has so many parts; `None` if it cannot be found."""
-        # The maps have no ending for a parameter whose name in the model has none; llama.cpp's tensors do.
+        """Return the place of a tensor that the file has in so many parts; `None` if it cannot be found."""
+        # For a parameter without an ending in the model, the maps have none, either; llama.cpp's tensors do.
         names = [stem] if stem.endswith((_WEIGHT, _BIAS)) else [f"{stem}{_WEIGHT}", stem]
-        # Rows of two elements show how whole rows move, in a moment. Otherwise each element is asked for.
+        # Rows of two elements quickly show how whole rows move. Otherwise, each element is tracked.
         widths = [shape[-1], 1] if len(shape) > 1 else [1]
         for width in widths:
             probed = (*shape[:-1], 2) if width > 1 else shape
@@ -183,15 +184,15 @@ class Reader:
         return None
 
     def _moved(self, name: str, shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[Array, float] | None:
-        """Return which element of the model's tensor each one of the file becomes, and what reading adds to all.
+        """Return the index in the model's tensor of each element of the file, and the constant that reading adds.
 
         Args:
-            name: in the file.
-            shape: in the model.
-            stored: in the file.
+            name: Name in the file.
+            shape: Shape in the model.
+            stored: Shape in the file.
 
         Returns:
-            Indices, int64, one for each element of the file; `None` if something else is read.
+            Indices, int64, one per element of the file; `None` if the reader returns anything else.
         """
         size, into = math.prod(stored), dict[str, Any]()
         numbered = np.arange(size, dtype=np.float64).reshape(stored) + _MARK
@@ -199,7 +200,7 @@ class Reader:
             result = self.processor.process(
                 weights=numbered, name=name, tensor_key_mapping=self.names, parsed_parameters={"tensors": into}
             )
-        except Exception:  # what the reader's own code raises for other shapes than it expects
+        except Exception:  # any error of the reader's code for unexpected shapes
             return None
         if result.name in self.names:
             into[self.names[result.name]] = result.weights
@@ -219,7 +220,7 @@ class Reader:
         return index, shift
 
     def _require_keys(self) -> None:
-        """Raise `ExportError` if the file would lack a key without which llama.cpp does not open it."""
+        """Raise `ExportError` if the file would lack a key that llama.cpp requires."""
         found = {key.removeprefix(f"{self.architecture}.") for key, _ in self.metadata()}
         missing = [key for key in _REQUIRED if key not in found]
         if not found & set(_EPSILONS):
@@ -231,13 +232,13 @@ class Reader:
             )
 
     def _require_alike(self, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
-        """Raise `ExportError` if what readers assume, for want of a key, is not what the model has."""
+        """Raise `ExportError` if readers assume another value than the model's for a field without a key."""
         known = {field: value for field in fields if (value := self._value(field)) is not None}
         mine, theirs = (config.to_dict() for config in (self.config, type(self.config)(**known, **defaults)))
         differ = [
             f"{field} ({value!r}, and this model has {mine[field]!r})"
             for field, value in theirs.items()
-            # What its class does not know, no code of its reads.
+            # The model's code does not read fields that its class lacks.
             if field in mine and mine[field] != value and not any(fnmatch(field, pattern) for pattern in _IGNORED)
         ]
         if differ:
@@ -248,7 +249,7 @@ class Reader:
 
 
 def _fields(package: Any) -> dict[str, str]:
-    """Return the fields that llama.cpp takes other values for, if they are not told, than transformers' reader."""
+    """Return fields for which llama.cpp and transformers' reader have different defaults."""
     keys = package.Keys
     named = {
         keys.Attention.KEY_LENGTH: "head_dim",
@@ -259,7 +260,7 @@ def _fields(package: Any) -> dict[str, str]:
 
 
 def _extra(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, Any]:
-    """Return the keys that llama.cpp reads, and transformers' reader, which has the fields' defaults, does not."""
+    """Return the keys that llama.cpp reads, but not transformers' reader, which uses the fields' defaults."""
     rope, both = package.Keys.Rope, _rope(config)
     theta, share = (both.get(name, getattr(config, name, None)) for name in ("rope_theta", "partial_rotary_factor"))
     values = {package.Keys.LLM.VOCAB_SIZE: config.vocab_size, rope.FREQ_BASE: theta}
@@ -267,20 +268,20 @@ def _extra(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, Any]
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         values[rope.DIMENSION_COUNT] = int(width * share)
     found = {key.removeprefix("{arch}."): value for key, value in values.items()}
-    for key, other in (_EPSILONS, _EPSILONS[::-1]):  # the maps have one for all norms, and llama.cpp one for each kind
+    for key, other in (_EPSILONS, _EPSILONS[::-1]):  # the maps have one for all norms, llama.cpp one for each kind
         if other in keys:
             found[key] = getattr(config, keys[other], None)
     return {key: value for key, value in found.items() if key not in keys}
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Return how positions are encoded: in layers that attend to all, if there are other layers."""
+    """Return the position encoding; if layers differ, the encoding of the layers with full attention."""
     found = getattr(config, "rope_parameters", None) or {}
     return found.get("full_attention") or found
 
 
 def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dict[str, int]:
-    """Return the key of how many inputs the down projection of an expert has; configurations call it many names."""
+    """Return the key with the input size of an expert's down projection, whose name varies between configurations."""
     down = package.TENSOR_NAMES[package.MODEL_TENSOR.FFN_DOWN_EXP]
     stacks = (names.get(down.format(bid=layer)) for layer in range(model.config.num_hidden_layers))
     found = next((model.get_parameter(name) for name in stacks if name), None)
@@ -289,14 +290,14 @@ def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dic
 
 
 def _gating(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, int]:
-    """Return the key of how routers make weights of scores, which is a number in the file."""
+    """Return the key with the function from scores to weights in routers, which is a number in the file."""
     key = package.Keys.LLM.EXPERT_GATING_FUNC.removeprefix("{arch}.")
     name = getattr(config, keys[key], None) if key in keys else None
     return {} if name is None else {key: int(package.ExpertGatingFuncType[str(name).upper()])}
 
 
 def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
-    """Return the shapes in which a tensor may be stored: one of so many parts, turned, or without sizes of 1."""
+    """Return possible shapes of a stored tensor: one of so many parts, reversed, or without sizes of 1."""
     if parts > 1:
         return [(*shape[:-2], shape[-2] // parts, shape[-1])] if len(shape) > 2 and shape[-2] % parts == 0 else []
     return list(dict.fromkeys([shape, shape[::-1], tuple(size for size in shape if size != 1)]))

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint can represent a model: readers build the class from its configuration and load weights."""
+"""Check that a checkpoint can represent a model: readers build the class from its configuration and load weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIBRARIES = ("transformers", "transformers_modules")
 """Packages whose classes readers find: transformers, and code from a repository that a checkpoint names."""
 
 _IMMATERIAL = ("training", "inplace", "padding_idx")
-"""Attributes of modules that change nothing of what they compute in eval mode."""
+"""Attributes of modules that do not change their results in eval mode."""
 
 
 def require_reader(model: nn.Module) -> None:
@@ -37,7 +37,7 @@ def require_reader(model: nn.Module) -> None:
     if kind.__module__.partition(".")[0] in _LIBRARIES or kind._auto_class is not None:
         return
     config: Any = model.config
-    if config.model_type not in transformers.CONFIG_MAPPING:  # its class alone reads the checkpoint
+    if config.model_type not in transformers.CONFIG_MAPPING:  # only its own class reads the checkpoint
         return
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     mappings = [value for key, value in vars(auto).items() if key.endswith("_MAPPING")]
@@ -55,9 +55,9 @@ def require_plain(model: Any) -> None:
     name = type(model).__name__
     with quiet():
         try:
-            with torch.device("meta"):  # transformers' readers do the same; a stack of experts may take all memory
+            with torch.device("meta"):  # as in transformers' readers; a stack of experts may exhaust memory
                 built = type(model)(copy.deepcopy(model.config))
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # any error of the model's code
             raise ExportError(
                 f"{name} cannot be built from its configuration, as readers of a checkpoint do: "
                 f"{type(error).__name__}: {error}; use qmodel.save(directory)"
@@ -73,9 +73,9 @@ def require_plain(model: Any) -> None:
 
 
 def _differences(model: nn.Module, built: nn.Module) -> Iterator[str]:
-    """Yield how the modules of a model differ from those that a reader builds."""
+    """Yield the differences between the modules of a model and of a reader's model."""
     ours, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (model, built))
-    # Parametrizations are removed where the computed weight is stored, and have errors in other places.
+    # Parametrizations whose computed weight is stored are removed; others raise errors elsewhere.
     parametrized = [name for names in (ours, theirs) for name, module in names.items() if computed_leaves(module)]
     for name, module in ours.items():
         if any(name == path or name.startswith(f"{path}.") for path in parametrized):
@@ -83,7 +83,7 @@ def _differences(model: nn.Module, built: nn.Module) -> Iterator[str]:
         where, other = name or "the model", theirs.get(name)
         parent = name.rpartition(".")[0]
         if other is None:
-            if type(theirs.get(parent)) is type(ours[parent]):  # otherwise that one is named
+            if type(theirs.get(parent)) is type(ours[parent]):  # otherwise, the parent is reported
                 yield f"{where}: an additional {type(module).__name__}"
         elif type(other) is not type(module):
             yield f"{where}: {_named(module)} instead of {_named(other)}"
@@ -100,7 +100,7 @@ def _differences(model: nn.Module, built: nn.Module) -> Iterator[str]:
 
 
 def _tensors(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters and buffers that a checkpoint stores of a module itself."""
+    """Return the shapes of the parameters and buffers that a checkpoint stores for the module itself."""
     tensors = module._parameters | {
         k: t for k, t in module._buffers.items() if k not in module._non_persistent_buffers_set
     }
@@ -112,7 +112,7 @@ def _named(module: nn.Module) -> str:
 
 
 def _other_numbers(module: nn.Module, other: nn.Module) -> Iterator[str]:
-    """Yield attributes that are other numbers, such as an epsilon, and of torch's modules other settings as well."""
+    """Yield number attributes that differ, such as an epsilon; for torch's modules, other settings as well."""
     of_torch = any(kind.__module__.startswith("torch.nn.") and kind is not nn.Module for kind in type(module).__mro__)
     kinds = (float, int, str, tuple, type(None)) if of_torch else float
     for name, value in vars(other).items():

@@ -1,4 +1,4 @@
-"""Write a quantized language model as a GGUF file, which llama.cpp and transformers read."""
+"""Write a quantized language model as a GGUF file for llama.cpp and transformers."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ from quark_fx.system.options import checked_call
 from quark_fx.system.writable import new_file, replace_synced, require_possible
 
 _AT_ONCE = 1 << 20
-"""Values of a tensor that are packed and written together, about: tens of megabytes while they are."""
+"""Approximate number of values of a tensor that are packed and written at once, with tens of megabytes in memory."""
 
 _FLOATS = ("freq_base", "epsilon", "scale", "scaling.factor", "softcapping")
-"""What is in the names of keys that llama.cpp reads as float32; configurations may have whole numbers for them."""
+"""Parts of the names of keys that llama.cpp reads as float32; in configurations, their values may be integers."""
 
 
 @checked_call
 @isolated
 def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, model: nn.Module | None = None) -> Path:
-    """Write `qmodel`, made of a Hugging Face language model, as a GGUF file.
+    """Write `qmodel`, a quantized Hugging Face language model, as a GGUF file.
 
-    Weights in one of `quark_fx.gguf_types` are stored as that type, and llama.cpp reads the values that `qmodel`
-    computes with. Other weights of 4 bits become Q4_0, or Q4_1 with zero points, those of 5 bits Q5_0 or Q5_1, those of
-    8 bits Q8_0: blocks of 32 inputs with a float16 scale, so that groups are 32 or a multiple, or the whole row.
-    Everything else is stored in float32. The experts of a layer are one tensor for each of their projections, in any
-    of these types. Names of tensors are those of the `gguf` package; what readers do to a tensor (llama.cpp keeps the
-    rows of queries and keys in another order) is what transformers' reader does, undone.
+    Weights in one of `quark_fx.gguf_types` are stored as that type, and llama.cpp reads exactly the values of `qmodel`.
+    Other weights of 4 bits become Q4_0, or Q4_1 with zero points; 5 bits become Q5_0 or Q5_1, and 8 bits Q8_0. These
+    types have blocks of 32 inputs with a float16 scale, so groups must be 32, a multiple of 32, or the whole row. All
+    other tensors are stored in float32. The experts of a layer are one tensor per projection, in any of these types.
+    Names of tensors come from the `gguf` package. The file has the inverse of the transforms that transformers' reader
+    applies to tensors (llama.cpp orders the rows of queries and keys differently).
 
-    Tensors are packed and written a piece at a time: a model whose weights stay in files (`Resources(output_dir=...)`)
-    is written without being held.
+    Tensors are packed and written piece by piece: a model whose weights stay in files (`Resources(output_dir=...)`) is
+    never in memory as a whole.
 
     Args:
-        qmodel: from `quantize`. Scales that float16 does not hold are rounded to it; `scale="float16"` is exact.
-        path: the file to write.
-        tokenizer: a fast tokenizer with byte-level merges, written into the file; llama.cpp needs it. How it splits
-            text before merging (`tokenizer.ggml.pre`) is written as "default", which llama.cpp may do otherwise; a
-            warning says so.
-        model: a float model of the same architecture, if `qmodel` was loaded.
+        qmodel: Result of `quantize`. Scales are rounded to float16; `scale="float16"` makes this exact.
+        path: File to write.
+        tokenizer: Fast tokenizer with byte-level merges to write into the file; llama.cpp needs it. The rule for
+            splitting text before merging (`tokenizer.ggml.pre`) is written as "default", which llama.cpp may apply
+            differently; a warning says so.
+        model: Float model of the same architecture, if `qmodel` was loaded.
 
     Returns:
-        The path.
+        Path of the file.
 
     Raises:
-        ExportError: if GGUF cannot hold how an operator is quantized (all are listed), does not know the architecture
-            or one of its tensors, lacks a key that llama.cpp needs, or has no key for a field whose value differs from
-            what readers assume (all fields are listed), or if the file cannot be written.
+        ExportError: If GGUF does not support the quantization of an operator (all are listed), the architecture, or one
+            of its tensors; lacks a key that llama.cpp needs; or lacks a key for a field whose value differs from the
+            assumption of readers (all fields are listed). Or if the file cannot be written.
 
     Source:
         https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and `ggml-quants.c` for the blocks.
@@ -120,14 +120,14 @@ def _write_file(
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the file, whose data is made when it is written.
+    """A tensor of the file, whose data is computed when it is written.
 
     Attributes:
-        source: name of what it is made of: a tensor of the model, or a stack.
-        place: where it lies in the file, and the rows it holds.
-        kind: type of its blocks.
-        stored: its shape in the file, rows in bytes.
-        open: opens the tensor; returns a function from a row slice to bytes, uint8.
+        source: Name of its source: a tensor of the model, or a stack.
+        place: Place in the file, with its rows.
+        kind: Type of its blocks.
+        stored: Shape in the file, with rows in bytes.
+        open: Function that opens the tensor and returns a function from a row slice to bytes, uint8.
     """
 
     source: str
@@ -138,18 +138,18 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Size in the file, in bytes."""
         return math.prod(self.stored)
 
     def pieces(self) -> Iterator[Tensor]:
-        """Yield the bytes of some rows after another."""
+        """Yield the bytes of consecutive ranges of rows."""
         rows, step = self.open(), max(1, _AT_ONCE // self.place.width)
         for first in range(0, len(self.place.rows), step):
             yield rows(slice(first, first + step))
 
 
 def _write(tensors: list[Stored], writer: Any) -> list[tuple[str, str]]:
-    """Write the data of all tensors behind what the file begins with; return all errors, after which nothing is."""
+    """Write the data of all tensors after the header; return all errors, and write nothing after the first."""
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
     found = dict[tuple[str, str], None]()
@@ -165,7 +165,7 @@ def _write(tensors: list[Stored], writer: Any) -> list[tuple[str, str]]:
 
 
 def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list[Stored], list[tuple[str, str]]]:
-    """Return every tensor of the file, and the name and the error of all that has no place in it."""
+    """Return every tensor of the file, and the names and errors of tensors that GGUF does not support."""
     layers = {f"{layer.name}.weight": layer for layer in checkpoint.layers if not layer.stack}
     tied = checkpoint.shell.config.tie_word_embeddings
     repeats = dict(checkpoint.shell._tied_weights_keys or {})
@@ -190,7 +190,7 @@ def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list
 
 
 def _floats(name: str, tensor: Tensor, reader: Reader, package: Any) -> Iterator[Stored]:
-    """Yield the tensors of the file for one in float."""
+    """Yield the tensors of the file for a float tensor."""
     for place in reader.places(name, tensor.shape):
         stored = (*place.shape[:-1], 4 * place.shape[-1]) if place.shape else (4,)
         yield Stored(name, place, package.GGMLQuantizationType.F32, stored, partial(_float_rows, tensor, place))
@@ -206,16 +206,16 @@ def _quantized(
     """Yield the tensors of the file for a quantized weight.
 
     Args:
-        name: in the model.
-        make: makes the matrix of all its rows.
-        shape: of the weight in the model; `None`: of that matrix.
-        reader: of the architecture.
-        package: gguf.
+        name: Name in the model.
+        make: Function that returns the matrix of all its rows.
+        shape: Shape of the weight in the model; `None` for the shape of that matrix.
+        reader: Knowledge about the architecture.
+        package: Module `gguf`.
     """
     matrix = make()
     kind, (_, inputs) = type_of(matrix), matrix.codes.shape
     places = reader.places(name, matrix.codes.shape if shape is None else shape)
-    del matrix  # made anew when it is written
+    del matrix  # computed again when it is written
     for place in places:
         if place.width != inputs or place.shape[-1] != inputs:
             raise ExportError("readers of GGUF take its rows apart, and blocks lie in rows; leave it in float")
@@ -230,14 +230,14 @@ def _block_rows(make: Callable[[], QuantizedTensor], place: Place, kind: str) ->
 
 
 def _rows(matrix: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
-    """Return some rows of a matrix, in any order."""
+    """Return selected rows of a matrix, in any order."""
     codes = matrix.codes[rows]
     scale, zero_point = (p[rows] if len(p) > 1 else p for p in (matrix.scale, matrix.zero_point))
     return replace(matrix, codes=codes, scale=scale, zero_point=zero_point, layout=matrix.layout.of_shape(codes.shape))
 
 
 def _are_equal(layers: dict[str, Layer], one: str, other: str) -> bool:
-    """Tell whether two layers have the same codes: one tensor serves both."""
+    """Tell whether two layers have the same codes, so that one tensor serves both."""
     if not (one in layers and other in layers):
         return False
     a, b = layers[one].weight, layers[other].weight
@@ -246,7 +246,7 @@ def _are_equal(layers: dict[str, Layer], one: str, other: str) -> bool:
 
 def _add(writer: Any, package: Any, key: str, value: Any) -> None:
     types = package.GGUFValueType
-    # llama.cpp raises for other types than its own: counts are unsigned, which the package would not guess.
+    # llama.cpp raises for unexpected types: counts are unsigned, which the package would not guess.
     if isinstance(value, int) and not isinstance(value, bool):
         is_float = any(part in key for part in _FLOATS)
         kind, value = (types.FLOAT32, float(value)) if is_float else (types.UINT32, value)

@@ -1,4 +1,4 @@
-"""Write a quantized model as a checkpoint that Hugging Face transformers and LLM servers load."""
+"""Write a quantized model as a checkpoint for Hugging Face transformers and LLM servers."""
 
 from __future__ import annotations
 
@@ -66,33 +66,35 @@ def huggingface(
     tokenizer: Any = None,
     model: nn.Module | None = None,
 ) -> Path:
-    """Write `qmodel`, made of a Hugging Face model, as a checkpoint directory.
+    """Write `qmodel`, a quantized Hugging Face model, as a checkpoint directory.
 
-    Scales stay float32 in compressed-tensors; GPTQ and AWQ store float16. Of an activation whose range is measured at
-    run time the checkpoint says only that: transformers divides its largest magnitude by 127.5
-    (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Weights of experts
-    lie apart, a matrix for each projection of each, which transformers 5.23 dequantizes as it reads them; those that
-    stay in float lie in their stacks, as it would not find them beside quantized layers otherwise; with
-    `target="vllm"` or `"sglang"` they lie apart, where servers find them. GPTQModel reads zero points of GPTQ in
-    `"gptq_v2"`, in `"gptq"` only what it wrote itself. Rotations at run time are written in compressed-tensors for
-    `target="vllm"` only.
+    Scales stay float32 in compressed-tensors; GPTQ and AWQ store float16. For an activation whose range is measured at
+    run time, the checkpoint records only this fact: transformers divides the largest magnitude by 127.5
+    (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16.
+
+    Weights of experts are stored separately, one matrix per projection of each; transformers 5.23 dequantizes them at
+    load time. Experts that stay in float are stored in their stacks, because transformers would not find them next to
+    quantized layers otherwise; with `target="vllm"` or `"sglang"`, they are stored separately, where servers find them.
+
+    GPTQModel reads zero points from `"gptq_v2"`; from `"gptq"`, only if it wrote the file. Rotations at run time are
+    supported in compressed-tensors for `target="vllm"` only.
 
     Args:
-        qmodel: from `quantize`.
-        directory: made if it does not exist; an earlier quantized checkpoint there is replaced.
+        qmodel: Result of `quantize`.
+        directory: Directory to write, created if needed; an earlier quantized checkpoint in it is replaced.
         format: `"compressed-tensors"` (integers up to 8 bits, 8-bit floats, activations; weights in FP8 E4M3 in square
-            blocks, NVFP4, MXFP4, MXFP6 E2M3 and MXFP8 E4M3), `"gptq"`, `"gptq_v2"` or `"awq"` (integers, weights only,
-            all of one group size).
-        tokenizer: saved beside it.
-        model: a float model of the same architecture, if `qmodel` was loaded.
+            blocks, NVFP4, MXFP4, MXFP6 E2M3, and MXFP8 E4M3), `"gptq"`, `"gptq_v2"`, or `"awq"` (integers, weights
+            only, all with one group size).
+        tokenizer: Tokenizer to save in the same directory.
+        model: Float model of the same architecture, if `qmodel` was loaded.
 
     Returns:
-        The directory.
+        Path of the directory.
 
     Raises:
-        ExportError: if the format cannot hold how an operator is quantized (all are listed), the target does not read
-            it, the model is none of transformers, the directory cannot be written or holds float weights, or
-            transformers does not load what was written.
+        ExportError: If the format does not support the quantization of an operator (all are listed), the target does
+            not read it, the model is not from transformers, the directory cannot be written or contains float weights,
+            or transformers does not load the checkpoint.
     """
     if format not in _WRITERS:
         other = ", or use export.gguf" * (format == "gguf")
@@ -125,7 +127,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?[.]safetensors|model[.]safetensor
 
 
 def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, format: str, tokenizer: Any) -> None:
-    """Write all files into an empty directory, and let transformers find the weights."""
+    """Write all files into an empty directory, and check that transformers finds the weights."""
     shell = checkpoint.shell
     try:
         stored, shell.config.quantization_config = _WRITERS[format](checkpoint, Shelf(directory))
@@ -134,15 +136,15 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
     target = qmodel.config.target
     if refused := target.checkpoints.refuses(format, shell.config.quantization_config, checkpoint.left_experts):
         raise ExportError(f"target={str(target)!r} reads no {refused}")
-    apart = {layer.name for layer in checkpoint.layers if layer.stack}  # named as in the checkpoint already
+    apart = {layer.name for layer in checkpoint.layers if layer.stack}  # already named as in the checkpoint
     whole = set(checkpoint.stacks) if format == _DEFAULT and target.checkpoints.stacks else set()
     every = checkpoint.tensors | stored
     final = {name for name in every if name in whole or name.rpartition(".")[0] in apart}
     rest = {name: tensor for name, tensor in every.items() if name not in final}
     tensors = as_saved(shell, rest) | {name: every[name] for name in final}
     if set(_forms(shell.config.quantization_config)) & _BLOCK_FORMS:
-        shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
-    vars(shell).pop("hf_quantizer", None)  # left by the reader of a float model (GGUF), and refuses to save
+        shell.to(torch.bfloat16)  # readers decompress to bfloat16 and use it as the dtype of the model
+    vars(shell).pop("hf_quantizer", None)  # set by the reader of a float GGUF model; it would refuse to save
     generation = _without_invalid_generation(shell)
     try:
         tensors |= {name: read() for name, read in checkpoint.unread.items() if name not in tensors}
@@ -159,7 +161,7 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
 
 
 def _without_invalid_generation(shell: Any) -> Any:
-    """Remove and return a generation configuration that transformers reads but refuses to save, else return `None`."""
+    """Remove and return a generation configuration that transformers reads but refuses to save; otherwise `None`."""
     generation = getattr(shell, "generation_config", None)
     if generation is None:
         return None
@@ -176,14 +178,14 @@ def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> No
     """Let transformers load a checkpoint without its data.
 
     Raises:
-        ExportError: if transformers does not find a weight, or fails.
+        ExportError: If transformers does not find a weight, or fails.
     """
     with quiet(), redirect_stderr(StringIO()), warnings.catch_warnings(action="ignore"):
         try:
             found = type(shell).from_pretrained(directory, device_map="meta", output_loading_info=True)[1]
         except ImportError:
-            return  # there is no reader to ask here: compressed-tensors or accelerate is missing
-        except Exception as error:  # whatever the reader's own code raises
+            return  # compressed-tensors or accelerate is missing, so transformers cannot load the checkpoint here
+        except Exception as error:  # any error of the reader's code
             why = f"{type(error).__name__}: {error}{_reader(error)}"
         else:
             missing = sorted(found["missing_keys"])
@@ -199,7 +201,7 @@ def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> No
 
 
 def _reader(error: Exception) -> str:
-    """Say which modules' code reads a weight that a quantized layer does not have, where the traceback shows it."""
+    """Name the modules whose code reads a weight that a quantized layer lacks, if the traceback shows it."""
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     models = [
         v for found in frames for v in found.values() if hasattr(v, "save_pretrained") and isinstance(v, nn.Module)
@@ -217,11 +219,11 @@ def _forms(config: dict[str, Any]) -> list[str]:
 
 
 Written = tuple[dict[str, Tensor], dict[str, Any]]
-"""The tensors of the quantized layers, and the configuration."""
+"""Tensors of the quantized layers, and the configuration."""
 
 
 def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
-    """https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
+    """Write https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
     schemes: dict[str, dict[str, Any]] = {}
     members: dict[str, list[Layer]] = {}
     stacks = {layer.stack: layer for layer in checkpoint.layers if layer.stack}.values()
@@ -230,7 +232,7 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     def write(layer: Layer) -> dict[str, Tensor]:
         scheme, size = _scheme(layer), None
         if scheme["weights"]["strategy"] == "channel" and layer.stack:
-            size = group  # transformers reads all experts by one scheme, and takes a row that is one group for any
+            size = group  # transformers reads all experts with one scheme; a row of one group fits any
         elif scheme["weights"]["strategy"] == "channel" and scheme["format"] == "pack-quantized":
             size = _row_or_group(layer.weight, sizes)
         if size is not None and size > 0:
@@ -251,11 +253,11 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     _require_readable(schemes, members)
     groups = {}
     common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
-    # Readers that fuse layers want the class; transformers takes the first group for that of all but experts
-    # (`get_dense_scheme`).
+    # Readers that fuse layers need the class name; transformers uses the first group with it for all layers but
+    # experts (`get_dense_scheme`).
     usual, head = [key for key, _ in common.most_common(1)], checkpoint.head
     for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
-        # In vLLM a head is no linear layer: it has to be named.
+        # In vLLM, a head is not a linear layer, so it needs its name.
         rest = [x for x in members[key] if key not in usual or not x.is_linear or x.name == head]
         targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
         mine = [layer.name for layer in rest if layer.stack]
@@ -264,7 +266,7 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     formats = {scheme["format"] for scheme in schemes.values()}
     scales, cache = _cache(checkpoint)
     matrices, transforms = _transforms(checkpoint)
-    # Transformers 5.23 has no place for packed zero points beside packed codes.
+    # Transformers 5.23 does not support packed zero points with packed codes.
     dequantized = {"dequantize": True} if _has_zero_points(schemes) else {}
     return tensors | scales | matrices, {
         "quant_method": "compressed-tensors",
@@ -283,10 +285,10 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 
 def _transforms(checkpoint: Checkpoint) -> Written:
-    """Return the matrices that rotate activations at run time, and the transforms that say where.
+    """Return the matrices that rotate activations at run time, and the configuration of their transforms.
 
-    vLLM shares a matrix among all layers of a transform. It takes orthogonal ones for Hadamard matrices and divides
-    them by the root of their size, so they are stored times that.
+    All layers of a transform share a matrix in vLLM. It treats orthogonal matrices as Hadamard matrices and divides by
+    the square root of their size, so they are stored multiplied by it.
     """
     saved = as_saved(checkpoint.shell, {f"{path}.weight": m for path, m in checkpoint.rotations.items()})
     if other := [path for path in checkpoint.rotations if f"{path}.weight" not in saved]:
@@ -314,7 +316,7 @@ def _transforms(checkpoint: Checkpoint) -> Written:
 
 
 def _cache(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]:
-    """Return the scales of keys and values, called as vLLM and compressed-tensors do, and the scheme of all."""
+    """Return the scales of keys and values, with their names in vLLM and compressed-tensors, and the common scheme."""
     if not checkpoint.caches:
         return {}, None
     tensors, formats, errors = dict[str, Tensor](), dict[str, None](), []
@@ -349,7 +351,7 @@ def _cache(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]:
 
 
 _CACHES = (str(FP8_E4M3), str(INT8))
-"""Formats of keys and values that `kv_cache_scheme` has."""
+"""Formats of keys and values that `kv_cache_scheme` supports."""
 
 
 def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
@@ -357,9 +359,9 @@ def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[str, list[Layer]]) -> None:
-    """Raise if transformers would take some codes for others.
+    """Raise if transformers would misread some codes.
 
-    It reads all experts by one scheme, and all other layers by one if it dequantizes them.
+    It reads all experts with one scheme, and all other layers with one if it dequantizes them.
     """
     shown = ("num_bits", "strategy", "group_size")
     kinds = {
@@ -381,7 +383,7 @@ def _has_zero_points(schemes: Mapping[str, dict[str, Any]]) -> bool:
 
 
 def _divides_by_127(layer: Layer) -> bool:
-    """Tell whether a layer measures scales of int8 activations as transformers does not."""
+    """Tell whether a layer measures the scales of int8 activations differently from transformers."""
     activation = layer.input
     measured = activation is not None and activation.scale is None and activation.format == str(INT8)
     return measured and activation is not None and activation.symmetry == Symmetry.SYMMETRIC
@@ -403,7 +405,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     weights["group_size"] = size
     micro = size == 32 and are_exponents(weight.scale)
     groups = activation.block_size if activation is not None and activation.block_size > 0 else None
-    # One scale per output and one per block of all inputs look alike; activations in groups are beside blocks.
+    # One scale per output and one per block of all inputs look the same; grouped activations imply blocks.
     blocks = (size or groups) and weight.format == FP8_E4M3 and dense and not micro
     square = weight.layout.block if blocks and block_scales(weight) is not None else None
     if square:
@@ -413,7 +415,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     if not integer and weight.format != FP8_E4M3:
         raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
     if activation is None:
-        # transformers finds no `weight` of an embedding whose codes are packed, and fails.
+        # transformers fails to find the `weight` of an embedding with packed codes.
         plain = not integer or not layer.is_linear
         kind = "naive-quantized" if plain else "pack-quantized"
         return {"weights": weights, "input_activations": None, "format": kind}
@@ -444,7 +446,7 @@ _MICROSCALING = {
     str(FP6_E2M3): "mxfp6-pack-quantized",
     str(FP8_E4M3): _MXFP8,
 }
-"""The form of a format in groups of 32 with E8M0 scales."""
+"""The form of each format in groups of 32 with E8M0 scales."""
 
 _NVFP4 = "nvfp4-pack-quantized"
 _BLOCK_FORMS = {*_MICROSCALING.values(), _NVFP4}
@@ -490,9 +492,10 @@ def _blocks(weight: QuantizedTensor, form: str) -> dict[str, Tensor]:
 
 
 def _share_global_scales(tensors: dict[str, Tensor]) -> None:
-    """Put layers whose global scales differ by a power of two on the smallest one (readers divide by it).
+    """Store layers whose global scales differ by a power of two with the smallest of these (readers divide by it).
 
-    Servers fuse layers that read one value, which share one: what is found again of each may lack a power of two.
+    Layers that read one value have a common global scale, because servers fuse them. Factoring their scales again may
+    return global scales that differ by a power of two.
     """
     smallest: dict[float, Tensor] = {}
     known = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight_global_scale")}
@@ -535,7 +538,7 @@ def _compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf) -> tuple[int, int]:
-    """Return the bits and group size (-1: all inputs) that all layers have."""
+    """Return the common bits and group size (-1: all inputs) of all layers."""
     groups = _groups_of(layers)
     weights = (layer.weight for layer in layers)
     found = Counter((weight.format.bits, _row_or_group(weight, groups)) for weight in weights)
@@ -565,13 +568,13 @@ def _groups_of(layers: Iterable[Layer]) -> set[int]:
 
 
 def _row_or_group(weight: QuantizedTensor, groups: set[int]) -> int:
-    """Return the group size; for one scale per row the row's length if other layers have such groups, else -1."""
+    """Return the group size; for one scale per row, the row length if other layers have such groups, or else -1."""
     inputs = weight.codes.shape[1]
     return group_size(weight) or (inputs if inputs in groups else -1)
 
 
 def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
-    """The layout of AutoGPTQ and GPTQModel; version 1 stores the zero point less one."""
+    """Write the layout of AutoGPTQ and GPTQModel; version 1 stores the zero point minus one."""
     layers = checkpoint.layers
     require_weights_alone(checkpoint, "GPTQ")
     bits, group = _uniform(layers, (2, 4, 8), "GPTQ", shelf)
@@ -594,7 +597,7 @@ def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
 
     head = checkpoint.head
     left = [f"^{re.escape(name)}$" for name in checkpoint.left if name != head]
-    # vLLM has one module for all experts of a layer, GPTQModel one for each projection of each: both names match.
+    # vLLM has one module for all experts of a layer, GPTQModel one per projection of each; the patterns match both.
     experts = [rf"^{literal(path)}\b" for path in common_paths(checkpoint.left_experts)]
     return each_layer(layers, write, shelf), {
         "quant_method": "gptq",
@@ -615,7 +618,7 @@ def _gptq_v2(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 
 def _awq(checkpoint: Checkpoint, shelf: Shelf) -> Written:
-    """The GEMM layout of AutoAWQ."""
+    """Write the GEMM layout of AutoAWQ."""
     require_weights_alone(checkpoint, "AWQ")
     bits, group = _uniform(checkpoint.layers, (4,), "AWQ", shelf)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: the layers with quantized weights, and every other tensor."""
+"""The contents of a checkpoint: the layers with quantized weights, and all other tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from quark_fx.plan.roles import HEAD
 from quark_fx.system.isolation import warn
 
 _CLASSES = (nn.Linear, nn.Embedding)
-"""The modules whose weights checkpoint formats hold."""
+"""Modules whose weights checkpoint formats support."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Layer:
     """A module with a quantized weight, or a projection of an expert.
 
     Attributes:
-        name: in the checkpoint.
-        module: that has the weight; of an expert, the module that has all experts.
-        matrix: makes the quantized weight.
-        input: how what it reads is rounded; `None`: not.
-        stack: name of the stack that an expert's weight is taken from; empty for others.
+        name: Name in the checkpoint.
+        module: Module with the weight; for an expert, the module with all experts.
+        matrix: Function that returns the quantized weight.
+        input: Rounding of the layer's input; `None` if it is not rounded.
+        stack: Name of the stack that contains an expert's weight; empty for other layers.
     """
 
     name: str
@@ -63,32 +63,33 @@ class Layer:
 
     @property
     def weight(self) -> QuantizedTensor:
-        """The quantized weight, made anew."""
+        """The quantized weight, computed on each access."""
         return self.matrix()
 
     @property
     def is_linear(self) -> bool:
-        """Whether it multiplies a matrix, not looks up its rows."""
+        """Tell whether the layer multiplies by a matrix; otherwise, it looks up rows."""
         return bool(self.stack) or isinstance(self.module, nn.Linear)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A quantized model of transformers, taken apart.
+    """The parts of a quantized transformers model.
 
     Attributes:
-        shell: a copy of the float model, for its configuration; its weights are not what is stored.
-        layers: with quantized weights.
-        tensors: the rest of the model's state by name, in float.
-        stacks: names of the tensors that hold experts, and of the modules a checkpoint has instead.
-        rows: by the name of a quantized stack, what makes the rows of its matrices, one after another.
-        rotations: by the path of a linear layer, the matrix that what it reads is multiplied by, shape (n, n), for
-            each n channels in turn.
-        caches: by the path of a module, how the keys and values of its attention are rounded.
-        float_caches: names of the modules whose attention has them in float, where some have not.
-        fused: of `CheckpointFiles`.
-        unread: Tensors in the source checkpoint that the class does not have, by name, each read when it is called.
-        computed: By the name of a parametrized weight that is stored, the tensors that are left out for it.
+        shell: Copy of the float model, for its configuration; its weights are not stored.
+        layers: Layers with quantized weights.
+        tensors: All other tensors of the model's state, in float, under their names.
+        stacks: Names of the tensors that hold experts, and of the modules in a checkpoint that replace them.
+        rows: Functions that return the rows of a quantized stack's matrices in order; keys are names of stacks.
+        rotations: Matrices, by path of a linear layer, that rotate its input. The shape is (n, n), for each n
+            consecutive channels.
+        caches: Rounding of the keys and values of an attention, by path of its module.
+        float_caches: Names of modules whose attention has keys and values in float, if others do not.
+        fused: Value of `CheckpointFiles.fused`.
+        unread: Tensors in the source checkpoint that the class does not have, under their names; each is read when
+            called.
+        computed: Tensors that are left out because a stored, parametrized weight replaces them; keys are its names.
     """
 
     shell: Any
@@ -105,12 +106,12 @@ class Checkpoint:
 
     @property
     def head(self) -> str:
-        """The module that projects to the vocabulary; empty if there is none."""
+        """The module that projects to the vocabulary; empty if the model has none."""
         return _head(self.shell)
 
     @property
     def left(self) -> list[str]:
-        """The modules that stay in float and may be linear layers to a reader, beside experts, by all their names."""
+        """All names of the modules, except experts, that stay in float and may be linear layers to a reader."""
         quantized, found = {layer.name for layer in self.layers}, dict[str, Tensor]()
         for name, module in self.shell.named_modules():
             weight = self.tensors.get(f"{name}.weight")
@@ -122,7 +123,7 @@ class Checkpoint:
 
     @property
     def left_stacks(self) -> list[str]:
-        """The modules without quantized layers with a stack in float, no kernel, that a checkpoint keeps whole."""
+        """The modules with float stacks (not kernels), and without quantized layers, that a checkpoint keeps whole."""
         stacks = (name.rpartition(".") for name, t in self.tensors.items() if t.dim() == 3 and name not in self.stacks)
         paths = dict.fromkeys(path for path, _, leaf in stacks if leaf != "weight")
         return [path for path in paths if not any(layer.name.startswith(f"{path}.") for layer in self.layers)]
@@ -139,15 +140,15 @@ class Checkpoint:
 
 
 def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
-    """Return what a checkpoint of `qmodel` holds.
+    """Return the contents of a checkpoint of `qmodel`.
 
     Args:
-        qmodel: from `quantize`.
-        model: a float model of the same architecture, if `qmodel` was loaded.
+        qmodel: Result of `quantize`.
+        model: Float model of the same architecture, if `qmodel` was loaded.
 
     Raises:
-        ExportError: if no checkpoint format can hold how an operator is quantized (all are listed), or the model is
-            none of transformers.
+        ExportError: If no checkpoint format supports the quantization of an operator (all are listed), or the model is
+            not from transformers.
     """
     try:
         given = qmodel.source if model is None else model
@@ -194,7 +195,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
 
 
 def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """Return the tensors in the source that the class does not have; warn of those that are not kept."""
+    """Return tensors of the source that the class lacks; warn about those that are lost."""
     if (opened := unread_tensors(shell)) is not None:
         return {name: partial(opened.tensor, name) for name in opened.files if name not in state}
     directory = _directory_of(shell)
@@ -202,10 +203,10 @@ def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tens
         stored = stored_names(directory) if directory is not None else set[str]()
     except CheckpointError:
         return {}
-    once = {id(tensor): name for name, tensor in reversed(list(state.items()))}  # transformers refuses other ties
+    once = {id(tensor): name for name, tensor in reversed(list(state.items()))}  # transformers rejects other ties
     saved = as_saved(shell, {name: state[name].detach().to("meta") for name in once.values()}).keys()
     unread = sorted(stored - saved - state.keys())
-    if unread and saved <= stored:  # otherwise its tensors have other names
+    if unread and saved <= stored:  # otherwise, its tensors have other names
         warn(
             f"{directory} holds {len(unread)} tensors that {type(shell).__name__} does not read, and the output will "
             f"not have them: {some_of(unread)}; to keep them in a checkpoint, pass the directory itself to quantize"
@@ -214,22 +215,22 @@ def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tens
 
 
 def _directory_of(model: Any) -> Path | None:
-    """Return the directory that a model was loaded from, `None` if it is not known or has gone."""
+    """Return the directory that a model was loaded from; `None` if it is unknown or was removed."""
     name = str(getattr(model, "name_or_path", "") or "")
     if name and not Path(name, "config.json").is_file():
         hub = importlib.import_module("huggingface_hub")
-        with suppress(ValueError):  # it is not the name of a repository
+        with suppress(ValueError):  # `name` is not a repository
             found = hub.try_to_load_from_cache(name, "config.json")
             return Path(found).parent if isinstance(found, str) else None
     return Path(name) if name and Path(name, "config.json").is_file() else None
 
 
 def require_no_hooks(qmodel: QuantizedModel, model: nn.Module | None) -> None:
-    """Raise `ExportError` if the float model computes something in hooks, which files of weights leave out.
+    """Raise `ExportError` if the float model computes values in hooks, which files of weights do not contain.
 
     Args:
-        qmodel: from `quantize`.
-        model: a float model given to an export.
+        qmodel: Result of `quantize`.
+        model: Float model passed to an export.
     """
     hooks = [hook for source in (qmodel.source, model) if source is not None for hook in foreign_hooks(source)]
     if hooks:
@@ -242,7 +243,7 @@ def require_no_hooks(qmodel: QuantizedModel, model: nn.Module | None) -> None:
 
 
 def fused_names(names: Iterable[str], fused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return what a server calls layers that it loads into one, where `names` has all of them.
+    """Return a server's names of layers that it fuses, if `names` contains all of their parts.
 
     >>> fused_names(["layers.0.q", "layers.0.k", "layers.1.q"], {"qk": ("q", "k")})
     ['layers.0.qk']
@@ -255,7 +256,7 @@ def fused_names(names: Iterable[str], fused: Mapping[str, tuple[str, ...]]) -> l
 
 
 def require_tokenizer(tokenizer: object) -> None:
-    """Raise `ExportError` for what is no tokenizer of transformers, nor `None`."""
+    """Raise `ExportError` unless the argument is a tokenizer of transformers or `None`."""
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise ExportError(f"tokenizer is a {type(tokenizer).__name__}; pass a tokenizer of transformers")
 
@@ -266,7 +267,7 @@ def _head(model: Any) -> str:
 
 
 def require_weights_alone(checkpoint: Checkpoint, form: str) -> None:
-    """Raise `ExportError` if keys or values are rounded, or activations rotated, for which a format has no place."""
+    """Raise `ExportError` if keys or values are rounded, or activations rotated: the format does not support it."""
     errors = [f"{path}: {form} has no place for quantized keys and values" for path in checkpoint.caches]
     errors += [
         f"{path}: {form} has no place for a matrix that rotates what it reads; use format='compressed-tensors'"
@@ -283,18 +284,18 @@ def _whole(factor: Factor) -> Tensor:
 
 
 def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Unrotated | None) -> list[Layer]:
-    """Return the modules with quantized weights, or one error about all that no format holds.
+    """Return the modules with quantized weights; raise one error about all that no format supports.
 
     Args:
-        model: the original one.
-        found: what its modules compute with.
-        head: path of the module that projects to the vocabulary.
-        unrotated: of `CheckpointFiles`.
+        model: Original model.
+        found: Constants and rounding of its modules.
+        head: Path of the module that projects to the vocabulary.
+        unrotated: Value of `CheckpointFiles.unrotated`.
     """
     layers: list[Layer] = []
     errors, names = [], list[str]()
 
-    @lru_cache(maxsize=1)  # the matrices of a stack are copies, and asked for one after another
+    @lru_cache(maxsize=1)  # the matrices of a stack are copies, and are requested one after another
     def apart(name: str) -> dict[str, QuantizedTensor]:
         return matrices(model, name, found.constants[name])
 
@@ -329,7 +330,7 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
                     "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
                     f"{leaf} of a {type(module).__name__}, {shape}"
                 )
-            matrix_of(constant)  # what cannot be is found now
+            matrix_of(constant)  # raise early for weights that are not matrices
             read = found.rounding.inputs.get(path)
             rounded = read if read is not None and read.rounds else None
             layers.append(Layer(path, module, partial(matrix_of, constant), rounded))
@@ -377,7 +378,7 @@ _UNROTATED = f"{UNROTATED}, or leave it out of that pass (only=)"
 
 
 def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated | None, *, is_head: bool) -> str:
-    """Say why a checkpoint cannot hold what a module's input is multiplied by; empty if it can."""
+    """Return the reason why a checkpoint does not support the factors of a module's input; empty if it does."""
     rotations = [factor for factor in activation.factors if factor.by_rows]
     if len(activation.factors) > len(rotations):
         return "a pass multiplies what it reads; quantize without explicit=True of that pass"
@@ -396,9 +397,9 @@ def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated
 
 
 def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str] = ()) -> ExportError:
-    """Return the error that lists what a format cannot hold, and which `names` patterns can leave in float.
+    """Return the error that lists operators that a format does not support; patterns of `names` leave them in float.
 
-    Long lists have one line for all layers that differ in numbers alone, with a pattern that matches none of `held`.
+    Long lists have one line for all layers that differ only in numbers, with a pattern that matches none of `held`.
     """
     names, lines = list(dict.fromkeys(names)), errors
     if len(errors) > _LISTED:
@@ -414,11 +415,11 @@ def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str]
 
 
 _LISTED = 16
-"""Lines of an error that name a layer each."""
+"""Largest number of error lines that name one layer each."""
 
 
 def _apart_unless_declared(shell: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory unless readers tie them: each name then has the values."""
+    """Copy tensors that share memory unless readers tie them, so that each name has its values."""
     ties = getattr(shell.config.get_text_config(), "tie_word_embeddings", False)
     declared = dict(shell.all_tied_weights_keys) if ties else {}
     tied, known, found = {*declared, *declared.values()}, set[int](), dict[str, Tensor]()
@@ -430,16 +431,16 @@ def _apart_unless_declared(shell: Any, tensors: dict[str, Tensor]) -> dict[str, 
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """Return the paths of modules whose weight is that of another one."""
+    """Return the paths of modules that share a weight with another one."""
     named = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
     counts = Counter(identity for _, identity in named)
     return {name.rpartition(".")[0] for name, identity in named if counts[identity] > 1}
 
 
 def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]], shelf: Shelf) -> dict[str, Tensor]:
-    """Return the tensors `write` makes of the layers, on the shelf, by name, or one error about all it refuses."""
+    """Return the tensors that `write` makes of the layers, on the shelf; raise one error about all that it refuses."""
     tensors: dict[str, Tensor] = {}
-    errors: dict[str, None] = {}  # one for all experts of a stack
+    errors: dict[str, None] = {}  # one per stack of experts
     for layer in layers:
         try:
             tensors |= {f"{layer.name}.{part}": shelf.put(tensor) for part, tensor in write(layer).items()}

@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 
 
 _SCALE = re.compile(r"(layers\.\d+\.(?:key|value)s)_scale")
-"""How `use_int8_cache` calls the scales in a graph."""
+"""Names of the scales that `use_int8_cache` adds to a graph."""
 
 
 @dataclass(frozen=True)
 class CacheScales:
-    """What an int8 KV cache multiplies its codes by.
+    """The scales of an int8 KV cache.
 
     Attributes:
-        scales: float32, shape `(1, heads, 1, channels)`, by the name of the keys or values of a layer in a cache of
-            `transformers`, such as `layers.0.keys`.
+        scales: Scales, float32, shape `(1, heads, 1, channels)`. Keys are the names of the keys or values of a layer in
+            a cache of `transformers`, such as `layers.0.keys`.
     """
 
     scales: Mapping[str, Tensor]
 
     @classmethod
     def measure(cls, model: Any, batches: Iterable[Mapping[str, Tensor]]) -> CacheScales:
-        """Return the scales at which 127 stands for the largest magnitude of a channel in `batches`.
+        """Return the scales at which 127 represents the largest magnitude of a channel in `batches`.
 
         Args:
-            model: of `transformers`, as it will be exported.
-            batches: keywords of its forward, such as `input_ids`. Positions that are padding count as well.
+            model: Model of `transformers` in the form to be exported.
+            batches: Keyword arguments of its forward, such as `input_ids`. Padding positions count as well.
 
         Raises:
-            CalibrationError: if there are no batches, or values that are not finite.
-            ExportError: if the cache of the model does not consist of keys and values of rank 4.
+            CalibrationError: If `batches` is empty, or values are not finite.
+            ExportError: If the cache of the model does not consist of keys and values of rank 4.
         """
         from transformers.exporters.utils import get_leaf_tensors
 
@@ -54,7 +54,7 @@ class CacheScales:
                 cache = returned_cache(model(**batch, use_cache=True, **_keeping_all(model)))
             for name, value in get_leaf_tensors(cache).items():
                 if not value.dim():
-                    continue  # a layer's window
+                    continue  # the window of a layer
                 if value.dim() != 4 or not value.is_floating_point():
                     raise ExportError(f"{name} is no cache of keys or values: {value.dtype}, {tuple(value.shape)}")
                 found = value.float().abs().amax((0, 2), keepdim=True)
@@ -67,13 +67,13 @@ class CacheScales:
 
     @classmethod
     def of(cls, model: Any) -> CacheScales:
-        """Return the scales that keys and values have in a model that `eager()` gave back.
+        """Return the scales of keys and values in a model from `eager()`.
 
         Args:
-            model: quantized with `kv_cache=TensorSpec(format=INT8, granularity="channel")`.
+            model: Model quantized with `kv_cache=TensorSpec(format=INT8, granularity="channel")`.
 
         Raises:
-            ExportError: if it rounds no keys and values, or otherwise.
+            ExportError: If the model does not round keys and values, or rounds them differently.
         """
         scales: dict[str, Tensor] = {}
         for path, module in model.named_modules():
@@ -94,7 +94,7 @@ class CacheScales:
 
     @classmethod
     def written(cls, program: ir.Model) -> CacheScales:
-        """Read the scales from a graph that `GenerationQuantizer` wrote; empty for a cache in float."""
+        """Read the scales from a graph that `GenerationQuantizer` wrote; empty for a float cache."""
         from quark_fx.export.to_onnx.edit import array_of
 
         found = {_SCALE.fullmatch(name): array_of(value) for name, value in program.graph.initializers.items()}
@@ -105,7 +105,7 @@ class CacheScales:
         """Return a cache for a model in torch that rounds keys and values, and keeps all tokens.
 
         Args:
-            prompt_in_float: Let prompts attend to their keys and values before rounding, like a prefill graph.
+            prompt_in_float: Whether prompts attend to their keys and values before rounding, like a prefill graph.
         """
         from transformers import DynamicCache
 
@@ -125,12 +125,12 @@ class CacheScales:
         return (x / self.scales[name]).round().clamp(-128, 127).to(torch.int8)
 
     def round(self, name: str, x: Tensor) -> Tensor:
-        """Return what the codes of `x` stand for."""
+        """Return the values that the codes of `x` represent."""
         return self.quantize(name, x) * self.scales[name]
 
 
 def _keeping_all(model: Any) -> dict[str, Any]:
-    """Return a cache as an argument, for a model whose sliding layers would drop the keys that leave their window."""
+    """Return a cache as an argument, for a model whose sliding layers would drop keys outside of their window."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -147,7 +147,7 @@ def _keeping_all(model: Any) -> dict[str, Any]:
 
 
 def _is_of_a_cache(rounding: Any) -> bool:
-    """Tell whether keys or values are rounded to int8 with a scale per head and channel, and to nothing else."""
+    """Tell whether keys or values are only rounded to int8, with a scale per head and channel."""
     if rounding.format != str(INT8) or rounding.scale is None or rounding.scale.dim() != 4 or len(rounding.factors):
         return False
     return rounding.zero_point is None or not bool(rounding.zero_point.any())

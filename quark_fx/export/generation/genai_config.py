@@ -1,7 +1,7 @@
-"""What ONNX Runtime GenAI has to know about a graph with a KV cache: `genai_config.json`.
+"""The description of a graph with a KV cache for ONNX Runtime GenAI: `genai_config.json`.
 
-Source: https://onnxruntime.ai/docs/genai/reference/config.html, and `src/config.cpp` of onnxruntime-genai for what the
-page leaves out.
+Source: https://onnxruntime.ai/docs/genai/reference/config.html, and `src/config.cpp` of onnxruntime-genai for
+undocumented fields.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _TRACED = re.compile(rf"(input|output)\.(?:{'|'.join(CACHE_NAMES)})\.layers\.(\d+)\.(key|value)s")
-"""How `transformers` calls what a layer's cache takes and gives."""
+"""Names in `transformers` of the inputs and outputs of a layer's cache."""
 
 _CACHE = {"input": "past_key_values.%d.", "output": "present.%d."}
-"""What GenAI calls it."""
+"""Prefixes of the same in GenAI."""
 
 _FED = ("input_ids", "attention_mask", "position_ids")
-"""What GenAI feeds beside the cache, where the graph reads it."""
+"""Inputs in addition to the cache that GenAI feeds if the graph reads them."""
 
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-"""What it reads of a `GenerationConfig`, under the same names."""
+"""Options of a `GenerationConfig` that GenAI reads under the same names."""
 
 
 def name_cache(graph: ir.Graph) -> int:
-    """Call what the cache takes and gives what GenAI calls it; return how many layers there are.
+    """Rename the inputs and outputs of the cache to their names in GenAI; return the number of layers.
 
     Raises:
-        ExportError: if the graph reads what GenAI does not feed, or has another cache than keys and values of one size.
+        ExportError: If the graph has inputs that GenAI does not feed, or another cache than keys and values of one
+            size.
     """
     _drop_windows(graph)
     cut = cut_layers(graph)
@@ -64,7 +65,7 @@ def name_cache(graph: ir.Graph) -> int:
 
 
 def _drop_windows(graph: ir.Graph) -> None:
-    """Remove the sizes of windows, scalars that a graph passes on and nobody reads."""
+    """Remove the sizes of windows, scalars that a graph only passes on."""
     for output in list(graph.outputs):
         node = output.producer()
         source = node.inputs[0] if node is not None and node.op_type == "Identity" else None
@@ -77,7 +78,7 @@ def _drop_windows(graph: ir.Graph) -> None:
 
 
 def _with_sizes(value: ir.Value) -> ir.Shape:
-    """Return a shape with numbers where a dimension is a symbol called like one, as torch writes some fixed sizes."""
+    """Return a shape with numbers for symbols whose name is a number: torch writes some fixed sizes this way."""
     import onnx_ir as ir
 
     from quark_fx.export.to_onnx.edit import shape_of
@@ -87,7 +88,7 @@ def _with_sizes(value: ir.Value) -> ir.Shape:
 
 
 def _one_size(pair: dict[str, ir.Value]) -> bool:
-    """Tell whether keys and values are there, of one shape `(batch, heads, tokens, channels)`."""
+    """Tell whether keys and values exist and have one shape `(batch, heads, tokens, channels)`."""
     shapes = [value.shape for value in pair.values()]
     return len(shapes) == 2 and shapes[0] is not None and len(shapes[0]) == 4 and shapes[0] == shapes[1]
 
@@ -96,9 +97,9 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
     """Return the configuration of a graph after `name_cache`.
 
     Args:
-        graph: of one sequence.
-        filename: of the graph.
-        model: of `transformers`, whose configurations say how it generates.
+        graph: Graph for one sequence.
+        filename: Name of the graph's file.
+        model: Model of `transformers`, whose configurations have the generation options.
     """
     from quark_fx.export.to_onnx.edit import shape_of
 
@@ -110,13 +111,13 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
     context = require_context_length(model)
     return {
         "model": {
-            # The one type of GenAI that stands for no architecture: of the others, some have rules of their own.
+            # The only type of GenAI without a specific architecture; some other types have special rules.
             "type": "decoder",
             "context_length": context,
             "vocab_size": shape_of(logits)[2],
             **{name: token for name, token in tokens.items() if token is not None},
-            # GenAI takes tokens of this number at the end of a prompt for padding and skips them. One sequence has
-            # none, but may well end in the token that a tokenizer pads with, which often is that of its end.
+            # GenAI skips tokens of this number at the end of a prompt as padding. A single sequence is not padded, but
+            # may end in the tokenizer's padding token, which is often its end token.
             "pad_token_id": -1,
             "decoder": {
                 "filename": filename,
@@ -131,7 +132,7 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
             },
         },
         "search": {
-            # A cache of its full length from the beginning would be mistaken for one that is full.
+            # GenAI would mistake a cache allocated at full length for a full one.
             "past_present_share_buffer": False,
             "max_length": context,
             **{name: value for name in _SAMPLING if (value := getattr(asked, name, None)) is not None},
@@ -140,16 +141,16 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
 
 
 def token_of(model: Any, name: str) -> Any:
-    """Return a token, or several, that a model was told to begin or to end with; `None` if it was not."""
+    """Return the begin or end token, or tokens, of a model; `None` if it has none."""
     found = getattr(model.generation_config, name, None)
     return getattr(model.config.get_text_config(decoder=True), name, None) if found is None else found
 
 
 def require_context_length(model: Any) -> int:
-    """Return how many tokens a model reads at most.
+    """Return the largest number of tokens that a model reads.
 
     Raises:
-        ExportError: if its configuration does not say.
+        ExportError: If its configuration does not contain it.
     """
     found = context_length(model.config)
     if found is None:
@@ -165,7 +166,7 @@ def _templates(prefix: str, side: str) -> dict[str, str]:
 
 
 def _session_options(graph: ir.Graph) -> dict[str, Any]:
-    """Return what keeps ONNX Runtime to the arithmetic of the graph, as `runtime.session.session_options` does."""
+    """Return options with which ONNX Runtime keeps to the graph's arithmetic; see `runtime.session.session_options`."""
     options: dict[str, Any] = {"provider_options": [], "session.qdq_matmulnbits_accuracy_level": "0"}
     if any(fuses_wrongly(node) for node in graph):
         options["graph_optimization_level"] = "ORT_DISABLE_ALL"

@@ -1,4 +1,4 @@
-"""Run exported prefill and decode graphs in ONNX Runtime, as a model of `transformers` that can `generate`."""
+"""Run exported prefill and decode graphs in ONNX Runtime as a `transformers` model with `generate`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
         model = generator(ExportedModel.from_pretrained("folder"))
         model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64)
 
-    Its sessions keep to the arithmetic of the graphs: ONNX Runtime would fuse weights in blocks to kernels that round
-    activations to int8.
+    Its sessions preserve the arithmetic of the graphs: by default, ONNX Runtime would fuse weights in blocks into
+    kernels that round activations to int8.
 
     Args:
-        exported: an `ExportedModel` of `transformers`, of `OnnxExporter().export_for_generation`.
-        threads: of a session; default: one for each core.
+        exported: `ExportedModel` of `transformers` from `OnnxExporter().export_for_generation`.
+        threads: Number of threads of a session; default: one per core.
 
     Raises:
-        ExportError: if the graphs are not those two, or of a class that `transformers` does not have, keep no cache, or
-            drop tokens from it.
+        ExportError: If the graphs are other ones, their class does not exist in `transformers`, or they keep no cache
+            or drop tokens from it.
     """
     import transformers
 
@@ -52,10 +52,10 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
 
         @property
         def device(self) -> torch.device:
-            """Where `generate` makes its tensors; the parameters, never read, are nowhere."""
+            """The device on which `generate` creates tensors; the parameters, which are never read, are on `meta`."""
             return torch.device("cpu")
 
-        @functools.wraps(base.forward)  # `generate` prepares what the signature names
+        @functools.wraps(base.forward)  # `generate` prepares the arguments in the signature
         def forward(self, **inputs: Any) -> Any:
             return _run(exported, {name: value for name, value in inputs.items() if value is not None})
 
@@ -68,12 +68,12 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
 
 
 def _run(exported: Any, inputs: dict[str, Any]) -> Any:
-    """Run `prefill` if the cache is empty, else `decode`."""
+    """Run `prefill` if the cache is empty, or else `decode`."""
     cache = next((inputs.pop(name) for name in CACHE_NAMES if name in inputs), None)
     past = cache.get_seq_length() if cache is not None else 0
     runner = exported.runners["decode" if past else "prefill"]
     shapes = {spec.name: spec.shape for spec in runner.session.get_inputs()}
-    if cache is not None:  # under the name that the graph took it by
+    if cache is not None:  # under every name that a graph may use
         inputs |= dict.fromkeys(CACHE_NAMES, cache)
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if tokens is None:
@@ -85,7 +85,7 @@ def _run(exported: Any, inputs: dict[str, Any]) -> Any:
         )
     if mask is not None and "attention_mask" not in shapes and not mask.all():
         raise ExportError("these graphs read no attention mask, and this batch is padded; export with a padded example")
-    if mask is None:  # `generate` drops a mask of ones, which a graph with a mask reads
+    if mask is None:  # `generate` drops a mask of ones, but a graph with a mask reads it
         inputs["attention_mask"] = tokens.new_ones(len(tokens), past + tokens.shape[1])
     output = runner(**inputs)
     _count_tokens(returned_cache(output), past + tokens.shape[1])
@@ -93,7 +93,7 @@ def _run(exported: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _require_whole_cache(exported: Any) -> None:
-    """Raise `ExportError` for graphs without a cache, or with a cut one, for which masks are wrong."""
+    """Raise `ExportError` for graphs without a cache, or with a truncated one, for which masks are wrong."""
     graph, runner = exported.components["decode"].program.graph, exported.runners["decode"]
     if not cache_of(graph.inputs):
         raise ExportError(
@@ -110,7 +110,7 @@ def _require_whole_cache(exported: Any) -> None:
 
 
 def cut_layers(graph: ir.Graph) -> set[int]:
-    """Return the layers to whose keys or values a graph does more than append the new ones."""
+    """Return the layers with keys or values to which a graph does not just append the new ones."""
     taken = cache_of(graph.inputs)
     matches = [(_KEYS_OR_VALUES.fullmatch(name), value) for name, value in cache_of(graph.outputs).items()]
     return {int(match[1]) for match, value in matches if match and not _appends(taken.get(match[0]), value)}
@@ -129,7 +129,7 @@ _KEYS_OR_VALUES = re.compile(r"layers\.(\d+)\.(?:key|value)s")
 
 
 def _sliding_layers(cache: Any) -> list[tuple[int, Any]]:
-    """Return the layers of a cache that count their tokens in Python, with their numbers."""
+    """Return the layers of a cache that count their tokens in Python, with their indices."""
     layers = enumerate(getattr(cache, "layers", ()))
     return [(index, layer) for index, layer in layers if isinstance(getattr(layer, "cumulative_length", None), int)]
 
@@ -137,8 +137,8 @@ def _sliding_layers(cache: Any) -> list[tuple[int, Any]]:
 def _count_tokens(cache: Any, length: int) -> None:
     """Set the token counters of the sliding layers in a cache that a graph returned.
 
-    Graphs return tensors only. These layers count in Python, and their counters come from the trace. The exporters
-    trace them as layers that keep all tokens: the window is in the mask.
+    Graphs return only tensors, but these layers count in Python, so their counters come from the trace. The exporters
+    trace them as layers that keep all tokens; the window is in the mask.
     """
     for _, layer in _sliding_layers(cache):
         layer.cumulative_length = length
@@ -153,7 +153,7 @@ def _options(exported: Any, threads: int | None) -> Any:
 
 
 def fuses_wrongly(node: ir.Node) -> bool:
-    """Tell whether ONNX Runtime fuses the node to kernels it does not implement: 8-bit floats, 4-bit activations."""
+    """Tell whether ONNX Runtime fuses a node into a missing kernel: for 8-bit floats and 4-bit activations."""
     if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
         return False
     codes = node.outputs[0] if node.op_type == "QuantizeLinear" else node.inputs[0]

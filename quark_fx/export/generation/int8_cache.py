@@ -1,4 +1,4 @@
-"""The rewrite of graphs to a KV cache in int8."""
+"""The conversion of graphs to an int8 KV cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from quark_fx.export.to_onnx.edit import add_array, operand, producer_of
 
 
 def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
-    """Let a graph take and return int8 codes in the place of keys and values; return how many tensors it keeps.
+    """Let a graph read and return int8 codes instead of keys and values; return the number of tensors in the cache.
 
-    What it returns is rounded. A graph that takes a cache reads its own tokens rounded, too; one that starts it reads
-    them in float.
+    Returned values are rounded. A graph that reads a cache also rounds the keys and values of its new tokens before
+    use; a graph that starts one uses them in float.
 
     Raises:
-        ExportError: if the graph has another cache than was measured, or uses it otherwise than to append to it.
+        ExportError: If the graph has another cache than the measured one, or does more than append to it.
     """
     taken, given = cache_of(model.graph.inputs), cache_of(model.graph.outputs)
     if unknown := sorted((taken.keys() | given.keys()) ^ cache.scales.keys()):
@@ -43,12 +43,12 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
 
 
 def _appends(node: ir.Node) -> bool:
-    """Tell whether a concatenation of `(batch, heads, tokens, channels)` is along tokens."""
+    """Tell whether a concatenation of shape `(batch, heads, tokens, channels)` is along tokens."""
     return node.attributes.get_int("axis") in (2, -2)
 
 
 def _attend_to_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Value) -> None:
-    """Let `GroupQueryAttention` read and append to codes, which its kernel knows."""
+    """Let `GroupQueryAttention` read and append to codes, which its kernel supports."""
     which = list(node.outputs).index(output)  # 1: keys, 2: values
     if len(node.inputs) < 14:
         node.resize_inputs(14)
@@ -60,7 +60,7 @@ def _attend_to_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.
 
 
 def _append_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Value) -> None:
-    """Append codes to codes, and dequantize all for those who read them."""
+    """Append codes to codes, and dequantize all for other readers."""
     codes = _codes(operand(node, 1), scale)
     real = [ir.node("Cast", [output], {"to": ir.DataType.FLOAT})]
     real.append(ir.node("Mul", [real[0].outputs[0], scale]))
@@ -76,7 +76,7 @@ def _append_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Val
 
 
 def _return_codes(model: ir.Model, output: ir.Value, scale: ir.Value) -> None:
-    """Return the codes of keys or values; those who read them in the graph do as before."""
+    """Return the codes of keys or values; readers inside of the graph still get floats."""
     index, codes = list(model.graph.outputs).index(output), _codes(output, scale)
     producer_of(output).append(codes)
     result = codes[-1].outputs[0]
@@ -85,7 +85,7 @@ def _return_codes(model: ir.Model, output: ir.Value, scale: ir.Value) -> None:
 
 
 def _codes(x: ir.Value, scale: ir.Value) -> list[ir.Node]:
-    """Return the nodes that quantize `x`: `QuantizeLinear` has no scales along two axes."""
+    """Return the nodes that quantize `x`; `QuantizeLinear` does not support scales along two axes."""
     ratio = ir.node("Div", [x, scale])
     whole = ir.node("Round", ratio.outputs)
     low, high = (ir.node("Constant", [], {"value_float": bound}) for bound in (-128.0, 127.0))

@@ -1,7 +1,7 @@
 """Prefill and decode graphs with a KV cache: a quantizer for the exporters of `transformers`.
 
-They trace what `generate` calls and know caches; the weights and the rounding they find in the model that
-`QuantizedModel.eager` returns, so that both graphs have the same codes and nothing is matched up by name.
+The exporters trace the calls of `generate` and handle the cache. They find weights and rounding in the model from
+`QuantizedModel.eager`, so both graphs have the same codes and need no matching of names.
 Source: https://huggingface.co/docs/transformers/main/en/exporters (`ExportQuantizer`).
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OPSET = 21
-"""The first with 4-bit codes and blocks; what torch translates to by default is older."""
+"""The first opset with 4-bit codes and blocks; torch's default is older."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class GenerationQuantizer:
         OnnxExporter().export_for_generation(qmodel.eager(), prompt, config)
 
     Args:
-        format: `"qdq"`, `"qoperator"` or `"matmul_nbits"`.
-        accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
-        cache: scales of an int8 KV cache, as `CacheScales.measure` returns them; default: keys and values in float.
+        format: `"qdq"`, `"qoperator"`, or `"matmul_nbits"`.
+        accuracy_level: Option of `"matmul_nbits"`: 0 to 3 compute in float; 4 rounds activations to int8 and is faster.
+        cache: Scales of an int8 KV cache from `CacheScales.measure`; default: keys and values in float.
 
     Raises:
-        ExportError: if ONNX Runtime has no kernels for the format, it does not know the option, or there is no
-            `transformers` with quantizers for its exporters.
+        ExportError: If ONNX Runtime does not have kernels for the format, the format does not have the option, or the
+            installed `transformers` does not support quantizers in its exporters.
     """
 
     format: str = "qdq"
@@ -52,7 +52,7 @@ class GenerationQuantizer:
 
     quantizes_fx_graph: ClassVar[bool] = False
     calibration_dataset: ClassVar[None] = None
-    """The model has been calibrated already."""
+    """The model is already calibrated."""
 
     def __post_init__(self) -> None:
         if self.cache is not None and not isinstance(self.cache, CacheScales):
@@ -70,10 +70,10 @@ class GenerationQuantizer:
             raise ExportError(f"GenerationQuantizer writes ONNX graphs, not {export_format}; use OnnxExporter")
 
     def quantize(self, model: ir.Model, sample_inputs: dict[str, Any], export_format: str) -> ir.Model:
-        """Return a translated graph, whose weights are dequantized codes, in the format.
+        """Convert a translated graph, whose weights are dequantized codes, to the format.
 
         Raises:
-            ExportError: if nothing is quantized in it, or the format or the opset cannot hold it.
+            ExportError: If nothing in it is quantized, or the format or the opset does not support it.
         """
         from quark_fx.export.generation.int8_cache import use_int8_cache
         from quark_fx.export.generation.traced_weights import PREPARATIONS, look_up_codes
@@ -109,7 +109,7 @@ class GenerationQuantizer:
 
 @functools.cache
 def _hook_into_transformers() -> None:
-    """Let the exporters of `transformers` take the quantizer, and lower our operators where a model has them."""
+    """Register the quantizer with the exporters of `transformers`, with lowerings for this package's operators."""
     try:
         import onnx_ir  # noqa: F401
         from transformers.exporters.quantizers.base import ExportQuantizer
@@ -124,7 +124,7 @@ def _hook_into_transformers() -> None:
 
 
 def _with_our_lowerings(export: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.onnx.export` with the lowerings of our operators, for programs that have some."""
+    """Return `torch.onnx.export` with the lowerings of this package's operators, for programs that contain some."""
 
     @functools.wraps(export)
     def patched(program: Any, *args: Any, **options: Any) -> Any:
@@ -134,7 +134,7 @@ def _with_our_lowerings(export: Callable[..., Any]) -> Callable[..., Any]:
                 **(options.get("custom_translation_table") or {}),
             }
             options["opset_version"] = options.get("opset_version") or _OPSET
-            options.setdefault("verbose", False)  # else it prints its steps
+            options.setdefault("verbose", False)  # the default prints its steps
         return export(program, *args, **options)
 
     return patched

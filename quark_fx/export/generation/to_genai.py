@@ -1,4 +1,4 @@
-"""Write a quantized language model as a folder that ONNX Runtime GenAI loads."""
+"""Write a quantized language model as a folder for ONNX Runtime GenAI."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CONFIG, GRAPH = "genai_config.json", "model.onnx"
 
 _PROMPT = 4
-"""Tokens of the prompt that is traced; the graph takes any number."""
+"""Number of tokens of the traced prompt; the graph reads any number."""
 
 
 @checked_call
@@ -41,26 +41,27 @@ def genai(
     tokenizer: Any = None,
     model: nn.Module | None = None,
 ) -> Path:
-    """Write `qmodel`, made of a Hugging Face language model, as a folder for `onnxruntime_genai.Model`.
+    """Write `qmodel`, a quantized Hugging Face language model, as a folder for `onnxruntime_genai.Model`.
 
-    It holds one graph for prompts and for single tokens, with a KV cache that grows, and `genai_config.json`. The graph
-    takes one sequence at a time: ONNX Runtime's `GroupQueryAttention` takes several tokens of one only.
+    The folder has one graph for prompts and single tokens, with a growing KV cache, and `genai_config.json`. The graph
+    reads one sequence at a time, because ONNX Runtime's `GroupQueryAttention` reads several tokens only of a single
+    sequence.
 
     Args:
-        qmodel: from `quantize`.
-        directory: made if it does not exist; a graph and a configuration that are there are replaced.
-        format: as in `quark_fx.export.onnx`: `"matmul_nbits"`, `"qdq"` or `"qoperator"`.
-        accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
-        cache: scales of an int8 KV cache, as `CacheScales.measure` returns them; default: keys and values in float.
-        tokenizer: saved beside it; without one, `Generator.append_tokens` takes tokens.
-        model: a float model of the same architecture, if `qmodel` was loaded.
+        qmodel: Result of `quantize`.
+        directory: Directory to write, created if needed; an existing graph and configuration are replaced.
+        format: Format of `quark_fx.export.onnx`: `"matmul_nbits"`, `"qdq"`, or `"qoperator"`.
+        accuracy_level: Option of `"matmul_nbits"`: 0 to 3 compute in float; 4 rounds activations to int8 and is faster.
+        cache: Scales of an int8 KV cache from `CacheScales.measure`; default: keys and values in float.
+        tokenizer: Tokenizer to save in the folder; without one, pass tokens to `Generator.append_tokens`.
+        model: Float model of the same architecture, if `qmodel` was loaded.
 
     Returns:
-        The directory.
+        Path of the directory.
 
     Raises:
-        ExportError: if the model does not generate from tokens alone, its cache holds more than keys and values
-            (recurrent states), the format cannot hold it, or the directory cannot be written.
+        ExportError: If the model does not generate from tokens alone, its cache has more than keys and values
+            (recurrent states), the format does not support it, or the directory cannot be written.
     """
     directory = Path(directory)
     require_possible(directory)
@@ -81,7 +82,7 @@ def genai(
 
 
 def require_generator(model: nn.Module) -> None:
-    """Raise `ExportError` if GenAI cannot generate with a model, as far as its configuration says."""
+    """Raise `ExportError` if, according to its configuration, GenAI cannot generate with a model."""
     from transformers import DynamicCache, PreTrainedModel
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     from transformers.exporters.utils import is_multimodal
@@ -102,7 +103,7 @@ def require_generator(model: nn.Module) -> None:
         layers = DynamicCache(config=model.config).layers
     except (KeyError, AttributeError, ValueError) as error:
         raise ExportError(f"{name} has a cache that is not known here ({error!r})") from error
-    # The exporters trace sliding layers as layers that keep all tokens, and the window is in the mask.
+    # The exporters trace sliding layers as layers that keep all tokens; the window is in the mask.
     known = (DynamicLayer, DynamicSlidingWindowLayer)
     kinds = [type(layer).__name__ for layer in layers if type(layer) not in known]
     if kinds or not layers:
@@ -114,7 +115,7 @@ def require_generator(model: nn.Module) -> None:
 
 
 def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | None, tokenizer: Any = None) -> Path:
-    """Write a model of transformers, whose graph `quantizer` puts into its format, and return the folder."""
+    """Write a model of transformers, with its graph in the format of `quantizer`, and return the folder."""
     import onnx_ir as ir
 
     from quark_fx.export.generation.genai_config import genai_config, name_cache
@@ -139,12 +140,12 @@ def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | N
 
 
 def _traced(model: Any, quantizer: GenerationQuantizer | None) -> ir.Model:
-    """Return one graph that takes any number of tokens of one sequence, after any number, which may be none."""
+    """Return one graph that reads any number of tokens of one sequence, after any number of earlier tokens."""
     from transformers import GenerationConfig, exporters
     from transformers.exporters.utils import decompose_for_generation
 
     prompt = {"input_ids": torch.arange(1, 1 + _PROMPT)[None] % model.config.get_text_config(decoder=True).vocab_size}
-    # Models are asked to generate without a cache while they are calibrated, and some to search with beams.
+    # Models are configured to generate without a cache during calibration, and some to use beam search.
     asked = {name: getattr(model.generation_config, name, None) for name in ("eos_token_id", "pad_token_id")}
     greedy = GenerationConfig(do_sample=False, num_beams=1, use_cache=True, **asked)
     with quiet():

@@ -1,4 +1,4 @@
-"""What graphs traced by `transformers` need around our `DequantizeLinear`, before and after a format is written."""
+"""Edits around `DequantizeLinear` in graphs traced by `transformers`, before and after a format is written."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import onnx_ir as ir
 from quark_fx.export.to_onnx.edit import add_array, array_of, erase_unread, made_by, operand, put_node, stored_array
 
 _SCALE = re.compile(r"(?:(.+)\.)?parametrizations\.(\w+)\.0\.scale")
-"""How `torch.nn.utils.parametrize` calls the scale of a parameter."""
+"""Names that `torch.nn.utils.parametrize` gives to the scale of a parameter."""
 
 
 def name_codes(model: ir.Model) -> int:
-    """Call the codes of a weight, and its scale, what the parameter is called, which is a user's name for it."""
+    """Name the codes and scale of a weight after its parameter, the name that users know."""
     named = 0
     for node in model.graph:
         codes, scale = node.inputs[:2] if node.op_type == "DequantizeLinear" else (None, None)
@@ -31,26 +31,26 @@ def name_codes(model: ir.Model) -> int:
 
 
 def split_fused_products(model: ir.Model) -> int:
-    """Rewrite `FusedMatMul` (`com.microsoft`) with a quantized weight to the standard operators that make it."""
+    """Rewrite `FusedMatMul` (`com.microsoft`) with a quantized weight as standard operators."""
     done = 0
     for node in list(model.graph):
         get = node.attributes.get_int
         weight = made_by(node.inputs[1], "DequantizeLinear") if node.op_type == "FusedMatMul" else None
         rank = _rank(weight.inputs[0]) if weight is not None else 0
         if rank < 2 or any(get(name, 0) for name in ("transA", "transBatchA", "transBatchB")):
-            continue  # a vector is not transposed
+            continue  # a vector cannot be transposed
         _split(model, node, rank)
         done += 1
     return done
 
 
 def _rank(value: ir.Value | None) -> int:
-    """Return the number of dimensions; 0 if it is not known."""
+    """Return the rank; 0 if it is unknown."""
     return value.shape.rank() if value is not None and value.shape is not None else 0
 
 
 def _split(model: ir.Model, node: ir.Node, rank: int) -> None:
-    """Put a `MatMul` in the place of `node`, whose weight has `rank` dimensions, and what it does besides around it."""
+    """Replace `node`, whose weight has `rank` dimensions, by a `MatMul` and operators for its other effects."""
     x, weight = node.inputs[:2]
     steps = []
     if node.attributes.get_int("transB", 0):
@@ -69,11 +69,11 @@ def _split(model: ir.Model, node: ir.Node, rank: int) -> None:
 
 
 PREPARATIONS: tuple[Callable[[ir.Model], int], ...] = (name_codes, split_fused_products)
-"""What runs before a format is written, in order."""
+"""Edits before a format is written, in order."""
 
 
 def look_up_codes(model: ir.Model) -> int:
-    """Dequantize the looked-up rows of a matrix of 8-bit codes, at one scale or one per row, not all rows each time."""
+    """Dequantize only the looked-up rows of an 8-bit matrix with one scale, or one per row, instead of all rows."""
     done = 0
     for node in list(model.graph):
         table = made_by(node.inputs[0], "DequantizeLinear") if node.op_type == "Gather" else None
@@ -91,7 +91,7 @@ def look_up_codes(model: ir.Model) -> int:
 
 
 def _look_up(model: ir.Model, gather: ir.Node, table: ir.Node) -> None:
-    """Put `(Cast(Gather(codes)) - zero_point) * scale`, of the same rows, in the place of `gather`."""
+    """Replace `gather` by `(Cast(Gather(codes)) - zero_point) * scale` of the same rows."""
     stored, index = operand(table), gather.inputs[1]
     codes = ir.node("Gather", [stored, index], {"axis": 0})
     steps = [codes, ir.node("Cast", [codes.outputs[0]], {"to": ir.DataType.FLOAT})]

@@ -1,6 +1,7 @@
-"""A process of its own that loads a checkpoint with transformers and runs batches: it imports nothing of this package.
+"""A separate process that loads a checkpoint with transformers and runs batches. It imports nothing of this package.
 
-What this package does to transformers in the process that quantized cannot reach it, and its memory ends with it.
+Changes that this package makes to transformers in the quantizing process cannot affect it, and its memory is freed at
+the end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 def named_tensors(output: Any) -> dict[str, Tensor]:
-    """Return the tensors of a model's result by name, `""` for a lone one, numbers where there are no names."""
+    """Return the named tensors of a model's result: `""` for a single tensor, numbers for unnamed ones."""
     return dict(_named(output, ""))
 
 
@@ -29,11 +30,11 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def answers(path: Path, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[dict[str, Tensor]]:
-    """Return what the model of a checkpoint makes of each batch, by name.
+    """Return the named outputs of a checkpoint's model for each batch.
 
     Args:
-        path: of a directory, or a GGUF file.
-        batches: positional and keyword arguments.
+        path: Directory or GGUF file.
+        batches: Positional and keyword arguments.
     """
     model = _load(path).eval()
     with torch.no_grad():
@@ -52,14 +53,14 @@ def _load(path: Path) -> Any:
 
 
 def main(path: str, given: str, made: str) -> None:
-    """Run the batches in the file `given`, and write what the model makes of them to the file `made`."""
+    """Run the batches in the file `given`, and write the outputs of the model to the file `made`."""
     torch.save(answers(Path(path), torch.load(given, map_location="cpu", weights_only=True)), made)
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except Exception as error:  # whatever the reader's own code raises, for the process that asked
+    except Exception as error:  # any error of the reader's code, reported to the calling process
         sys.exit(f"{type(error).__name__}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Run a checkpoint in transformers, in a process of its own, for the comparison with the model it was made of."""
+"""Run a checkpoint in transformers, in a separate process, to compare it with the original model."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _LAST_LINES = 5
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether transformers is what reads it: a directory, or a GGUF file."""
-    return os.path.isdir(path) or path.suffix == ".gguf"  # of a name that no file can have, False
+    """Tell whether transformers reads the path: a directory, or a GGUF file."""
+    return os.path.isdir(path) or path.suffix == ".gguf"  # os.path: False for names that no file can have
 
 
 def checkpoint_answers(
     path: Path, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> list[dict[str, Tensor]]:
-    """Return what transformers makes of each batch with a checkpoint, by name of the output.
+    """Return the named outputs of a checkpoint's model in transformers for each batch.
 
     Args:
-        path: of what `quark_fx.export.huggingface` or `gguf` wrote.
-        batches: positional and keyword arguments.
+        path: Checkpoint written by `quark_fx.export.huggingface` or `gguf`.
+        batches: Positional and keyword arguments.
 
     Raises:
-        ExportError: if there is no checkpoint, or transformers does not load or run it, or leaves out its rotations.
+        ExportError: If the checkpoint is missing, or transformers does not load or run it, or omits its rotations.
     """
     if not path.exists():
         raise ExportError(f"{path} does not exist; write it with qfx.export.gguf or qfx.export.huggingface first")
@@ -54,12 +54,12 @@ def checkpoint_answers(
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "given.pt", Path(folder) / "made.pt"
         torch.save([*batches], given)
-        # -P: what lies beside the script is not to be found by names of other packages.
+        # -P: the folder of the script must not hide other packages.
         command = [sys.executable, "-P", checkpoint_process.__file__, str(path.absolute()), str(given), str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
-            if done.returncode < 0:  # a signal, of which the process says nothing
+            if done.returncode < 0:  # killed by a signal, so the process printed no reason
                 said.append(f"the process was killed by signal {-done.returncode}, often for want of memory")
             missing = bool(said) and said[-1].startswith(("ImportError", "ModuleNotFoundError"))
             hint = [

@@ -38,10 +38,10 @@ _GREEDY: dict[str, Any] = {
 """Options that override the model's generation configuration."""
 
 Steps = dict[str, tuple[Tensor, Tensor]]
-"""Logits in torch and in the folder, by name of the step."""
+"""Logits in torch and in the folder for each named step."""
 
 _MANIFEST, _LIMIT = "export.json", 1 << 24
-"""The file that transformers writes into a folder, and the most bytes that a description of a folder has."""
+"""The file that transformers writes into a folder, and the largest size of a folder's description, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class _Folder:
     """Graphs that decode.
 
     Attributes:
-        decode: Takes a prompt and the tokens after it; returns the logits after the prompt and after each token but the
-            last.
-        cache: Makes a cache for torch that rounds like the one of the graphs; `None` for a cache in float.
+        decode: Function of a prompt and the tokens after it; returns the logits after the prompt and after each token
+            but the last.
+        cache: Function that returns a cache for torch with the rounding of the graphs; `None` for a float cache.
         config: Configuration of transformers; `None` if the folder has none.
     """
 
@@ -62,21 +62,21 @@ class _Folder:
 
 def is_generation_folder(path: Path) -> bool:
     """Tell whether `ExportedModel.save_pretrained` of transformers or `quark_fx.export.genai` wrote a folder."""
-    return any(os.path.isfile(path / name) for name in (_MANIFEST, CONFIG))  # of a name that no file can have, False
+    return any(os.path.isfile(path / name) for name in (_MANIFEST, CONFIG))  # False for names that no file can have
 
 
 def decoded_steps(
     model: nn.Module, path: Path, batches: Iterable[Any], steps: int
 ) -> Iterator[tuple[Steps, Callable[[int], Sequence[Tensor]]]]:
-    """Yield the logits after each batch of prompts and after each of the tokens that torch chooses then.
+    """Yield the logits after each batch of prompts, and after each of the tokens that torch then chooses.
 
-    With each comes a function from a seed to the logits of torch for the same tokens, where each operator rounds a
-    little differently.
+    Each comes with a function from a seed to torch's logits for the same tokens with slightly different rounding in
+    each operator.
 
     Args:
         model: Exported model, or its `QuantizedModel`.
-        path: The folder.
-        batches: Prompts: `input_ids`, with `attention_mask` where they are padded on the left.
+        path: Folder.
+        batches: Prompts: `input_ids`, and `attention_mask` if they are padded on the left.
         steps: Number of decode steps.
 
     Raises:
@@ -109,12 +109,12 @@ def _opened(path: Path, read: Callable[[Path], _Folder]) -> _Folder:
         return read(path)
     except ExportError:
         raise
-    except Exception as error:  # whatever transformers, onnx_ir and ONNX Runtime raise about files
+    except Exception as error:  # transformers, onnx_ir, and ONNX Runtime raise various errors for files
         raise ExportError(f"{path} cannot be loaded: {error}; export it again, like docs/generation.md") from error
 
 
 def _of_transformers(path: Path) -> _Folder:
-    """Return what transformers wrote: a graph for prompts and one for steps, behind `generate`."""
+    """Return the graphs that transformers wrote, one for prompts and one for steps, run by `generate`."""
     try:
         from transformers.exporters import ExportedModel  # pyright: ignore[reportPrivateImportUsage]
     except ImportError as error:
@@ -134,7 +134,7 @@ def _of_transformers(path: Path) -> _Folder:
 
 
 def _of_genai(path: Path) -> _Folder:
-    """Return what `genai` wrote: one graph, which takes the tokens of one sequence."""
+    """Return the graph that `genai` wrote, which reads the tokens of one sequence."""
     import onnx_ir as ir
 
     decoder = read_json(path / CONFIG, _LIMIT)["model"]["decoder"]
@@ -167,13 +167,13 @@ def _of_genai(path: Path) -> _Folder:
         each = [decode_row(row[mask], after) for row, mask, after in zip(rows, masks, tokens, strict=True)]
         return torch.stack(each, 1).unbind()
 
-    scales = CacheScales.written(ir.load(path / GRAPH))  # the graph takes a cache for prompts, too, which it rounds
+    scales = CacheScales.written(ir.load(path / GRAPH))  # the graph also rounds the cache of a prompt
     return _Folder(decode, partial(scales.cache, prompt_in_float=False) if scales.scales else None)
 
 
 _KINDS = ("key", "value")
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
-"""How ONNX Runtime calls the types of caches."""
+"""Types of caches by their names in ONNX Runtime."""
 
 
 def _in_torch(model: nn.Module, config: Any) -> nn.Module:
@@ -199,7 +199,7 @@ def _in_torch(model: nn.Module, config: Any) -> nn.Module:
 
 
 def _of_the_same_class(config: Any) -> nn.Module:
-    """Return a model with random weights, which `eager` replaces."""
+    """Return a model with random weights; `eager` replaces them."""
     import transformers
 
     with torch.random.fork_rng(devices=[]):
@@ -208,19 +208,19 @@ def _of_the_same_class(config: Any) -> nn.Module:
 
 
 def _prompt(batch: Any, number: int) -> dict[str, Tensor]:
-    """Return what `generate` reads of a batch."""
+    """Return the arguments of `generate` in a batch."""
     args, kwargs = split_batch(batch)
     given = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
     prompt = {name: given[name] for name in ("input_ids", "attention_mask") if isinstance(given.get(name), Tensor)}
     tokens = prompt.get("input_ids")
     if tokens is None or tokens.dim() != 2 or not tokens.numel() or tokens.is_floating_point():
         raise ExportError(f"batch {number} lacks prompts: pass input_ids of shape (batch, tokens)")
-    # Without a mask, `generate` takes tokens that are equal to that of padding for padding.
+    # Without a mask, `generate` treats every token equal to the padding token as padding.
     return {"attention_mask": torch.ones_like(tokens)} | prompt
 
 
 def _forcing(tokens: Tensor, length: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a processor of logits that chooses the given tokens after prompts of `length` tokens."""
+    """Return a logits processor that forces `tokens` after prompts of `length` tokens."""
 
     def force(sequence: Tensor, scores: Tensor) -> Tensor:
         chosen = tokens[:, sequence.shape[1] - length, None]
@@ -240,8 +240,8 @@ def _generate(model: Any, prompt: dict[str, Tensor], steps: int, **options: Any)
 def _caching(model: nn.Module, make: Callable[[], Any] | None) -> Iterator[None]:
     """Give every call without earlier tokens a new cache of the folder's kind.
 
-    Phi3 with longrope drops its cache in the middle of `generate`, where the sequence outgrows the short factors, so
-    that a cache given to `generate` would not last.
+    Phi3 with longrope drops its cache in the middle of `generate`, once the sequence outgrows the short factors, so a
+    cache passed to `generate` would be lost.
     """
     if make is None:
         yield
@@ -262,12 +262,12 @@ def _caching(model: nn.Module, make: Callable[[], Any] | None) -> Iterator[None]
 
 @contextmanager
 def _named(number: int, where: str, steps: int, tokens: int) -> Iterator[None]:
-    """Say which batch an error is about."""
+    """Name the batch in errors."""
     try:
         yield
     except ExportError:
         raise
-    except Exception as error:  # whatever a model, transformers and ONNX Runtime raise about their inputs
+    except Exception as error:  # models, transformers, and ONNX Runtime raise various errors for inputs
         raise ExportError(
             f"batch {number}: {where} does not decode {steps} steps after {tokens} tokens: {error}; give it prompts "
             "that the model takes, or lower decode_steps"

@@ -1,4 +1,4 @@
-"""OpenVINO behind the few methods of an `onnxruntime.InferenceSession` that running a file takes."""
+"""OpenVINO with the methods of an `onnxruntime.InferenceSession` that running a file needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What OpenVINO ran for an operator: its `name`, its `kind`, and the implementation with the type it counts in."""
+    """A kernel that OpenVINO ran: `name` and `kind` of the operator, and the implementation with its compute type."""
 
     name: str
     kind: str
@@ -38,21 +38,21 @@ class Kernel:
 
     @property
     def in_integers(self) -> bool:
-        """Whether it multiplies or moves codes of 8 bits."""
+        """Tell whether the kernel multiplies or moves 8-bit codes."""
         return self.implementation.lower().endswith(("_i8", "_u8"))
 
 
 class OpenVinoSession:
-    """A file compiled for the CPU, with float32 for what has no codes. One thread at a time may run it.
+    """A file compiled for the CPU, with float32 for values that are not codes. One thread at a time may run it.
 
     Args:
-        path: of an ONNX file.
-        threads: of a run; default: as many as cores.
-        profile: note what runs, for `kernels`, which takes time in every run.
-        edit: changes the graph of an ONNX file first.
+        path: ONNX file, or another file that OpenVINO reads.
+        threads: Number of threads of a run; default: one per core.
+        profile: Whether to record the kernels of each run, for `kernels`; this slows down every run.
+        edit: Function that edits the graph of an ONNX file first.
 
     Raises:
-        ExportError: if OpenVINO is not installed.
+        ExportError: If OpenVINO is not installed.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class OpenVinoSession:
             import openvino
         except ImportError as error:
             raise ExportError("running a file in OpenVINO needs it: pip install 'quark_fx[openvino]'") from error
-        # By default a processor with bfloat16 computes floats in it, and activations of coded weights are rounded.
+        # By default, OpenVINO computes floats in bfloat16 on processors with it, and rounds activations for quantized
+        # weights.
         options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "PERF_COUNT": profile}
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = threads
@@ -81,7 +82,7 @@ class OpenVinoSession:
             source = core.read_model(path)
         else:
             edit(model)
-            # A graph in bytes has no directory to find external data in.
+            # A graph in bytes does not have a directory for external data.
             source = core.read_model(onnx_ir.to_proto(onnx_ir.external_data.load_to_model(model)).SerializeToString())
         self._compiled: Any = core.compile_model(source, "CPU", options)
         self._request = self._compiled.create_infer_request()
@@ -97,7 +98,7 @@ class OpenVinoSession:
         return [Named(port.any_name, _sizes(port.partial_shape)) for port in self._compiled.inputs]
 
     def get_outputs(self) -> list[Named]:
-        """Return the outputs in order, called as in the file: OpenVINO may know one by several names."""
+        """Return the outputs in order, with their names in the file; OpenVINO may have several names for one."""
         return [Named(name) for name in self._outputs]
 
     def get_modelmeta(self) -> Metadata:
@@ -105,13 +106,13 @@ class OpenVinoSession:
         return Metadata(self._metadata)
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
-        """Return the outputs called `names`, all of them for `None`, as arrays."""
+        """Return arrays of the outputs `names`, or of all if `None`."""
         self._request.infer(dict(feeds))
         places = range(len(self._outputs)) if names is None else [self._outputs.index(name) for name in names]
         return [self._request.get_output_tensor(place).data.copy() for place in places]
 
     def kernels(self) -> list[Kernel]:
-        """Return what the last run executed, empty without `profile`."""
+        """Return the kernels of the last run; empty without `profile`."""
         return [
             Kernel(one.node_name, one.node_type, one.exec_type)
             for one in self._request.profiling_info
@@ -120,7 +121,7 @@ class OpenVinoSession:
 
 
 def _sizes(shape: Any) -> tuple[int | None, ...] | None:
-    """Return the sizes of a shape of OpenVINO, `None` if it does not say how many it has."""
+    """Return the sizes of an OpenVINO shape; `None` if its rank is unknown."""
     if shape.rank.is_dynamic:
         return None
     return tuple(None if size.is_dynamic else size.get_length() for size in shape)

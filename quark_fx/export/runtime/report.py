@@ -1,6 +1,6 @@
-"""Which nodes of a file ONNX Runtime's CPU provider runs in integers, and whether they are exact on every processor.
+"""Report which nodes of a file ONNX Runtime's CPU provider runs in integers, and which are exact on every processor.
 
-Both are read from the graph that ONNX Runtime writes after fusion.
+Both come from the graph that ONNX Runtime writes after fusion.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class RuntimeNode:
     """One kernel.
 
     Attributes:
-        name: of the node.
-        kernel: the operator ONNX Runtime runs.
-        quantized: it reads or holds integers; a weight-only kernel counts.
-        reason: why it runs in float; empty if it does not.
-        saturates: what of it may saturate in 16 bits on an x64 processor without VNNI (`plan.pair_sums`), whatever
-            the data; empty if it is exact there.
+        name: Name of the node.
+        kernel: Operator that ONNX Runtime runs.
+        quantized: Whether it reads or holds integers; weight-only kernels count.
+        reason: Reason for running in float; empty if it runs in integers.
+        saturates: Part that may saturate in 16 bits on an x64 processor without VNNI (`plan.pair_sums`) for some data;
+            empty if the kernel is exact there.
     """
 
     name: str
@@ -51,14 +51,14 @@ class RuntimeNode:
 
 @dataclass(frozen=True)
 class RuntimeReport:
-    """The kernels of a file, without the conversions between them. `str` of it is a table.
+    """The kernels of a file, without the conversions between them. Its `str` is a table.
 
     Attributes:
-        nodes: in the order they run.
-        kept: what the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
-        conversions: how many quantizers, dequantizers and casts run between kernels.
-        opset: of the standard domain.
-        bytes: of the file and its external data.
+        nodes: Kernels in the order they run.
+        kept: Parts that the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
+        conversions: Number of quantizers, dequantizers, and casts between kernels.
+        opset: Opset of the standard domain.
+        bytes: Size of the file and its external data.
         not_run: Runtimes that did not run the file on one sample when it was written, and why.
     """
 
@@ -109,16 +109,16 @@ class RuntimeReport:
 def runtime_report(
     path: Path, *, kept: Iterable[Kept] = (), optimize: bool = True, not_run: tuple[NotRun, ...] = ()
 ) -> RuntimeReport:
-    """Return the kernels ONNX Runtime runs `path` with.
+    """Return the kernels with which ONNX Runtime runs `path`.
 
     Args:
-        path: an ONNX file.
-        kept: what to list as left in pairs or declined.
-        optimize: let ONNX Runtime fuse kernels, as it does unless told otherwise.
-        not_run: Runtimes that did not run the file. If ONNX Runtime did not load it, there are no kernels to report.
+        path: ONNX file.
+        kept: Parts to list as left in pairs or declined.
+        optimize: Whether ONNX Runtime may fuse kernels, which is its default.
+        not_run: Runtimes that did not run the file. If ONNX Runtime did not load it, the report lists no kernels.
 
     Raises:
-        ExportError: if ONNX Runtime is not installed or does not load the file.
+        ExportError: If ONNX Runtime is not installed or does not load the file.
     """
     unloaded = any(one.runtime == "ONNX Runtime" and not one.loads for one in not_run)
     if not unloaded and importlib.util.find_spec("onnxruntime") is None:
@@ -132,20 +132,20 @@ def runtime_report(
 
 
 def saturating_kernels(path: Path, *, optimize: bool) -> list[str]:
-    """Return the names of nodes whose kernels saturate on x64 without VNNI; a vendor's nodes run as standard ones.
+    """Return the names of nodes whose kernels saturate on x64 without VNNI; a vendor's nodes run as standard nodes.
 
     Raises:
-        ExportError: if ONNX Runtime does not load the file.
+        ExportError: If ONNX Runtime does not load the file.
     """
     nodes, _ = _optimized(path, ir.load(path), optimize)
     return [node.name for node in nodes if node.saturates]
 
 
 def _optimized(path: Path, original: ir.Model, optimize: bool) -> tuple[tuple[RuntimeNode, ...], int]:
-    """Return the kernels that ONNX Runtime runs a file with, and how many conversions there are between them."""
+    """Return the kernels with which ONNX Runtime runs a file, and the number of conversions between them."""
     with tempfile.TemporaryDirectory() as folder:
         options = session_options(optimize=optimize)
-        options.log_severity_level = 4  # it warns that the optimized graph is of this machine
+        options.log_severity_level = 4  # it warns that the optimized graph is specific to this machine
         options.optimized_model_filepath = str(Path(folder, "optimized.onnx"))
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
         try:
@@ -177,11 +177,11 @@ _HAVE_INTEGER_KERNELS = frozenset(
 
 
 _CODES_OF_FIRST = frozenset({"QGemm", "Clip"})
-"""Kernels on codes whose result has the type of what they read first; `QLinear...` are the others."""
+"""Kernels on codes whose result has the type of their first input, in addition to `QLinear...`."""
 
 
 def _infer_types(model: ir.Model) -> None:
-    """Give values their type where ONNX Runtime wrote none, as in what it expands functions to."""
+    """Set the types that ONNX Runtime does not write, such as inside of expanded functions."""
     for node in model.graph:
         for index, output in enumerate(node.outputs):
             if output.dtype is None and (dtype := _type_of(model, node, index)) is not None:
@@ -189,7 +189,7 @@ def _infer_types(model: ir.Model) -> None:
 
 
 def _type_of(model: ir.Model, node: ir.Node, index: int) -> ir.DataType | None:
-    """Return the type of an output, as the definition of its operator says it; `None` if that is not known."""
+    """Return the type of an output according to the definition of its operator; `None` if unknown."""
     source = node.inputs[0].dtype if node.inputs and node.inputs[0] is not None else None
     if node.op_type == "QuantizeLinear":
         return code_type(node)
@@ -199,7 +199,7 @@ def _type_of(model: ir.Model, node: ir.Node, index: int) -> ir.DataType | None:
         return source
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
-    if node.domain:  # fused, or laid out in another way: floats stay floats
+    if node.domain:  # fused, or in another layout: floats stay floats
         return source if source is not None and source.is_floating_point() else None
     try:
         schema = onnx.defs.get_schema(node.op_type, model.opset_imports.get("", 1))
@@ -216,7 +216,7 @@ def _type_of(model: ir.Model, node: ir.Node, index: int) -> ir.DataType | None:
 
 
 def _is_plumbing(node: ir.Node) -> bool:
-    """Tell whether the node only converts types or computes shapes."""
+    """Tell whether a node only converts types or computes shapes."""
     if node.op_type in _CONVERSIONS or node.op_type in ("Constant", "Shape"):
         return True
     types = [v.dtype for v in (*node.inputs, *node.outputs) if v is not None and v.dtype is not None]
@@ -246,16 +246,16 @@ _FACTORS = {
     "DynamicQuantizeMatMul": (0, 1),
     "DynamicQuantizeLSTM": (0, 1, 2),
 }
-"""Kernels that add products in pairs, and where their activation and weights are among the inputs."""
+"""Kernels that add products in pairs, with the positions of their activation and weights among the inputs."""
 
 
 def _saturates(node: ir.Node, kept_signed: bool) -> str:
-    """Return what of a kernel may saturate without VNNI, empty for nothing.
+    """Return the part of a kernel that may saturate without VNNI; empty if none does.
 
     Args:
-        node: of the graph that ONNX Runtime writes.
-        kept_signed: signed activations stay as they are, because the file itself holds the kernel; they become
-            unsigned where ONNX Runtime fuses it.
+        node: Node of the graph that ONNX Runtime writes.
+        kept_signed: Whether signed activations stay signed, because the file contains the kernel; they become unsigned
+            if ONNX Runtime fuses it.
     """
     if node.op_type not in _FACTORS:
         return ""
@@ -275,7 +275,7 @@ def _saturates(node: ir.Node, kept_signed: bool) -> str:
 
 
 def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
-    """Return how the kernel pairs the codes of its weight; `None` if it adds in 32 bits."""
+    """Return the pairs in which the kernel adds the codes of its weight; `None` if it adds in 32 bits."""
     rank, limit = codes.dim(), LARGEST_SUM // 255
     if node.op_type == "QLinearConv":
         if codes.shape[1] == 1 and node.attributes.get_int("group", 1) == codes.shape[0]:

@@ -17,11 +17,11 @@ from quark_fx.graph.operators import named_argument
 from quark_fx.plan.roles import CHOOSING, PLACES
 
 _UNITS = 4
-"""Half width of the noise in units of the last place: sums in another order differ by about as much."""
+"""Half width of the noise in units of the last place, about the effect of another order of summation."""
 
 
 class RoundingNoise(TorchDispatchMode):
-    """Adds noise of a few units of the last place to the floats that operators compute; codes stay exact."""
+    """Add noise of a few units of the last place to the floats that operators compute; codes stay exact."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ class RoundingNoise(TorchDispatchMode):
         return self.disturbed(result)
 
     def untied(self, value: Tensor) -> Tensor:
-        """Return floats with noise relative to the largest, so that equal values come in another order."""
+        """Return floats with noise relative to the largest, so that equal values are ordered differently."""
         if not is_float(value.dtype) or not value.numel():
             return value
         noise = torch.rand(value.shape, generator=self.generator, dtype=torch.float32).to(value) * 2 - 1
@@ -44,7 +44,7 @@ class RoundingNoise(TorchDispatchMode):
         return torch.where(moved.isfinite(), moved, value)
 
     def disturbed(self, values: Any) -> Any:
-        """Return values with noise on floats; what it would make infinite stays as it is."""
+        """Return values with noise on floats; values that the noise would make infinite stay unchanged."""
 
         def disturb(value: Tensor) -> Tensor:
             if not is_float(value.dtype):
@@ -57,7 +57,7 @@ class RoundingNoise(TorchDispatchMode):
 
 
 def disturbed_outputs(gm: GraphModule, leaves: Sequence[Any], seed: int) -> list[Any]:
-    """Run a graph on a batch with each operator rounding a little differently."""
+    """Run a graph on a batch with slightly different rounding in each operator."""
     noise = RoundingNoise(seed)
     with torch.no_grad():
         inputs = noise.disturbed(list(leaves))
@@ -66,9 +66,9 @@ def disturbed_outputs(gm: GraphModule, leaves: Sequence[Any], seed: int) -> list
 
 
 def random_draws(gm: GraphModule, output_names: Sequence[str], nodes: Collection[str] = ()) -> dict[str, str]:
-    """Return the node that draws the random numbers a value depends on, by name, for outputs and for some nodes.
+    """Return the node that draws the random numbers that each named output or node depends on.
 
-    An output that is called like one of the nodes stands for itself.
+    An output takes precedence over a node of the same name.
     """
     return _sources(gm, output_names, nodes, _draws)
 
@@ -84,13 +84,13 @@ _ORDERING = (
     | {"aten.argmin.default", "aten.min.dim", "aten.kthvalue.default", "aten.median.default", "aten.median.dim"}
     | {"aten.mode.default"}
 )
-"""Operators whose indices depend on which of two equal values comes first; runtimes choose differently."""
+"""Operators whose indices depend on the order of equal values; runtimes choose differently."""
 
 
 def _sources(
     gm: GraphModule, output_names: Sequence[str], nodes: Collection[str], is_source: Callable[[Node], bool]
 ) -> dict[str, str]:
-    """Return the first source that a value depends on, by name, for the values that have one."""
+    """Return the first source, if any, that each named value depends on."""
     sources: dict[str, str] = {}
     for node in gm.graph.nodes:
         before = next((sources[one.name] for one in node.all_input_nodes if one.name in sources), "")
@@ -103,7 +103,7 @@ def _sources(
 
 
 def _draws(node: Node) -> bool:
-    """Tell whether a node draws random numbers: operators with dropout do only where it is on."""
+    """Tell whether a node draws random numbers; operators with dropout draw only if it is on."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:

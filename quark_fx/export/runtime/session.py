@@ -1,4 +1,4 @@
-"""How ONNX Runtime has to be set up to compute what the graph says."""
+"""Configure ONNX Runtime to compute the arithmetic of the graph."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
     """Return `onnxruntime.SessionOptions` for the export of a quantized graph.
 
     Args:
-        gm: the quantized graph.
-        optimize: let ONNX Runtime fuse integer kernels; default: as `may_optimize` says.
+        gm: Quantized graph.
+        optimize: Whether ONNX Runtime may fuse integer kernels; default: result of `may_optimize`.
     """
     return session_options(optimize=may_optimize(gm) if optimize is None else optimize)
 
 
 def may_optimize(gm: GraphModule) -> bool:
-    """Tell whether ONNX Runtime's CPU kernels implement what it fuses: not 8-bit floats and 32-bit activations."""
+    """Tell whether ONNX Runtime's CPU kernels implement its fusions; not for 8-bit floats and 32-bit activations."""
     return not any(_fuses_wrongly(node) for node in gm.graph.nodes)
 
 
 def file_may_optimize(path: Path) -> bool:
-    """Tell whether ONNX Runtime's CPU kernels implement what it fuses in a file, as `may_optimize` does of a graph."""
+    """Tell whether ONNX Runtime's CPU kernels implement its fusions of a file; see `may_optimize`."""
     import onnx_ir as ir
 
     made = (node for node in ir.load(path).graph.all_nodes() if node.op_type == "QuantizeLinear")
@@ -40,7 +40,7 @@ def file_may_optimize(path: Path) -> bool:
 
 
 def code_type(quantizer: ir.Node) -> ir.DataType:
-    """Return the type of the codes that a `QuantizeLinear` makes."""
+    """Return the type of the codes of a `QuantizeLinear`."""
     import onnx_ir as ir
 
     zero_point = quantizer.inputs[2] if len(quantizer.inputs) > 2 else None
@@ -50,14 +50,14 @@ def code_type(quantizer: ir.Node) -> ir.DataType:
 
 
 def session_options(*, optimize: bool) -> Any:
-    """Return `onnxruntime.SessionOptions` that keep to the graph's arithmetic."""
+    """Return `onnxruntime.SessionOptions` that preserve the graph's arithmetic."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    # Blocked weights are fused to MatMulNBits; its default rounds activations to int8, which is not the graph's maths.
+    # Blocked weights are fused to MatMulNBits, which by default rounds activations to int8, unlike the graph.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     return options
 
@@ -66,7 +66,7 @@ def session_options(*, optimize: bool) -> Any:
 def adds_pairs_in_16_bits() -> bool:
     """Tell whether ONNX Runtime saturates sums of two 8-bit products on this processor (x64 without VNNI).
 
-    It multiplies two activations of 255 by two weights of 127, which makes 64770 where sums have 32 bits.
+    It multiplies two activations of 255 by two weights of 127; a sum in 32 bits is 64770.
     """
     import numpy as np
     import onnx_ir as ir
@@ -88,9 +88,9 @@ def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | No
     """Return an `onnxruntime.InferenceSession` of a file on the CPU.
 
     Args:
-        path: the file. Vendors' quantizers in it are replaced by standard ones.
-        options: session options; they may be changed.
-        edit: changes the graph first.
+        path: File. Vendors' quantizers in it are replaced by standard ones.
+        options: Session options; they may be modified.
+        edit: Function that edits the graph first.
     """
     import onnx_ir as ir
     import onnxruntime
@@ -98,13 +98,13 @@ def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | No
     from quark_fx.export.to_onnx.vitis import PREFIXES, with_standard_nodes
 
     providers = ["CPUExecutionProvider"]
-    path = path.resolve()  # external data lie beside the file that a link points to
+    path = path.resolve()  # the target of a link, whose folder has the external data
     model = ir.load(path)
     if edit is None and not PREFIXES.keys() & model.opset_imports.keys():
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
     if edit is not None:
         edit(model)
-    # The graph is given as bytes, which have no directory to find external data in.
+    # The graph is passed as bytes, without a folder for external data.
     folder = str(path.parent)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     source = ir.to_proto(with_standard_nodes(model)).SerializeToString()
@@ -114,5 +114,5 @@ def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | No
 def _fuses_wrongly(node: Node) -> bool:
     fmt = code_format(node)
     if fmt is None or (len(node.args) > 5 and node.args[5]):
-        return False  # nothing is fused with blocks
+        return False  # ONNX Runtime does not fuse operators on blocks
     return not fmt.is_integer or (target_name(node) == QUANTIZE and fmt.activation_container.bits not in (8, 16))

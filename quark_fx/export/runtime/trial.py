@@ -1,4 +1,4 @@
-"""Run an exported file once, before it gets its name, in ONNX Runtime and in the runtime of its target."""
+"""Run an exported file once, before it is renamed to its final path, in ONNX Runtime and its target's runtime."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COPIES = 2
 """Copies of the weights that a runtime holds while it loads a file: one as stored, one for its kernels."""
 
 _TOO_NEW = ("Current official support for domain", "Unsupported model IR version")
-"""Messages of an ONNX Runtime that is older than the opset of a file."""
+"""Error messages of an ONNX Runtime that is older than the opset of a file."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,10 @@ class NotRun:
 
 
 def run_once(path: Path, model: ir.Model, qmodel: QuantizedModel) -> tuple[NotRun, ...]:
-    """Run a file on one sample in each runtime that has to read it; return those that did not run it.
+    """Run a file on one sample in each runtime that should read it; return the runtimes that did not run it.
 
     Raises:
-        ExportError: If a runtime does not load the file, or fails when it runs it; the message names the node and the
-            user's line.
+        ExportError: If a runtime fails to load or run the file; the message names the node and the user's line.
     """
     runtime = qmodel.config.target.onnx.runtime
     results = [_in_onnx_runtime(path, model, qmodel)]
@@ -120,7 +119,7 @@ def _in_openvino(path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun 
 
 
 def _too_large(model: ir.Model) -> str:
-    """Return why a runtime may not have the memory to load a file, empty if it has."""
+    """Return the reason why a runtime may lack the memory to load a file; empty if it suffices."""
     from quark_fx.export.to_onnx.edit import stored_bytes
 
     size, free = stored_bytes(model), available()
@@ -130,7 +129,7 @@ def _too_large(model: ir.Model) -> str:
 
 
 def _run(session: Any, failure: str, model: ir.Model, qmodel: QuantizedModel) -> str:
-    """Run a file on the sample of its model; return why it was not run, empty if it was."""
+    """Run a file on the sample of its model; return the reason why it was not run, or an empty string."""
     gm = qmodel.graph_module
     sample = made_up_sample(gm) if qmodel.sample is None else qmodel.sample
     if qmodel.sample is None and not _runs_in_torch(gm, sample):
@@ -153,12 +152,12 @@ def _run(session: Any, failure: str, model: ir.Model, qmodel: QuantizedModel) ->
 
 
 def _runs_in_torch(gm: GraphModule, sample: tuple[Any, ...]) -> bool:
-    """Return whether the model accepts a sample: made-up zeros may be divisors or lengths."""
+    """Return whether the model accepts a sample; generated zeros may be divisors or lengths."""
     device = device_of(gm)
     try:
         with torch.no_grad():
             gm(*(leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in sample))
-    except Exception:  # whatever an operator raises
+    except Exception:  # any error of an operator
         return False
     return True
 
@@ -168,11 +167,11 @@ _FAILING = (
     r"rule found for operations: (\w+)-",  # a kind of nodes, whose lack makes others fail
     r"in the (\w+) operator",
 )
-"""Where messages of the runtimes name what failed; they name what that reads as well, which other lines made."""
+"""Patterns for nodes or their outputs in messages of runtimes, for kinds without a kernel, and for kinds of nodes."""
 
 
 def _where(error: Exception, model: ir.Model, gm: GraphModule) -> str:
-    """Return the user's lines of the nodes that a runtime says failed, empty if it names none."""
+    """Return the user's lines of the nodes that a runtime names as failed; empty if it names none."""
     sources = _sources(model, gm)
     names, unknown, kinds = (set(re.findall(pattern, str(error))) for pattern in _FAILING)
     nodes = list(model.graph.all_nodes())
@@ -184,7 +183,7 @@ def _where(error: Exception, model: ir.Model, gm: GraphModule) -> str:
 
 
 def _sources(model: ir.Model, gm: GraphModule) -> dict[str | None, Node]:
-    """Return the nodes of a graph by the names of the values that they are in a file."""
+    """Return the nodes of a graph by the names of their values in the file."""
     results = (node for node in results_of(gm) if isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor))
     outputs = zip((value.name for value in model.graph.outputs), results, strict=False)
     return {node.name: node for node in gm.graph.nodes if node.op == "call_function"} | dict(outputs)

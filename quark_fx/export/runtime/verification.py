@@ -1,4 +1,4 @@
-"""Compare a quantized model with what it was exported to, output by output or node by node."""
+"""Compare a quantized model with its export, output by output or node by node."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
 
 
 Runtime = Literal["onnxruntime", "openvino", "transformers", "torch"]
-"""What runs a file."""
+"""Runtime of a file."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the file is from torch in one value.
+    """The difference between the file and torch in one value.
 
     Attributes:
-        name: output name, or node name.
-        max_abs: largest absolute difference.
-        step: the quantization step of the value: its own scale where the graph quantizes it, else one
-            255th of its range over the batches, and at least 64 float32 roundings of its largest magnitude.
-        share: share of elements that differ by more than half a step.
-        sqnr: signal to noise of the file's value against torch's, dB.
-        uncompared: elements that are NaN in both, which says of neither whether it is right.
+        name: Name of the output or node.
+        max_abs: Largest absolute difference.
+        step: Quantization step of the value: its scale if the graph quantizes it, or else one 255th of its range over
+            the batches; at least 64 float32 roundings of its largest magnitude.
+        share: Share of elements that differ by more than half a step.
+        sqnr: Signal-to-noise ratio of the file's value against torch's, in dB.
+        uncompared: Number of elements that are NaN in both, which cannot be compared.
     """
 
     name: str
@@ -74,21 +74,19 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """The differences of every output (or node), in graph order. `str` of it is a table.
+    """The differences of all outputs (or nodes), in graph order. Its `str` is a table.
 
     Attributes:
-        differences: of what was compared.
-        skipped: quantized values that could not be compared by themselves: ONNX Runtime gives out no codes of 4 bits
-            or of 8-bit floats, and none that a kernel keeps to itself.
-        cause: what this processor's arithmetic has to do with a difference of more than one step; empty if nothing.
-        runtime: what ran the file.
-        decode_steps: Number of steps after the prompts, of a generation folder, where each step is one of the
-            differences.
-        shipped: by node, of those outputs that the file as it is makes otherwise than with its codes shown. ONNX
-            Runtime fuses less where codes are outputs, so that the kernels compared by node are not all those that
-            run.
-        draws: Where the model draws the random numbers that each output depends on, by output.
-        wrong: The first value that differs by more than rounding explains; empty if none does.
+        differences: Differences of the compared values.
+        skipped: Quantized values that could not be compared separately: ONNX Runtime does not output 4-bit codes, codes
+            of 8-bit floats, or codes inside of a kernel.
+        cause: Effect of this processor's arithmetic that explains a difference of more than one step; empty if none.
+        runtime: Runtime of the file.
+        decode_steps: Number of steps after the prompts, for a generation folder; each step is one of the differences.
+        shipped: Differences, by output, of outputs that change if the codes become outputs of the file. ONNX Runtime
+            then fuses less, so some kernels compared by node differ from the kernels of the file as shipped.
+        draws: Source of the random numbers that each output depends on, by output.
+        wrong: First value that differs by more than rounding explains; empty if none does.
     """
 
     differences: tuple[Difference, ...]
@@ -102,21 +100,21 @@ class Verification:
 
     @property
     def comparable(self) -> tuple[Difference, ...]:
-        """The differences of values that depend on no random numbers."""
+        """The differences of values that do not depend on random numbers."""
         return tuple(d for d in (*self.differences, *self.shipped) if d.name not in self.draws)
 
     @property
     def first_wrong(self) -> Difference | None:
-        """The first difference of more than one quantization step; `None` if there is none."""
+        """The first difference of more than one quantization step; `None` if none is that large."""
         return next((d for d in self.comparable if not d.steps <= 1), None)
 
     @property
     def verdict(self) -> str:
         """`"correct"`, `"correct up to rounding in a deep network"`, `"wrong"`, or `"not comparable"`, and why.
 
-        A difference of more than one quantization step is rounding if each quantized value is within a step of what
-        torch computes from the same codes, where the runtime shows these, and if the outputs of torch move as far
-        once every operator rounds a little differently.
+        A difference of more than one quantization step counts as rounding under two conditions: each quantized value
+        is within a step of torch's result from the same codes, if the runtime outputs these, and torch's outputs move
+        as far with slightly different rounding in every operator.
         """
         drawn = f"the model draws random numbers in {', '.join(dict.fromkeys(self.draws.values()))}"
         if not self.comparable:
@@ -129,17 +127,17 @@ class Verification:
 
     @property
     def max_steps(self) -> float:
-        """The largest difference of any value, in quantization steps, with its codes shown or as shipped."""
+        """The largest difference in quantization steps, with codes as outputs or as shipped."""
         return max((d.steps for d in (*self.differences, *self.shipped)), default=0.0)
 
     @property
     def unrelated(self) -> bool:
-        """Whether nothing in the file resembles what torch computes, for no cause that is known."""
+        """Tell whether nothing in the file resembles torch's results, without a known cause."""
         apart = all(d.sqnr < _UNRELATED_BELOW_DB for d in self.comparable)
         return apart and bool(self.wrong) and not self.cause
 
     def __getitem__(self, name: str) -> Difference:
-        """Return the difference of an output or a node; raises `ConfigError` for a name that was not compared."""
+        """Return the difference of an output or node; raise `ConfigError` for a name that was not compared."""
         names = [difference.name for difference in self.differences]
         if name not in names:
             raise unknown("output or node", name, names)
@@ -185,41 +183,42 @@ def verify(
     runtime: Runtime | None = None,
     decode_steps: int = 32,
 ) -> Verification:
-    """Run the same batches in torch and in what reads the file, and compare.
+    """Run the same batches in torch and in the runtime of the file, and compare the outputs.
 
-    Two correct kernels may round a value that lies between two codes differently, and a deep network carries such a
-    flip along: the difference of an output then says little about the operators. Outputs behind `topk`, `argmax` or
-    `sort` say even less: ties between equal codes are broken differently. Values that are NaN in both are not compared,
-    of which a warning says the number; NaN in one only is an infinite difference. With `per_node` every quantized value
-    whose codes can be read is compared by itself: torch computes it from the codes ONNX Runtime computed before it, so
-    each kernel is held to its own arithmetic. The others are `skipped`. The file as it is runs, too: outputs that it
-    makes otherwise than with its codes shown are in `shipped`, and count.
+    Two correct kernels may round a value between two codes differently, and a deep network propagates the flip, so the
+    difference of an output says little about the operators. Outputs after `topk`, `argmax`, or `sort` say even less:
+    ties between equal codes are broken differently. Values that are NaN in both are not compared; a warning gives their
+    number. NaN in only one is an infinite difference.
 
-    A checkpoint, or a GGUF file, is loaded by transformers in a process of its own; what `QuantizedModel.save` wrote is
-    loaded by `quark_fx.load`, and runs in torch.
+    With `per_node`, every quantized value with readable codes is compared separately: torch computes it from the codes
+    that ONNX Runtime computed before it, so each kernel is compared by its own arithmetic. Other values are `skipped`.
+    The file also runs as shipped: outputs that differ from the run with codes as outputs are in `shipped`, and count.
+
+    Checkpoints and GGUF files are loaded by transformers in a separate process. Results of `QuantizedModel.save` are
+    loaded by `quark_fx.load` and run in torch.
 
     For a folder of graphs with a KV cache, torch decodes greedily, and the folder decodes the same tokens. Each
-    difference is that of one step's logits: `prompt`, `step 1`, and so on.
+    difference is that between the logits of one step: `prompt`, `step 1`, and so on.
 
     Args:
-        qmodel: what was exported, or the `QATModel` whose conversion was; for a folder that decodes, the float model or
-            `eager()` of one as well.
-        path: the ONNX file, the directory of a checkpoint or of `QuantizedModel.save`, the GGUF file, or the folder
-            that `ExportedModel.save_pretrained` or `quark_fx.export.genai` wrote.
-        batches: as calibration data; prompts for a folder that decodes.
-        per_node: compare every quantized value, and the outputs, each computed from the same codes.
-        optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and
-            32-bit activations, whose fusions its CPU kernels do not implement.
+        qmodel: Exported model, or a `QATModel` whose conversion was exported. For a folder that decodes, the float
+            model or a model from `eager()` also work.
+        path: ONNX file, directory of a checkpoint or of `QuantizedModel.save`, GGUF file, or folder written by
+            `ExportedModel.save_pretrained` or `quark_fx.export.genai`.
+        batches: Batches in the form of calibration data; prompts for a folder that decodes.
+        per_node: Whether to compare every quantized value and output, each computed from the same codes.
+        optimize: Whether ONNX Runtime may fuse integer kernels; default: yes, except for 8-bit floats and 32-bit
+            activations, whose fusions its CPU kernels do not implement.
         session_options: `onnxruntime.SessionOptions` to use instead.
-        runtime: what runs the file, on the CPU: `"onnxruntime"`; or `"openvino"`, `"transformers"`, or `"torch"`, which
-            take no options. Default: transformers for checkpoints and GGUF files, torch for saved models, else ONNX
-            Runtime.
+        runtime: Runtime of the file, on the CPU: `"onnxruntime"`; or `"openvino"`, `"transformers"`, or `"torch"`,
+            which support no options. Default: transformers for checkpoints and GGUF files, torch for saved models, and
+            ONNX Runtime for all others.
         decode_steps: Number of tokens to decode after each batch of prompts, in a folder that decodes.
 
     Raises:
-        ConfigError: for another runtime.
-        ExportError: if the options do not go with the runtime, there is no batch, or an empty one, or the file cannot
-            be loaded or has not the model's inputs and outputs.
+        ConfigError: If `runtime` is unknown.
+        ExportError: If the options do not apply to the runtime, batches are missing or empty, or the file
+            cannot be loaded or has other inputs or outputs than the model.
     """
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
@@ -256,7 +255,7 @@ def verify(
         session = opened(edit=partial(_show_codes, quantizers, shown)) if per_node else as_it_is
     except ExportError:
         raise
-    except Exception as error:  # protobuf's and the runtimes' own
+    except Exception as error:  # errors of protobuf and the runtimes
         again = _AGAIN + ", quantized with target='openvino'" * (runtime == "openvino")
         raise ExportError(f"{path} cannot be loaded: {error}; {again}") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
@@ -284,7 +283,7 @@ def verify(
             expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
         for name, (own, theirs) in follower.compared.items():
             compared.add(name, own, theirs)
-        tensors = [name for name in names if name not in codes]  # in the order of the model's own outputs
+        tensors = [name for name in names if name not in codes]  # in the order of the model's outputs
         for name, own in zip(tensors, expected, strict=True):
             compared.add(name, own, torch.from_numpy(np.asarray(results[name])))
         if per_node:
@@ -314,7 +313,7 @@ def verify(
 
 
 def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: list[str]) -> dict[str, Difference]:
-    """Return how far each output of a batch moves in torch if every operator rounds a little differently."""
+    """Return the change of each output of a batch in torch if every operator rounds slightly differently."""
     gm = qmodel.graph_module
     moved = _Comparison({}, _joined_parts(qmodel))
     with torch.no_grad():
@@ -337,7 +336,7 @@ def _first_batch_by_node(
         session = opened(edit=partial(_show_codes, _quantizers(qmodel), shown))
         feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(session.get_inputs(), feed, strict=True)}
         results = _run(session, feeds, path, 0)
-    except Exception:  # whatever a runtime raises that does not give out some codes
+    except Exception:  # any error of a runtime that does not output some codes
         return ()
     codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
     compared = _Comparison(_known_steps(qmodel) | dict.fromkeys(shown, 1.0), _joined_parts(qmodel))
@@ -345,7 +344,7 @@ def _first_batch_by_node(
     try:
         with torch.no_grad():
             expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
-    except ExportError:  # codes of other sizes: the file is another model's, which its outputs say
+    except ExportError:  # codes of other sizes: the file is of another model, which its outputs show
         return ()
     for name, (own, theirs) in follower.compared.items():
         compared.add(name, own, theirs)
@@ -362,13 +361,13 @@ def _judged(
 ) -> Verification:
     """Return a result with the first value that rounding does not explain.
 
-    An output of rounding noise alone has no range to measure steps by: its step is how far noise moves it.
+    An output of rounding noise alone does not have a range to derive a step from; its step is its change by noise.
 
     Args:
         result: Differences of the outputs.
-        moved: How far rounding moves each output in torch.
+        moved: Change of each output in torch by rounding.
         nodes: Differences of quantized values and outputs, each computed from the same codes: at most a step, except
-            for outputs of `ordered`.
+            for outputs in `ordered`.
         ordered: Names of outputs that depend on the order of equal values (`orderings`).
     """
 
@@ -395,11 +394,11 @@ def _judged(
 
 
 def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -> Verification:
-    """Compare every output with that of the model that transformers loads."""
+    """Compare every output with the output of the model that transformers loads."""
     if not batches:
         raise ExportError(_NO_BATCH)
     calls = [split_batch(batch) for batch in batches]
-    for number, (args, kwargs) in enumerate(calls):  # before a process is started
+    for number, (args, kwargs) in enumerate(calls):  # before starting a process
         leaves = qmodel.signature.flatten(args, kwargs)
         _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], number)
     compared = _Comparison(_known_steps(qmodel))
@@ -441,7 +440,7 @@ def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decod
 
 
 def _verify_saved(qmodel: QuantizedModel, path: Path, batches: Iterable[Any]) -> Verification:
-    """Compare every output with that of the model that `load` reads, and every node of the first batch."""
+    """Compare every output with the output of the model that `load` reads, and every node on the first batch."""
     gm = qmodel.graph_module
     saved = load(path, device=device_of(gm)).graph_module
     named = [node.name for node in gm.graph.nodes if node.op == "call_function"]
@@ -454,7 +453,7 @@ def _verify_saved(qmodel: QuantizedModel, path: Path, batches: Iterable[Any]) ->
         own, outputs = _values(gm, leaves)
         try:
             theirs, found = _values(saved, leaves)
-        except Exception as error:  # whatever an operator of another model's graph raises
+        except Exception as error:  # any error of an operator in another model's graph
             raise ExportError(f"{path} does not run on batch {count}: {error}; {_SAVE_AGAIN}") from error
         if outputs.keys() != found.keys():
             raise ExportError(f"{path} has {len(found)} outputs, the model {len(outputs)}; {_SAVE_AGAIN}")
@@ -473,7 +472,7 @@ def _verify_saved(qmodel: QuantizedModel, path: Path, batches: Iterable[Any]) ->
 
 
 def _values(gm: torch.fx.GraphModule, leaves: list[Any]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
-    """Return the tensors that a graph makes of a batch, by node, and its outputs by their place."""
+    """Return the tensors that a graph computes for a batch, by node, and its outputs by position."""
     recorder = _Recorder(gm)
     with torch.no_grad():
         outputs = recorder.run(*leaves)
@@ -481,7 +480,7 @@ def _values(gm: torch.fx.GraphModule, leaves: list[Any]) -> tuple[dict[str, Tens
 
 
 class _Recorder(Interpreter):
-    """Runs a graph and keeps the tensors that its nodes make."""
+    """Run a graph and keep the tensors that its nodes compute."""
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         super().__init__(gm)
@@ -510,14 +509,14 @@ def _open(
 
 
 def _saturation(path: Path, qmodel: QuantizedModel, optimize: bool | None) -> str:
-    """Return which kernels of a file saturate on this processor, empty if none does."""
+    """Return the kernels of a file that saturate on this processor, as a message; empty if none does."""
     from quark_fx.export.runtime.report import saturating_kernels
 
     if not adds_pairs_in_16_bits():
         return ""
     try:
         names = saturating_kernels(path, optimize=may_optimize(qmodel.graph_module) if optimize is None else optimize)
-    except ExportError:  # it runs with the caller's own session options only
+    except ExportError:  # it runs only with the caller's session options
         return ""
     if not names:
         return ""
@@ -529,11 +528,11 @@ def _saturation(path: Path, qmodel: QuantizedModel, optimize: bool | None) -> st
 
 
 def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batch: int) -> dict[str, Any]:
-    """Return what a session makes of a batch, by name of the output."""
+    """Return the named outputs of a session for a batch."""
     names = [output.name for output in session.get_outputs()]
     try:
         return dict(zip(names, session.run(names, feeds), strict=True))
-    except Exception as error:  # the runtime's own
+    except Exception as error:  # errors of the runtime
         raise ExportError(
             f"{path} does not run on batch {batch}: {error}; give it batches of the sizes and types that "
             "the model takes, or leave the operator out that the message names"
@@ -541,16 +540,16 @@ def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batc
 
 
 _UNRELATED_BELOW_DB = 3.0
-"""Signal to noise below which two values have nothing in common: the noise has half of the signal's power."""
+"""Signal-to-noise ratio below which two values are unrelated: the noise has half of the signal's power."""
 
 _ROUNDINGS = 3
-"""Times that a batch runs with other roundings: one code in many may lie near the middle between two values."""
+"""Number of runs of a batch with other roundings, because only one code in many is close to a tie."""
 
 _EXACT_FROM_DB = 60.0
-"""Signal to noise from which roundings count as having moved nothing."""
+"""Signal-to-noise ratio from which rounding counts as without effect."""
 
 _SPREAD_DB = 10.0
-"""How much further than those few times rounding may move an output in the batches that are compared."""
+"""Margin in dB by which rounding may move an output further in the compared batches than in those few runs."""
 
 _AGAIN = "write it with qfx.export.onnx again"
 _SAVE_AGAIN = "it was saved from another model; save this one again"
@@ -571,7 +570,7 @@ def _require_file(path: str | os.PathLike[str]) -> None:
 def _require_output_names(
     names: Sequence[str], metadata: Mapping[str, str], qmodel: QuantizedModel, path: str | os.PathLike[str]
 ) -> None:
-    """Refuse a file whose outputs are not those that were written: others, in another order, or twice."""
+    """Raise if the outputs of the file differ from those written: other names, another order, or duplicates."""
     from quark_fx.export.to_onnx.export_onnx import CHOSEN_NAMES, named_apart
 
     repeated = sorted({name for name in names if names.count(name) > 1})
@@ -595,9 +594,9 @@ def _require_output_names(
 
 
 def _require_shapes(inputs: Sequence[Any], feed: Sequence[Tensor], path: str | os.PathLike[str], batch: int) -> None:
-    """Refuse inputs of other sizes than the file says, which torch may take."""
+    """Raise if an input does not have the sizes in the file, even if torch accepts it."""
     for value, given in zip(inputs, feed, strict=True):
-        if not value.shape:  # of no known rank, for ONNX Runtime
+        if not value.shape:  # ONNX Runtime does not know the rank
             continue
         fixed = [size if isinstance(size, int) else None for size in value.shape]
         if len(fixed) != given.dim() or any(f not in (None, size) for f, size in zip(fixed, given.shape, strict=True)):
@@ -610,7 +609,7 @@ def _require_shapes(inputs: Sequence[Any], feed: Sequence[Tensor], path: str | o
 
 
 def _require_values(feed: list[Tensor], batch: int) -> None:
-    """Refuse inputs that are empty, or hold NaN, which a quantizer turns into a number."""
+    """Raise if an input is empty, or contains NaN, which a quantizer turns into a number."""
     if (position := with_nan(feed)) is not None:
         raise ExportError(f"batch {batch}: input {position} holds NaN; compare with batches of numbers")
     for position, leaf in enumerate(feed):
@@ -620,7 +619,7 @@ def _require_values(feed: list[Tensor], batch: int) -> None:
 
 
 class _Follower(Interpreter):
-    """Runs a graph, comparing every quantized value with the given codes and going on with those."""
+    """Run a graph, compare every quantized value with the given codes, and continue with these codes."""
 
     def __init__(self, gm: torch.fx.GraphModule, codes: dict[str, Tensor]) -> None:
         super().__init__(gm)
@@ -634,7 +633,7 @@ class _Follower(Interpreter):
         theirs = self.codes.get(n.name)
         if theirs is None:
             return value
-        if (theirs.dtype, value.dtype) == (torch.uint8, torch.int8):  # as `store_convolution_inputs_unsigned` has them
+        if (theirs.dtype, value.dtype) == (torch.uint8, torch.int8):  # from `store_convolution_inputs_unsigned`
             theirs = theirs.to(torch.int16) - 128
         if theirs.shape != value.shape:
             shapes = f"{tuple(theirs.shape)} in the file and {tuple(value.shape)} in the model"
@@ -648,7 +647,7 @@ class _Follower(Interpreter):
         return theirs.to(value)
 
     def _rounded(self, n: Node, own: Tensor) -> Tensor:
-        """Return what ONNX Runtime rounded to blocks, whose codes it does not show; else the node's own value."""
+        """Return the values that ONNX Runtime rounded to blocks, without showing codes; or else the node's value."""
         source = n.all_input_nodes[0]
         theirs = self.codes.get(source.name) if _in_blocks(source) else None
         return own if theirs is None else theirs.to(own)
@@ -658,18 +657,18 @@ class _Follower(Interpreter):
         return spread(scale, codes, axis, block)  # type: ignore[arg-type]
 
     def _steps(self, n: Node, codes: Tensor) -> Tensor:
-        """Return how far apart values are that can be told apart, where those of `codes` lie."""
+        """Return the distance between neighboring representable values, at the position of each of `codes`."""
         fmt, scale = parse_format(str(n.args[3])), self._scale(n, codes)
         return scale if fmt.is_integer else scale * fmt.step(codes.float())
 
 
 class _Comparison:
-    """Accumulates differences over batches.
+    """Accumulate differences over batches.
 
     Args:
-        steps: Quantization steps of values, by name, where they are known.
-        parts: Dimension and sizes of what an output joins, by name. Each part has a range of its own, and the one that
-            differs most stands for the output.
+        steps: Known quantization steps of named values.
+        parts: Dimension and sizes of the parts that each named output concatenates. Each part has a separate range;
+            the part that differs most represents the output.
     """
 
     def __init__(self, steps: Mapping[str, float], parts: Mapping[str, tuple[int, list[int]]] | None = None) -> None:
@@ -694,8 +693,8 @@ class _Comparison:
 
     def _difference(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Difference:
         a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
-        # Where both are the same infinity (a mask's) there is no difference.
-        # Where one of them only is NaN, the difference is infinite, not "not a number", which no maximum would keep.
+        # Equal infinities (of a mask) do not differ.
+        # If only one is NaN, the difference is infinite rather than NaN, which a maximum would drop.
         known = ~(a.isnan() & b.isnan())
         uncompared, a, b = int((~known).sum()), a[known], b[known]
         gap = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
@@ -716,7 +715,7 @@ class _Comparison:
 
 
 _NOISE = 64 * torch.finfo(torch.float32).eps
-"""A step is no smaller a part of a value: sums of float32 in another order differ by a few of its last bits."""
+"""Lower bound of a step relative to a value: float32 sums in another order differ by a few of their last bits."""
 
 
 def _decibels(signal: float, noise: float) -> float:
@@ -726,7 +725,7 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def _in_blocks(n: Node) -> bool:
-    """Tell whether the node quantizes groups, which the file rounds without showing the codes."""
+    """Tell whether a node quantizes groups, which the file rounds without showing the codes."""
     return target_name(n) == QUANTIZE and len(n.args) > 5 and int(str(n.args[5])) > 0
 
 
@@ -747,7 +746,7 @@ def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
 
 
 def _joined_parts(qmodel: QuantizedModel) -> dict[str, tuple[int, list[int]]]:
-    """Return the dimension and sizes of what each output joins, such as boxes in pixels and scores."""
+    """Return the dimension and sizes of the parts that each output concatenates, such as boxes in pixels and scores."""
     found: dict[str, tuple[int, list[int]]] = {}
     for name, node in zip(qmodel.signature.output_names, results_of(qmodel.graph_module), strict=True):
         if isinstance(node, Node) and target_name(node) == "aten.cat.default":
@@ -760,14 +759,14 @@ def _joined_parts(qmodel: QuantizedModel) -> dict[str, tuple[int, list[int]]]:
 
 
 def _show_codes(quantizers: list[str], shown: set[str], model: ir.Model) -> None:
-    """Make the codes of `quantizers` outputs of a graph, and add to `shown` those that it has and numpy has types for.
+    """Make the codes of `quantizers` outputs of a graph; add those that exist and have a numpy type to `shown`.
 
-    An output may be called like one of them: it is not taken for codes.
+    An output with such a name does not count as codes.
     """
     import onnx_ir as ir
 
     for value in [value for node in model.graph for value in node.outputs]:
-        # numpy has no 4- or 8-bit float types to read codes into.
+        # numpy does not have 4-bit and 8-bit float types for codes.
         dtype = value.dtype
         read = dtype is not None and (dtype == ir.DataType.FLOAT or (dtype.is_integer() and dtype.itemsize >= 1))
         if read and value.name is not None and value.name in quantizers and not value.is_graph_output():
