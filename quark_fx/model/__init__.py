@@ -1,1 +1,1 @@
-"""What the user holds: the quantized model, its eager form, its stored form."""
+"""The quantized model, its eager form, and its stored form."""

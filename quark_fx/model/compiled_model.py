@@ -1,4 +1,4 @@
-"""Runs a quantized model on PyTorch's native int8, int4, and FP8 kernels."""
+"""Run a quantized model on PyTorch's native int8, int4, and FP8 kernels."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class CompiledModel(nn.Module):
-    """A quantized graph in operators that torch has kernels for, compiled by `torch.compile` at the first call.
+    """A quantized graph of operators with kernels in torch, compiled by `torch.compile` at the first call.
 
     Inference only. Save the original QuantizedModel, not this one.
 
     Attributes:
-        graph_module: the graph, without operators on codes; it runs without being compiled, too.
-        signature: how the model is called.
+        graph_module: Graph without operators on codes; it also runs without being compiled.
+        signature: Call signature of the model.
     """
 
     def __init__(self, graph_module: torch.fx.GraphModule, signature: Signature, report: KernelReport, **options: Any):
@@ -47,7 +47,7 @@ class CompiledModel(nn.Module):
             options["options"] = {"guard_filter_fn": _guards} | dict(options.get("options") or {})
         try:
             self._run = torch.compile(graph_module, fullgraph=True, **options)
-        except RuntimeError as error:  # torch's list of the options it knows fills pages
+        except RuntimeError as error:  # torch's list of known options fills pages
             reason = str(error).partition(", known options")[0]
             raise ConfigError(f"torch.compile does not accept {options}: {reason}") from error
         self.eval()
@@ -57,7 +57,7 @@ class CompiledModel(nn.Module):
         """Return the compiled form of a quantized model.
 
         Raises:
-            QuarkError: for a model that is neither on a CPU nor on an NVIDIA GPU.
+            QuarkError: If the model is neither on a CPU nor on an NVIDIA GPU.
         """
         if not has_rules(device := device_of(qmodel.graph_module)):
             raise QuarkError(
@@ -67,18 +67,18 @@ class CompiledModel(nn.Module):
         return cls(graph_module, qmodel.signature, report, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; inputs and outputs are those of the original one.
+        """Run the model; inputs and outputs have the structure of the original model's.
 
         Raises:
-            QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
+            QuarkError: If the inputs differ in structure, rank, fixed dimensions, or dtype.
         """
-        # One memory layout, without gradients: torch compiles again for each.
+        # One memory layout, and no gradients: torch compiles again for each.
         leaves = [
             leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf
             for leaf in self.signature.flatten(args, kwargs)
         ]
-        # Packed weights are constants to the kernels, which torch asks for while it compiles a call of new sizes.
-        pre_pass = inductor.post_grad_custom_pre_pass or self._pre_pass  # a pass of the user's own stays
+        # Packed weights are constants of the kernels, which torch reads when it compiles a call with new sizes.
+        pre_pass = inductor.post_grad_custom_pre_pass or self._pre_pass  # the user's pass stays
         with torch.no_grad(), inductor.patch(freezing=self._freezing, post_grad_custom_pre_pass=pre_pass):
             try:
                 return self.signature.unflatten(self._run(*leaves))
@@ -93,10 +93,10 @@ class CompiledModel(nn.Module):
                 return self.signature.unflatten(self.graph_module(*leaves))
 
     def compile(self, **options: Any) -> NoReturn:
-        """Refuse: the model is compiled.
+        """Raise an error: the model is already compiled.
 
         Raises:
-            QuarkError: always.
+            QuarkError: Always.
         """
         raise QuarkError("this model is compiled already; for other options, compile the quantized model again")
 
@@ -113,12 +113,12 @@ class CompiledModel(nn.Module):
         )
 
     def report(self) -> KernelReport:
-        """Return one row per operator whose weight is in codes: its kernel, or why it has none."""
+        """Return one row per operator whose weight is in codes: its kernel, or the reason why it has none."""
         return self._report
 
 
 def _guards(entries: Sequence[Any]) -> list[bool]:
-    """Say which assumptions torch checks at every call: not those on the graph's tensors, which never change."""
+    """Select the assumptions that torch checks at every call: all but those about the graph's constant tensors."""
     return [not entry.name.startswith("self.") for entry in entries]
 
 

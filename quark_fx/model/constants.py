@@ -1,4 +1,4 @@
-"""Constants of a quantized graph: tensors, tensors that are cast, and codes that are dequantized."""
+"""Constants of a quantized graph: tensors, cast tensors, and dequantized codes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class Constant:
-    """What a parameter is in the quantized graph.
+    """The form of a parameter in the quantized graph.
 
     Attributes:
-        names: of the tensors it is made of, in the quantized graph; operators share it if they share these.
-        stored: its values, perhaps in another floating-point type, or what it is quantized to.
-        dtype: of the values.
+        names: Names of its tensors in the quantized graph; operators share a constant if they share the names.
+        stored: Values, possibly in another floating-point dtype, or the quantized tensor.
+        dtype: Dtype of the values.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class Constant:
 
     @property
     def quantized(self) -> QuantizedTensor | None:
-        """What the values are quantized to, `None` for values and for those that are cast."""
+        """The quantized tensor, `None` for stored or cast values."""
         return self.stored if isinstance(self.stored, QuantizedTensor) else None
 
     @property
@@ -49,7 +49,7 @@ class Constant:
 
     @property
     def is_float(self) -> bool:
-        """Whether the tensor holds the values themselves."""
+        """True if the tensor holds the values themselves."""
         return isinstance(self.stored, Tensor) and self.stored.dtype == self.dtype
 
     def value(self) -> Tensor:
@@ -60,7 +60,7 @@ class Constant:
 
 
 def constant_of(gm: GraphModule, node: Node) -> Constant | None:
-    """Return the constant that a node is: a tensor, one that is cast, or codes that are dequantized; else `None`."""
+    """Return the constant that a node computes: a tensor, a cast tensor, or dequantized codes; else `None`."""
     if node.op == "get_attr":
         value = parameter(gm, node)
         return Constant((str(node.target),), value, value.dtype)
@@ -78,13 +78,13 @@ def _codes(gm: GraphModule, *args: Any) -> Constant:
 
 
 def parameter_name(gm: GraphModule, codes: str) -> str:
-    """Return the name of the captured model's parameter behind codes, which `gm` stores under the name `codes`."""
+    """Return the captured model's parameter for codes that `gm` stores under the name `codes`."""
     codes = tensor_names(gm).get(codes, codes)
     return codes.removesuffix("_codes") if codes.endswith("_codes") else codes.rpartition("_codes_")[0] or codes
 
 
 def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
-    """Return the look-up of codes, and the table, behind rows that are dequantized after they were found."""
+    """Return the embedding of codes, and its table, for a node that dequantizes or casts its rows; else `None`."""
     codes: Any = node.args[0] if target_name(node) in (DEQUANTIZE, CAST) else None
     if codes is None or target_name(codes) != EMBEDDING or not is_parameter(codes.args[0]):
         return None

@@ -1,7 +1,8 @@
-"""Which module of the original model holds what a quantized graph computes with.
+"""Correspondence between the original model's modules and the operands of a quantized graph.
 
-Read from the notes that capture, passes and conversion left on the graph (`quark_fx.graph.provenance`). What they do
-not explain is refused, so a model with the constants and quantizers found here computes what the graph computes.
+It is derived from the notes that capture, passes, and conversion left on the graph (`quark_fx.graph.provenance`).
+Anything that the notes do not explain is rejected, so a model with these constants and quantizers computes the same as
+the graph.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from quark_fx.model.stored_weights import ComputedParameter, storable, with_stor
 
 @dataclass
 class Correspondence:
-    """What to put into the original model.
+    """The changes that make the original model compute the quantized graph.
 
     Attributes:
-        constants: by the name of a parameter or buffer, what it is in the quantized graph.
-        rounding: the modules that round what they read or make.
-        identities: paths of modules that compute nothing any more, as batch norms that are folded into operators.
-        slices: by the path of a module that a pass rewrote, what computes its call now.
-        attentions: by the path of a module, how the keys and values of its attention are rounded.
-        borrowed: names of parameters that operators outside of their module read.
-        computed: By the path of a module in `slices` whose parameters cannot hold what it computes with, the parameters
-            that its weights are computed from; none if its code computes what is folded into its weights.
+        constants: Parameters and buffers, by their names, in the form they have in the quantized graph.
+        rounding: Modules that round their inputs or outputs.
+        identities: Paths of modules that no longer compute anything, such as batch norms folded into operators.
+        slices: The call and piece of the graph for modules that a pass rewrote, keyed by path.
+        attentions: Rounding of keys and values, keyed by path of the module with the attention.
+        borrowed: Names of parameters that operators outside of their module read.
+        computed: For modules in `slices` whose parameters cannot hold their operands, keyed by path: the parameters
+            that their weights are computed from; none if the module's code computes the maps folded into the weights.
         parts: Names of parameters that are several constants in the graph.
-        stored: By name, the computed parameters that the model is to store; see `quark_fx.model.stored_weights`.
-        maps: affine maps that are folded into the one operator of a module, and that the model's code applies again:
+        stored: Computed parameters that the model must store, keyed by path; see `quark_fx.model.stored_weights`.
+        maps: Affine maps that are folded into the one operator of a module, and that the model's code applies again:
             the path of the module, the operator, and the map, in the order of folding.
     """
 
@@ -62,12 +63,12 @@ class Correspondence:
 
 
 def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a model without weights that the quantized graph has: these are on the meta device.
+    """Return a copy of a model in which weights that the quantized graph has are on the meta device.
 
     Args:
-        model: the float model.
-        gm: the quantized graph.
-        kept: see `QuantizedModel.kept`.
+        model: The float model.
+        gm: The quantized graph.
+        kept: See `QuantizedModel.kept`.
     """
     names = {node.meta.get("parameter") for node in gm.graph.nodes if node.op == "get_attr"} | kept.keys()
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -78,7 +79,7 @@ def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> n
         if id(p) in held
     }
     for module in model.modules():
-        # Weights that the older parametrizations of torch.nn.utils computed last: torch copies no results of autograd.
+        # Weights computed by the older parametrizations of torch.nn.utils: torch does not copy results of autograd.
         memo |= {id(t): t.detach() for t in vars(module).values() if isinstance(t, Tensor) and t.grad_fn is not None}
     return copy.deepcopy(model, memo)
 
@@ -86,16 +87,16 @@ def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> n
 def correspond(
     model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor], *, at_readers: bool = False
 ) -> Correspondence:
-    """Find the module behind every constant and every rounded activation of a quantized graph.
+    """Find the module of every constant and every rounded activation of a quantized graph.
 
     Args:
-        model: the original one, or one of the same architecture.
-        gm: the quantized graph.
-        kept: see `QuantizedModel.kept`.
-        at_readers: of `place_rounding`.
+        model: The original model, or one with the same architecture.
+        gm: The quantized graph.
+        kept: See `QuantizedModel.kept`.
+        at_readers: Argument of `place_rounding`.
 
     Raises:
-        QuarkError: naming the operator, where the graph computes what no module of the model does.
+        QuarkError: If the graph contains a computation of no module; the message names the operator.
     """
     view = FloatView(gm)
     _name_modules_once(model, view)
@@ -115,7 +116,7 @@ def correspond(
 
 
 def _name_modules_once(model: nn.Module, view: FloatView) -> None:
-    """Let calls of a module with parameters that has several names carry the first: it is one module, called often."""
+    """Give all calls of a module with parameters and several names its first name: one module has several calls."""
     first: dict[int, str] = {}
     names = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -156,9 +157,9 @@ def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, found: C
 
 
 def _folded_codes(model: nn.Module, view: FloatView) -> tuple[dict[str, tuple[Node, Constant]], list[Node]]:
-    """Return the parameters whose parts are constants in codes, with a reader, and the other constants that changed.
+    """Return the parameters whose parts are quantized constants, with a consumer, and the other constants that changed.
 
-    The others are computed from parameters that no values would give them.
+    The other constants are computed from parameters; no parameter values produce them.
     """
     parts: dict[str, list[tuple[Node, Part]]] = {}
     computed: list[Node] = []
@@ -184,10 +185,10 @@ def _folded_codes(model: nn.Module, view: FloatView) -> tuple[dict[str, tuple[No
 
 
 def _place_computed(view: FloatView, computed: list[Node], found: Correspondence) -> None:
-    """Find the calls of modules that read weights in codes that no parameter of the model can hold.
+    """Find the calls of modules with quantized weights that no parameter of the model can hold.
 
     Raises:
-        QuarkError: if a call has several inputs or results, or its module several calls.
+        QuarkError: If a call has several inputs or results, or its module has several calls.
     """
     for node in computed:
         for reader in node.users:
@@ -207,7 +208,7 @@ def _place_computed(view: FloatView, computed: list[Node], found: Correspondence
 
 
 def _compute_around(view: FloatView, node: Node, found: Correspondence, outermost: int | None = None) -> bool:
-    """Let a module around a node compute its piece of the quantized graph; tell whether there is one."""
+    """Let a module around a node compute its piece of the quantized graph; return whether such a module exists."""
     for call in calls_around(view.graph, node, outermost):
         piece = slice_of(view.originals[call.result], call.path)
         if piece is not None and view.value_of(piece.entry) is call.entry:
@@ -249,7 +250,7 @@ def _place_constants(
     found: Correspondence,
     wholes: Mapping[str, tuple[Node, Constant]],
 ) -> None:
-    """Find the parameters that hold the constants; tied ones part where their readers differ."""
+    """Find the parameters that hold the constants; tied parameters are separated if their consumers differ."""
     tensors: dict[str, Tensor | None] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     readers: dict[str, dict[Node, Constant]] = {}
@@ -320,10 +321,10 @@ def _place_constants(
 
 
 def _place_maps(model: nn.Module, view: FloatView, found: Correspondence) -> None:
-    """Find the modules that undo the maps which are folded into their operators, or compute a piece of the graph.
+    """Find the modules that undo the maps folded into their operators, or that compute a piece of the graph.
 
     Raises:
-        QuarkError: If a map has no such module.
+        QuarkError: If no such module exists for a map.
     """
     calls: dict[str, set[str]] = {}
     regions: dict[str, list[Node]] = {}
@@ -344,7 +345,7 @@ def _place_maps(model: nn.Module, view: FloatView, found: Correspondence) -> Non
     pending = True
     while pending:
         found.maps, pending = [], False
-        for linear in linears:  # what conversion adds has the notes of what it rounds
+        for linear in linears:  # nodes from conversion have the notes of the values they round
             paths = list(module_calls(linear.node).values())
             around = next((path for path, (call, _) in found.slices.items() if linear.node in call.nodes), None)
             depth = len(paths) if around is None else paths.index(around)
@@ -374,16 +375,16 @@ def _is_fresh_bias(linear: Linear) -> bool:
 
 
 def _takes_bias(model: nn.Module, reader: Node) -> bool:
-    """Tell whether the module that an operator is in can be given a bias."""
+    """Tell whether the module of an operator accepts a bias."""
     return getattr(model.get_submodule(module_path(reader)), "bias", 0) is None
 
 
 def _require_same(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Raise if a tensor of a model that is no parameter is not what a graph was made with."""
+    """Raise `QuarkError` if a tensor that is not a parameter of the model has changed since the graph was made."""
     owner, _, leaf = name.rpartition(".")
     try:
         known = getattr(model.get_submodule(owner), leaf)
-    except AttributeError:  # a number that the code makes a tensor
+    except AttributeError:  # a number that the code turns into a tensor
         return
     if isinstance(known, Tensor) and not torch.equal(known.to(tensor.device), tensor):
         raise QuarkError(
@@ -397,7 +398,7 @@ def _as_it_was(name: str, tensor: Tensor) -> Constant:
 
 
 def _place_unread(model: nn.Module, aliases: list[str], found: Correspondence) -> None:
-    """Let tied parameters of modules that nothing calls be what they are in a module of the same class, or in any."""
+    """Give tied parameters of modules without calls the form in a module of the same class, or in any module."""
     kinds = {alias: type(model.get_submodule(alias.rpartition(".")[0])) for alias in aliases}
     read = [alias for alias in aliases if alias in found.constants]
     for alias in (alias for alias in aliases if alias not in read):
@@ -419,7 +420,7 @@ def _is_bias(reader: Node, constant: Node) -> bool:
 
 
 def _require_unchanged(node: Node, constant: Constant) -> None:
-    """Raise if a tensor of the model that is no parameter is not what it was."""
+    """Raise `QuarkError` if a tensor that is not a parameter of the model has changed."""
     if not constant.is_float or digest(constant.tensor) != node.meta["digest"]:
         raise QuarkError(
             f"the tensor {node.meta['parameter']}, which is no parameter of the model, changed; make it a parameter "
@@ -428,7 +429,7 @@ def _require_unchanged(node: Node, constant: Constant) -> None:
 
 
 def _shaped(constant: Constant, like: Tensor | None, reader: Node) -> Constant:
-    """Return the constant in the parameter's shape: a scaled one may have got dimensions of size 1 in front."""
+    """Return the constant in the parameter's shape: a scaled one may have additional leading dimensions of size 1."""
     if like is None or constant.tensor.shape == like.shape:
         return constant
     extra = constant.tensor.dim() - like.dim()
@@ -442,7 +443,7 @@ def _shaped(constant: Constant, like: Tensor | None, reader: Node) -> Constant:
 
 
 def _alias(aliases: list[str], reader: Node) -> str:
-    """Return the name under which `reader` knows a tied parameter: that of a module it is part of."""
+    """Return the name that `reader` uses for a tied parameter: the name in a module that contains the reader."""
     for path in reversed(module_calls(reader).values()):
         own = [alias for alias in aliases if alias.rpartition(".")[0] == path]
         if len(own) == 1:
@@ -458,7 +459,7 @@ def _is_unchanged(node: Node, constant: Constant) -> bool:
 
 
 def _unfolded(node: Node, reader: Node, constant: Constant, kept: Mapping[str, Tensor]) -> dict[str, Constant]:
-    """Return what the parameters that a constant was computed from have to be, by name."""
+    """Return the values of the parameters that produce a constant, keyed by parameter."""
     folded: Folded = node.meta["folded"]
     if _is_unchanged(node, constant):
         if missing := [name for name in folded.tensors if name not in kept]:

@@ -1,4 +1,4 @@
-"""The original model again, computing what its quantized graph computes."""
+"""The original model in a form that computes its quantized graph."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ ops = torch.ops.quark_fx
 
 
 class Dequantize(nn.Module):
-    """A parametrization: the values that codes stand for.
+    """A parametrization that dequantizes codes.
 
     Args:
-        constant: the codes are what is parametrized; scale and zero point become buffers.
+        constant: Constant whose codes are parametrized; scale and zero point become buffers.
     """
 
     scale: Tensor | None
@@ -74,7 +74,7 @@ class Dequantize(nn.Module):
 
 
 class _Multiply(nn.Module):
-    """Multiplies as a pass does, by buffers."""
+    """Multiply by buffers in the way of a pass."""
 
     def __init__(self, factor: Factor) -> None:
         super().__init__()
@@ -88,15 +88,15 @@ class _Multiply(nn.Module):
 
 
 class Round(nn.Module):
-    """Sends the floating-point input or result of a module through `quantize` and `dequantize`, as a hook.
+    """Round the floating-point input or result of a module with `quantize` and `dequantize`, as a hook.
 
-    What a pass multiplies by before is multiplied by here.
+    Factors that a pass inserted before are also applied here.
 
-    Where gradients are recorded, both are one operator with a straight-through gradient.
+    If gradients are recorded, both become one operator with a straight-through gradient.
 
     Args:
-        activation: how; a static scale and zero point become buffers.
-        trained: what rounds instead.
+        activation: The rounding; a static scale and zero point become buffers.
+        trained: Trained module that rounds instead.
     """
 
     scale: Tensor | None
@@ -113,7 +113,7 @@ class Round(nn.Module):
         self.layout, self.measurement = activation.layout, activation.measurement
 
     def forward(self, x: Tensor, again: bool = False) -> Tensor:
-        """Return `x` rounded, in its dtype; `again`: what this already multiplied is only rounded."""
+        """Return `x` rounded, in its dtype; with `again`, values that were already multiplied are only rounded."""
         for factor in () if again else self.factors:
             x = factor(x)
         if not self.rounds:
@@ -148,16 +148,16 @@ class Round(nn.Module):
 
 
 class Branched(nn.Module):
-    """Multiplies directions of a module's input in float, and adds them to what the module computes of the rest.
+    """Multiply directions of a module's input in float, and add them to the module's result for the rest.
 
     Args:
-        path: of the module.
-        before: what the input is multiplied by.
-        directions: that are split off, shape (rank, inputs).
-        back: the same, shape (inputs, rank).
-        after: what rounds the rest.
-        result: what rounds the result of the module.
-        columns: what multiplies the directions, shape (outputs, rank).
+        path: Path of the module.
+        before: Factors of the input.
+        directions: Directions that are split off, shape (rank, inputs).
+        back: The same directions, shape (inputs, rank).
+        after: Rounding of the rest.
+        result: Rounding of the module's result.
+        columns: Weights of the directions, shape (outputs, rank).
     """
 
     directions: Tensor
@@ -174,7 +174,7 @@ class Branched(nn.Module):
         self.register_buffer("columns", _own(columns))
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what `forward` computes of the rounded rest, with the branch added."""
+        """Return the result of `forward` for the rounded rest, plus the branch."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         index = _floating(leaves, f"{self.path} was quantized for one input")
         x = self.before(leaves[index])
@@ -184,18 +184,18 @@ class Branched(nn.Module):
 
         def whole(y: Tensor) -> Tensor:
             y = self.result(y)
-            # The module may reshape what it reads or makes, which keeps the order of rows.
+            # The module may reshape its input or result, which keeps the order of rows.
             return y + F.linear(parts, self.columns.to(y.dtype)).reshape(y.shape)
 
         return _with_floating(whole, forward(*args, **kwargs), f"{self.path} was quantized for one result")
 
 
 class Rewritten(nn.Module):
-    """Computes the piece of the quantized graph that is in the place of a module.
+    """Compute the piece of the quantized graph that replaces a module.
 
     Args:
-        graph_module: of one input, the module's floating-point one; other arguments are as captured.
-        floating: Whether that input is in floats; otherwise it is the only tensor.
+        graph_module: Graph with one input, the module's floating-point input; other arguments are fixed at capture.
+        floating: Whether that input is floating-point; otherwise it is the only tensor.
     """
 
     def __init__(self, graph_module: GraphModule, *, floating: bool = True) -> None:
@@ -219,11 +219,11 @@ class Rewritten(nn.Module):
 
 
 class Undo(nn.Module):
-    """Undoes an affine map that an operator computes as well, next to the code that applies it again.
+    """Undo an affine map that an operator also computes, for code that applies the map again.
 
     Args:
         absorbed: The map.
-        kernel: Number of dimensions after that of the channels.
+        kernel: Number of dimensions after the channel dimension.
     """
 
     factor: Tensor
@@ -236,7 +236,7 @@ class Undo(nn.Module):
             self.register_buffer(name, values.reshape(-1, *[1] * kernel))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the map makes `x` of."""
+        """Return the input for which the map returns `x`."""
         return (x - self.offset.to(x.dtype)) / self.factor.to(x.dtype)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -274,22 +274,22 @@ def eager(
     trained: Trained | None = None,
     kernels: bool = False,
 ) -> nn.Module:
-    """Return the model `qmodel` was made of, of the same class, that computes what `qmodel` computes.
+    """Return the original model of `qmodel`, with its class, in a form that computes the same as `qmodel`.
 
-    Its quantized parameters are parametrizations of codes, its rounded activations hooks of the modules that read or
-    make them. A module without parameters that a pass rewrote is replaced by one that computes what the pass made of
-    it. `torch.nn.utils.parametrize.cached()` keeps the values of the weights while it is active.
+    Its quantized parameters are parametrizations of codes, and hooks of modules round their inputs or results. A module
+    without parameters that a pass rewrote is replaced by a module with the rewritten computation.
+    `torch.nn.utils.parametrize.cached()` keeps the values of the weights while it is active.
 
     Args:
-        qmodel: from `quantize` or `load`.
-        model: a float model of the same class and configuration, for a `qmodel` that was loaded or made of an
-            `ExportedProgram`; its parameters do not matter, and stay as they are.
-        trained: the parameters of `qmodel` while it is trained, and what rounds them; they become those of the result.
-        kernels: replace linear layers by modules that run what `compile()` would run, and embeddings by modules that
-            look codes up. The result has a `kernel_report`, and is for inference.
+        qmodel: Model from `quantize` or `load`.
+        model: Float model with the same class and configuration, for a `qmodel` that was loaded or made from an
+            `ExportedProgram`; the values of its parameters do not matter, and do not change.
+        trained: Parameters of `qmodel` during training, and the modules that round them; the result shares them.
+        kernels: Whether to replace linear layers by modules with the kernels of `compile()`, and embeddings by modules
+            that look up codes. The result has a `kernel_report`, and is for inference.
 
     Raises:
-        QuarkError: if no module computes what the graph does; the message names the operator.
+        QuarkError: If the graph contains a computation of no module; the message names the operator.
     """
     source, found = placed(qmodel, model)
     if trained and (found.parts or found.computed):
@@ -411,7 +411,7 @@ def eager(
 
 
 def _compute_with(module: nn.Module, rewritten: Rewritten) -> None:
-    """Let a module whose weights are computed call a piece of the quantized graph, without their parameters."""
+    """Let a module with computed weights call a piece of the quantized graph, without the weights' parameters."""
     for inner in module.modules():
         for leaf, value in inner._parameters.items():
             if value is not None and value.is_meta:
@@ -424,7 +424,7 @@ def _compute_with(module: nn.Module, rewritten: Rewritten) -> None:
 def _branched(
     path: str, activation: Activation, at: int, branch: Branch, rounds: Callable[[Activation], Round]
 ) -> Branched:
-    """Return what adds a branch to the result of a module, whose input is split as `activation` says."""
+    """Return the module that adds a branch to the result of a module; `activation` describes the split of its input."""
     factors = activation.factors
     before, after = Activation(factors=factors[:at]), replace(activation, factors=factors[at + 1 :])
     result = Activation() if branch.rounded is None else branch.rounded
@@ -435,7 +435,7 @@ def _branched(
 def _attention_rounding(
     path: str, attention: RoundedAttention, rounds: Callable[[Activation], Round]
 ) -> AttentionRounding:
-    """Return what rounds keys and values; the same modules round them on their way into a cache."""
+    """Return the module that rounds keys and values; the same modules round them when they enter a cache."""
     made: dict[int, Round] = {}
 
     def rounding(activation: Activation) -> Round:
@@ -453,7 +453,7 @@ def _attention_rounding(
 
 
 def is_eager(model: nn.Module) -> bool:
-    """Tell whether `eager` made the model."""
+    """Tell whether the model is from `eager`."""
     return any(isinstance(module, _EAGER) for module in model.modules())
 
 
@@ -475,9 +475,9 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 def placed(
     qmodel: QuantizedModel, model: nn.Module | None = None, *, at_readers: bool = False
 ) -> tuple[nn.Module, Correspondence]:
-    """Return the original model, without the weights that the graph has, and what its modules have to compute with.
+    """Return the original model, without weights that the graph has, and the changes of its modules.
 
-    Arguments and errors are those of `eager`; `at_readers` is that of `place_rounding`.
+    Arguments and errors have the meaning in `eager`; for `at_readers`, see `place_rounding`.
     """
     if model is None:
         if qmodel.source is None:
@@ -502,14 +502,14 @@ def placed(
         return with_stored_weights(source, found.stored), found
     except QuarkError:
         raise
-    except Exception as error:  # what the notes of a damaged graph break is anyone's guess
+    except Exception as error:  # a damaged graph may cause any error
         raise QuarkError(
             f"the stored graph does not fit the model: {type(error).__name__}: {brief(str(error))}"
         ) from error
 
 
 def _require_same_modules(qmodel: QuantizedModel, model: nn.Module) -> None:
-    """Raise unless a model has the modules that the graph was captured from, and their parameters."""
+    """Raise `QuarkError` unless a model has the modules and parameters of the captured model."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, name in module_classes(qmodel.graph_module).items():
         given = type(modules[path]).__name__ if path in modules else "missing"
@@ -527,7 +527,7 @@ def _require_same_modules(qmodel: QuantizedModel, model: nn.Module) -> None:
 
 
 def _part(paths: Collection[str], model: nn.Module) -> None:
-    """Give each of `paths` a module of its own where a module without parameters has several names."""
+    """Give each of `paths` a separate copy of its module if a module without parameters has several names."""
     names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for path in paths:
         module = model.get_submodule(path)
@@ -537,11 +537,11 @@ def _part(paths: Collection[str], model: nn.Module) -> None:
 
 
 def _require_tensor(module: nn.Module, call: ModuleCall) -> None:
-    """Raise unless a module returns the tensor alone that its call computes."""
+    """Raise `QuarkError` unless a module returns one tensor for the input of its call."""
     sizes = [d if isinstance(d, int) else d.node.hint for d in call.entry.meta["val"].shape]
     try:
         result = copy.deepcopy(module).to("meta")(torch.empty(sizes, dtype=call.entry.meta["val"].dtype, device="meta"))
-    except Exception as error:  # whatever the module's own code raises without its other arguments
+    except Exception as error:  # the module's own code may raise any error without its other arguments
         logger.debug("module %s does not run on its input alone: %s", call.path, error)
         result = None
     if not isinstance(result, Tensor):
@@ -562,7 +562,7 @@ def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple
     if constant.names not in shared:
         shared[constant.names] = nn.Parameter(constant.tensor.clone(), learns)
     if not constant.is_float and constant.tensor.is_floating_point():
-        # transformers takes the type of the first parameter that is a float for that of the model.
+        # transformers uses the dtype of the first floating-point parameter for the dtype of the model.
         del owner._parameters[leaf]
         owner.register_buffer(leaf, shared[constant.names].data)
     else:
@@ -572,11 +572,11 @@ def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple
 
 
 def _install_trained(owner: nn.Module, leaf: str, constant: Constant, trained: Trained) -> bool:
-    """Make a parameter that is trained, or a buffer next to it, `leaf` of `owner`; tell whether there is one."""
+    """Make a trained parameter, or a buffer of the trained model, `leaf` of `owner`; return whether there is one."""
     weight, value = trained.weights.get(constant.names[0]), trained.floats.get(constant.names[0])
     if leaf in owner._buffers:
         if shares := constant.is_float and constant.names[0] in trained.buffers:
-            owner._buffers[leaf] = trained.buffers[constant.names[0]]  # what code of the model writes to it is kept
+            owner._buffers[leaf] = trained.buffers[constant.names[0]]  # the model's code may write to it
         return shares
     if weight is None and value is None:
         return False
@@ -590,7 +590,7 @@ def _install_trained(owner: nn.Module, leaf: str, constant: Constant, trained: T
 
 def _parametrize(owner: nn.Module, leaf: str, computes: nn.Module) -> None:
     parametrize.register_parametrization(owner, leaf, computes, unsafe=True)
-    # The class is the module's own. Torch refuses, too, with a state_dict as the remedy, which holds no specs.
+    # The class belongs to this module alone. Torch's own error suggests a state_dict, which lacks the specs.
     type(owner).__getstate__ = _refuse_to_pickle  # type: ignore[method-assign]
 
 
@@ -602,7 +602,7 @@ def _refuse_to_pickle(_: Any) -> NoReturn:
 
 
 def _with_quantizers(gm: GraphModule, quantizers: Mapping[str, FakeQuantize]) -> GraphModule:
-    """Let modules that are trained round in `gm`, by the name of their scale."""
+    """Let trained modules round in `gm`, keyed by the names of their scales."""
     for node in list(gm.graph.nodes):
         pair = quantize_of(node)
         scale: Any = pair.args[1] if pair is not None else None
@@ -619,12 +619,12 @@ def _with_quantizers(gm: GraphModule, quantizers: Mapping[str, FakeQuantize]) ->
 
 
 def _gather_weights(module: Any, *_: Any) -> None:
-    """Let a recurrent layer compute with its parameters as they are now: it has a list of those it was made with."""
+    """Give a recurrent layer the current values of its parameters: its list refers to the original ones."""
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def _forget_weights(module: Any, *_: Any) -> None:
-    """Take the values of a recurrent layer's codes out of memory."""
+    """Free the dequantized values of a recurrent layer."""
     module._flat_weights = [None] * len(module._flat_weights_names)
 
 

@@ -1,4 +1,4 @@
-"""Modules that round keys and values of their attention: on their way into a cache, or where they are multiplied."""
+"""Modules that round keys and values of attention, either when they enter a cache, or at the products."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _FACTORS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), ("input", "batch1", "batch2")),
     torch.einsum: (),
 }
-"""Functions that multiply activations, with the names of their arguments: those of `quark_fx.graph.attention`."""
+"""Functions that multiply activations, with the names of the arguments that `quark_fx.graph.attention` lists."""
 
 
 def wrap_forward(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Let `run` be called instead of the forward of a module, with that forward before the arguments.
+    """Call `run` instead of the forward of a module, with that forward as the first argument.
 
-    A pair of hooks would not end at an interrupt from the keyboard.
+    A pair of hooks would not end at a keyboard interrupt.
     """
     module.forward = update_wrapper(partial(run, module.forward), module.forward)
 
 
 class RoundedArgument(nn.Module):
-    """Rounds what a product multiplies.
+    """Round an argument of a product.
 
     Args:
-        rounding: a module that rounds keys, values or queries as a cache holds them.
-        position: of the argument.
-        transposed: the product reads it with its last two dimensions exchanged.
-        cached: a cache may have rounded it.
-        heads: that have scales of their own, 0 for none: the product reads each once for every query of its group.
+        rounding: Module that rounds keys, values, or queries in the layout of a cache.
+        position: Position of the argument.
+        transposed: Whether the product reads it with its last two dimensions exchanged.
+        cached: Whether a cache may have rounded it.
+        heads: Number of heads with separate scales, 0 for none: the product reads each once per query of its group.
     """
 
     def __init__(self, rounding: nn.Module, position: int, transposed: bool, cached: bool, heads: int) -> None:
@@ -51,7 +51,7 @@ class RoundedArgument(nn.Module):
         self.cached, self.heads = cached, heads
 
     def forward(self, x: Tensor, again: bool = False) -> Tensor:
-        """Return `x` rounded; `again`: without what it is multiplied by before, which happened on the way in."""
+        """Return `x` rounded; with `again`, without factors, which were applied when `x` entered the cache."""
         x = x.mT if self.transposed else x
         repeated = self.heads and x.shape[-3] != self.heads
         x_by_head = x.unflatten(-3, (self.heads, -1)).flatten(-3, -2) if repeated else x
@@ -61,13 +61,13 @@ class RoundedArgument(nn.Module):
 
 
 class AttentionRounding(nn.Module):
-    """What a module with attention rounds while its forward runs.
+    """Rounding in a module with attention while its forward runs.
 
     Args:
-        path: of the module.
-        products: what is rounded of each product that its code calls, in order.
-        entering: what rounds keys and values that enter a cache; `None`: they are rounded where they are multiplied.
-        sizes: heads and channels of keys, and of values, as they were captured; `None` for one that varies.
+        path: Path of the module.
+        products: Rounded arguments of each product that its code calls, in order.
+        entering: Modules that round keys and values when they enter a cache; `None` if the products round them.
+        sizes: Heads and channels of keys, and of values, at capture; `None` for a dynamic size.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class AttentionRounding(nn.Module):
         self.products = nn.ModuleList(nn.ModuleList(factors) for factors in products)
         self.entering = None if entering is None else nn.ModuleList(entering)
         self.trusts_cache = False
-        """Whether a call found that its products read from a cache what was rounded on its way in."""
+        """True if a call showed that the products read cached values that were rounded when they entered the cache."""
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what `forward` computes of rounded keys and values."""
+        """Return the result of `forward` with rounded keys and values."""
         call = _Call(self, [] if self.entering is None else _caches((*args, *kwargs.values())))
         with call:
             result = forward(*args, **kwargs)
@@ -99,10 +99,10 @@ class AttentionRounding(nn.Module):
         return result
 
     def enter(self, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Return keys and values rounded, as a cache of shape `(batch, heads, tokens, channels)` holds them.
+        """Return keys and values rounded in the layout of a cache, `(batch, heads, tokens, channels)`.
 
         Raises:
-            QuarkError: if these are not what was calibrated.
+            QuarkError: If their sizes differ from the calibrated ones.
         """
         result = []
         roundings: list[Any] = list(self.entering or ())
@@ -118,10 +118,10 @@ class AttentionRounding(nn.Module):
         return result
 
     def _require_rounded(self, read: Sequence[tuple[RoundedArgument, Tensor]]) -> None:
-        """Refuse keys or values from a cache that rounding once more changes.
+        """Check that rounding cached keys or values again does not change them.
 
         Raises:
-            QuarkError: if more than the dtype's own rounding differs.
+            QuarkError: If they change by more than the rounding of their dtype.
         """
         for factor, x in read:
             if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
@@ -133,10 +133,10 @@ class AttentionRounding(nn.Module):
         self.trusts_cache |= len(read) > 1
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise `QuarkError`: keys and values cannot be rounded where they enter the cache.
+        """Raise `QuarkError`: keys and values cannot be rounded when they enter the cache.
 
         Args:
-            why: what the module does, behind its path.
+            why: Clause that follows the module's path in the message.
         """
         raise QuarkError(
             f"{self.path} {why}, so they cannot be rounded where they enter the cache; quantize this attention without "
@@ -145,14 +145,14 @@ class AttentionRounding(nn.Module):
 
 
 class _Call(TorchFunctionMode):
-    """A module's call while it runs."""
+    """A running call of a module."""
 
     def __init__(self, owner: AttentionRounding, caches: list[Any]) -> None:
         super().__init__()
         self.owner, self.caches, self.count = owner, caches, 0
-        self.read: list[tuple[RoundedArgument, Tensor]] = []  # what came from a cache, until it is trusted
+        self.read: list[tuple[RoundedArgument, Tensor]] = []  # values from a cache, until it is trusted
         self.replaced: list[tuple[Any, Any]] = []
-        # What a cache holds was rounded when it entered, and so is all that is moved from there to a product.
+        # Values in a cache were rounded when they entered, and so were all values moved from there to a product.
         self.held = WeakTensorKeyDictionary({x: None for cache in caches for x in _tensors(cache)})
 
     def __enter__(self) -> _Call:
@@ -180,7 +180,7 @@ class _Call(TorchFunctionMode):
         return result
 
     def _hold(self, values: Any) -> None:
-        """Note what comes from a cache."""
+        """Record values from a cache."""
         for value in _flat(values):
             self.held[value] = None
 
@@ -202,7 +202,7 @@ class _Call(TorchFunctionMode):
         return func(*args, **{**kwargs, **changed})
 
     def _rounded(self, factor: RoundedArgument, x: Tensor) -> Tensor:
-        """Return what a product reads in place of `x`."""
+        """Return the value that a product reads in place of `x`."""
         if not factor.cached or x not in self.held:
             y: Tensor = factor(x)
             return y
@@ -221,7 +221,7 @@ def _flat(values: Any) -> Iterator[Tensor]:
 
 
 def _caches(values: Sequence[Any]) -> list[Any]:
-    """Return the caches among the arguments of a module, and those that one consists of, each once."""
+    """Return the caches among the arguments of a module, including nested ones, each once."""
     found: dict[int, Any] = {}
 
     def add(values: Iterable[Any]) -> None:
@@ -236,7 +236,7 @@ def _caches(values: Sequence[Any]) -> list[Any]:
 
 
 def _tensors(cache: Any) -> Iterator[Tensor]:
-    """Yield what a cache and its layers hold."""
+    """Yield the tensors in a cache and its layers."""
     for owner in (cache, *getattr(cache, "layers", ())):
         yield from _flat(list(vars(owner).values()))
 

@@ -1,4 +1,4 @@
-"""Which modules of the original model run kernels: linear layers that compute one product each, and embeddings."""
+"""Modules of the original model that run kernels: linear layers that compute one product each, and embeddings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from quark_fx.model.kernels.row_graphs import RowGraphs
 def kernel_modules(
     gm: GraphModule, model: nn.Module, found: Correspondence
 ) -> tuple[dict[str, KernelModule], KernelReport]:
-    """Return what replaces modules, by path, and one row for each operator whose weight is in codes.
+    """Return the replacements of modules, keyed by path, and one row for each operator whose weight is in codes.
 
     Args:
-        gm: the quantized graph.
-        model: the original one.
-        found: what corresponds to what.
+        gm: The quantized graph.
+        model: The original model.
+        found: Correspondence between the two.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     names = Counter(map(id, modules.values()))
@@ -66,7 +66,7 @@ def kernel_modules(
 
 
 def _is_linear(module: nn.Module | None) -> bool:
-    """Tell whether a module multiplies its input by its weight, adds its bias and does nothing else."""
+    """Tell whether a module only multiplies its input by its weight and adds its bias."""
     kind = type(module)
     if module is None or parametrize.is_parametrized(module):
         return False
@@ -75,7 +75,7 @@ def _is_linear(module: nn.Module | None) -> bool:
 
 
 def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Tell whether a module looks rows up and does nothing else."""
+    """Tell whether a module only looks up rows."""
     if not isinstance(module, nn.Embedding) or parametrize.is_parametrized(module):
         return False
     return module.max_norm is None and type(module).forward is nn.Embedding.forward

@@ -1,4 +1,4 @@
-"""The module that quantizes a weight, a bias or an activation while a model is trained."""
+"""The module that quantizes a weight, bias, or activation during training."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.plan.pair_sums import PairBound
 
 _SMALLEST_SHARE = 0.1
-"""A learned scale stays above this share of the one it started at."""
+"""Lower bound of a learned scale, as a fraction of its initial value."""
 
 
 class FakeQuantize(nn.Module):
-    """Rounds a float tensor to the values that its codes will have, with a straight-through gradient.
+    """Round a float tensor to the values of its codes, with a straight-through gradient.
 
     Args:
-        scale: float32, shaped by the granularity of `quark_fx.numbers.ops`; a parameter is learned.
-        zero_point: int32, or offsets in float32, the shape of `scale` or `()`; it stays. The buffer is float32, because
-            averages of integer buffers truncate.
-        scheme: which codes are in use.
-        axis: see `quark_fx.numbers.ops`.
-        block_size: see `quark_fx.numbers.ops`.
-        dtype: of the result.
-        pairs: pairs of codes that the target adds in 16 bits: those that would saturate are lowered.
-        factors: those of an activation and of a weight whose scales multiply to that of an int32 bias.
+        scale: Scale, float32, in the shape of its granularity in `quark_fx.numbers.ops`; learned if it is a parameter.
+        zero_point: Zero point, int32, or float32 offsets, with the shape of `scale` or `()`; it does not change. The
+            buffer is float32, because averages of integer buffers truncate.
+        scheme: Scheme that defines the codes in use.
+        axis: See `quark_fx.numbers.ops`.
+        block_size: See `quark_fx.numbers.ops`.
+        dtype: Dtype of the result.
+        pairs: Pairs of codes that the target adds in 16 bits; pairs that would saturate are lowered.
+        factors: Modules of an activation and a weight whose scales multiply to the scale of an int32 bias.
     """
 
     scale: Tensor
@@ -59,7 +59,7 @@ class FakeQuantize(nn.Module):
         self.dtype, self.pairs, self.factors = dtype, pairs, factors
 
     def step(self) -> Tensor:
-        """Return the scale in use: of an int32 bias the product of others, of a learned one never near zero."""
+        """Return the scale in use: a product of others for an int32 bias; a learned scale is kept away from zero."""
         if self.factors is not None:
             one, other = self.factors
             return (one.step() * other.step()).detach()
@@ -107,11 +107,11 @@ class FakeQuantize(nn.Module):
 
 
 class Cast(nn.Module):
-    """Rounds a float32 tensor to a 16-bit float that it is stored in.
+    """Round a float32 tensor to the 16-bit float in which it is stored.
 
     Args:
-        stored: the 16-bit float.
-        dtype: of the result.
+        stored: The 16-bit dtype.
+        dtype: Dtype of the result.
     """
 
     def __init__(self, stored: torch.dtype, dtype: torch.dtype) -> None:
@@ -124,19 +124,19 @@ class Cast(nn.Module):
 
     @torch.no_grad()
     def codes(self, x: Tensor) -> Tensor:
-        """Return `x` as it is stored."""
+        """Return `x` in its stored dtype."""
         return x.to(self.stored)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a quantized graph and the modules made of it share while they are trained, by names in the graph.
+    """Tensors and modules that a quantized graph and its eager model share during training, by names in the graph.
 
     Attributes:
-        weights: float values and what rounds them, by the name of their codes.
-        floats: parameters that stay in float.
-        activations: what rounds activations, by the name of their scale.
-        buffers: tensors of the graph that are no parameters.
+        weights: Float values and the modules that round them, keyed by the names of the codes.
+        floats: Parameters that stay in float.
+        activations: Modules that round activations, keyed by the names of the scales.
+        buffers: Tensors of the graph that are not parameters.
     """
 
     weights: Mapping[str, tuple[nn.Parameter, FakeQuantize | Cast]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Trained:
 
 
 def require_float32(fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise `RuntimeError` if what `nn.Module._apply` is given would convert scales."""
+    """Raise `RuntimeError` if the function given to `nn.Module._apply` would convert scales."""
     if fn(torch.zeros((), dtype=torch.float32)).dtype != torch.float32:
         raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
 

@@ -1,7 +1,7 @@
-"""The graph that a quantized one was made of: what the modules of the model compute, without codes and quantizers.
+"""The float graph of a quantized one: the computations of the model's modules, without codes and quantizers.
 
-Conversion marks what it adds (`quark_fx.graph.provenance`), so the view is a copy of the rest. What was added is kept
-beside: which constant stands for which parameter, and how each reader has a value rounded.
+Conversion marks the nodes it adds (`quark_fx.graph.provenance`), so the view is a copy of the others. It records the
+added nodes separately: the parameter of each constant, and the rounding of a value for each consumer.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from quark_fx.model.rounded_modules import SPLIT, Activation, Branch, Factor
 _CLAMP = torch.ops.aten.clamp.default
 
 _REST, _SUM, _PRODUCT = "aten.sub.Tensor", "aten.add.Tensor", "aten.linear.default"
-"""What `LowRank` adds: what is left of a value, the sum of an operator and its branch, and their products."""
+"""Operators that `LowRank` adds: the rest of a value, the sum of an operator and its branch, and their products."""
 
 
 class FloatView:
-    """A quantized graph without what conversion added.
+    """A quantized graph without the nodes added by conversion.
 
     Attributes:
-        graph: the copy.
-        constants: what its `get_attr` nodes stand for; the node has the notes on the parameter.
-        rounded: how a reader has a value rounded, both nodes of the copy.
-        branches: what is added to the product of an operator, a node of the copy that reads a split value.
-        originals: nodes of the quantized graph, by those of the copy.
+        graph: The copy.
+        constants: Constants of its `get_attr` nodes; the node has the notes on the parameter.
+        rounded: Rounding of a value for a consumer, both nodes of the copy.
+        branches: Branch that is added to the result of an operator, a node of the copy that reads a split value.
+        originals: Nodes of the quantized graph, keyed by nodes of the copy.
 
     Raises:
-        QuarkError: if an operator reads a value twice, rounded in different ways.
+        QuarkError: If an operator reads a value twice with different rounding.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -74,14 +74,14 @@ class FloatView:
         self.constants = {node: constant for node, constant in self.constants.items() if node.users}
 
     def value_of(self, node: Node) -> Node:
-        """Return what a node of the quantized graph is in the view; of one that rounds, it is what is rounded."""
+        """Return the node of the view for a node of the quantized graph: for a quantizer, its unrounded input."""
         return self._values[node][0]
 
     def _value(self, node: Any) -> Any:
         return self._values[node][0] if isinstance(node, Node) else node
 
     def _copy(self, node: Node, like: Node, value: Callable[[Node], Node]) -> Node:
-        """Copy a call; `like` is the node of the quantized graph that has its result."""
+        """Copy a call; `like` is the node of the quantized graph with its result."""
         copy = self.graph.node_copy(node, value)
         copy.meta = dict(like.meta)
         self.originals[copy], self._named[node.name] = like, copy
@@ -89,7 +89,7 @@ class FloatView:
         return copy
 
     def _note_reader(self, reader: Node, node: Node) -> None:
-        """Note how `node`, which is `reader` in the view, has what it reads rounded."""
+        """Record the rounding of the inputs of `node`, which is `reader` in the view."""
         for read in node.all_input_nodes:
             value, activation = self._values.get(read, (None, None))
             if value is None:
@@ -102,7 +102,7 @@ class FloatView:
                 raise _rounded_differently(reader)
 
     def _undo(self, node: Node) -> bool:
-        """Note a constant or a rounded value; tell whether the node is not part of the view."""
+        """Record a constant or a rounded value; return true if the node is not part of the view."""
         converted, name = node.meta.get("made_by") == CONVERT, target_name(node)
         if node.op == "get_attr" or name == DEQUANTIZE or (name == CAST and converted):
             if (table := table_of(self._gm, node)) is not None:
@@ -113,7 +113,7 @@ class FloatView:
             elif (found := constant_of(self._gm, node)) is not None:
                 self._values[node] = self._constant(node, found), None
             elif name == DEQUANTIZE or (_is_cast_by_conversion(node.args[0]) and node.args[0] not in self._values):
-                self._values[node] = self._rounded(node)  # the second cast of two: the first makes no value
+                self._values[node] = self._rounded(node)  # the second cast of two; the first yields no value
             return True
         if node.meta.get("factor"):
             value, *factors = node.all_input_nodes
@@ -122,12 +122,12 @@ class FloatView:
         if BRANCH in node.meta and name in (_REST, _SUM, _PRODUCT):
             self._undo_branch(node)
             return True
-        # Codes that no runtime looks up are dequantized first: the look-up is the model's own.
+        # Codes without a look-up kernel are dequantized first: the look-up is the model's operator.
         own = name == EMBEDDING and target_name(node.args[0]) == DEQUANTIZE  # type: ignore[arg-type]
         return (converted and not own) or name == QUANTIZE
 
     def _undo_branch(self, node: Node) -> None:
-        """Note the directions that are split off a value, or what multiplies them beside an operator."""
+        """Record the directions that are split off a value, or the branch parallel to an operator."""
         beside: Any = node.args[1]  # a product, or a constant in a product
         if target_name(node) == _REST:
             value, parts = node.args[0], beside.args[0]
@@ -139,7 +139,7 @@ class FloatView:
             self.branches[operator] = Branch(parameter(self._gm, beside.args[1]), rounded)
 
     def _multiplied(self, node: Node, value: Node, factor: Factor) -> tuple[Node, Activation]:
-        """Return what a node makes of a value that is not rounded before."""
+        """Return the source and factors of a product with a value that is not rounded before."""
         source, before = self._values[value]
         if before is not None and before.rounds:
             raise _rounded_differently(node)
@@ -154,7 +154,7 @@ class FloatView:
         while tensor.op != "get_attr":
             tensor = tensor.all_input_nodes[0]
         copy = self.graph.get_attr(str(tensor.meta.get("parameter", tensor.target)))
-        copy.meta = tensor.meta | {"val": node.meta.get("val")}  # that of the values, not of codes
+        copy.meta = tensor.meta | {"val": node.meta.get("val")}  # the fake value of the values, not of the codes
         self.constants[copy] = constant
         return copy
 
@@ -162,7 +162,7 @@ class FloatView:
         return None if axis is None else axis - value_of(self._gm, value).dim()
 
     def _rounded(self, node: Node) -> tuple[Node, Activation]:
-        """Return the value that a node rounds, in the view, and how."""
+        """Return the value that a node rounds, in the view, and its rounding."""
         inner = node.all_input_nodes[0]
         source = inner.all_input_nodes[0]
         if target_name(node) == CAST:

@@ -1,4 +1,4 @@
-"""What calls of a module do besides its own `forward`."""
+"""Side effects of module calls outside of `forward`: hooks, patched forwards, and captured modules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 _REBUILT_BY = ("torch", "transformers")
-"""Packages whose classes attach their hooks again where a checkpoint is loaded."""
+"""Packages whose classes attach their hooks again when a checkpoint is loaded."""
 
 
 def hooks_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return the hooks of a module, as those of accelerate, by what they are."""
+    """Return the hooks of a module, such as accelerate's, keyed by their description."""
     found: dict[str, Callable[..., Any]] = {}
     for kind, hooks in (("forward hook", module._forward_hooks), ("forward pre-hook", module._forward_pre_hooks)):
         found |= {f"{kind} {_name(hook)}": hook for hook in hooks.values()}
@@ -30,7 +30,7 @@ def hooks_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def foreign_hooks(model: nn.Module) -> list[str]:
-    """Describe the hooks of a model that it does not have where a checkpoint of it is loaded."""
+    """Describe the hooks of a model that it will lack after its checkpoint is loaded."""
     return [
         f"{name or '(the model)'}: {kind}"
         for name, module in model.named_modules()
@@ -40,9 +40,9 @@ def foreign_hooks(model: nn.Module) -> list[str]:
 
 
 def bound_elsewhere(model: nn.Module, original: nn.Module) -> list[str]:
-    """Describe the attributes of a copy of a model by which it reaches modules or parameters of the original.
+    """Describe the attributes through which a copy of a model refers to modules or parameters of the original.
 
-    `copy.deepcopy` copies modules, bound methods, and what lists hold, but not functions: the variables of an outer
+    `copy.deepcopy` copies modules, bound methods, and the contents of lists, but not functions: variables of an outer
     function or of a file that a function reads still hold the modules of the original model.
     """
     theirs = {id(part) for part in (*original.modules(), *original.parameters())}
@@ -51,7 +51,7 @@ def bound_elsewhere(model: nn.Module, original: nn.Module) -> list[str]:
 
 
 def _reached(model: nn.Module) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
-    """Yield the modules and parameters that are not registered, each with the attribute that holds it."""
+    """Yield the modules and parameters that are not registered, each with the attribute that refers to it."""
     own = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
         for name, value in _attributes(module).items():
@@ -70,13 +70,13 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 def _held(
     value: Any, own: Collection[int], seen: set[int], file: str | None = None
 ) -> Iterator[nn.Module | nn.Parameter]:
-    """Yield the modules and parameters that a value holds.
+    """Yield the modules and parameters that a value refers to.
 
     Args:
         value: Attribute of a module, or a part of one.
         own: Identities of registered modules, which are left out.
-        seen: Identities of values that are not looked at again.
-        file: Python module of the function that holds the value; functions and objects of others are left alone.
+        seen: Identities of values that were visited.
+        file: Python module of the function that refers to the value; functions and objects of others are skipped.
     """
     if id(value) in seen or id(value) in own:
         return

@@ -1,7 +1,7 @@
 """A directory with a stored model: a graph, and tensors in a file named by its digest. One rename replaces a model.
 
-At every moment there is the old model or the new one: the new tensors lie beside the old until `graph.json`, which
-names its tensors by their SHA-256, has been replaced. Several processes may save at once; the last one to rename wins.
+The directory always holds the old model or the new one: the new tensors are stored next to the old until `graph.json`,
+which names its tensors by their SHA-256, is replaced. Several processes may save at once; the last rename wins.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from quark_fx.system.writable import abandoned, locked, new_file, sync_directory
 
 FORMAT_VERSION = 4
 GRAPH_LIMIT = 1 << 27
-"""Bytes of the largest graph that is read or written."""
+"""Size limit of a graph in bytes, for reading and writing."""
 _TENSORS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors")
 _SAVING = ".saving-"
 _UNFINISHED = re.compile(re.escape(_SAVING) + r"[0-9a-f]{16}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _OLD_TENSORS = "model.safetensors"
-"""The tensor file of format versions 1 and 2."""
+"""Tensor file of format versions 1 and 2."""
 _PIECE = 1 << 24
 _DTYPES = {
     torch.bool: "BOOL",
@@ -54,30 +54,30 @@ _DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
-"""Types of tensors, as safetensors names them."""
+"""Names of dtypes in safetensors."""
 
 
 def is_model_file(name: str) -> bool:
-    """Tell whether `save` writes files of this name, finished or not."""
+    """Tell whether `save` writes files with this name, finished or not."""
     return name == GRAPH_FILE or bool(_TENSORS.fullmatch(name) or _UNFINISHED.fullmatch(name))
 
 
 def tensor_file(directory: Path) -> Path:
-    """Return the tensor file of the model in a directory; raises as `read_model`."""
+    """Return the tensor file of the model in a directory; raises the errors of `read_model`."""
     return read_model(directory)[1]
 
 
 def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str, Any]) -> None:
-    """Replace the model in a directory, or make the first; equal arguments give equal bytes.
+    """Write a model to a directory, replacing an earlier one; equal arguments produce equal bytes.
 
     Args:
-        directory: made if it does not exist.
-        tensors: in the order they are written in, by name; written one at a time.
-        model: plain data; gets the digest of the tensor file.
+        directory: Directory; created if it does not exist.
+        tensors: Tensors with their names, in the order in which they are written, one at a time.
+        model: Plain data; the digest of the tensor file is added.
 
     Raises:
-        OSError: if there is no room, or something else is in the way.
-        QuarkError: if the graph is too large, or a tensor has a type that the file format does not know.
+        OSError: If there is not enough space, or another file is in the way.
+        QuarkError: If the graph is too large, or the file format does not support the dtype of a tensor.
     """
     directory.mkdir(parents=True, exist_ok=True)
     place = directory / GRAPH_FILE
@@ -92,7 +92,7 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str,
             os.fsync(file.fileno())
         with locked(directory):
             for file in (tensors_file, graph_file):
-                file.close()  # which gives up its lock; Windows renames closed files only
+                file.close()  # releases its lock; Windows renames closed files only
             stale = _stale_names(directory) - {_tensor_name(digest)}
             tensors_path.replace(directory / _tensor_name(digest))
             sync_directory(directory)
@@ -104,7 +104,7 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str,
 
 
 def document_text(model: Mapping[str, Any]) -> str:
-    """Return what `graph.json` holds of a model: ASCII, the same for the same data."""
+    """Return the content of a model's `graph.json`: ASCII, equal for equal data."""
     document = {"version": FORMAT_VERSION, "sha256": _digest(model), "model": model}
     return json.dumps(document, indent=1, allow_nan=False)
 
@@ -119,15 +119,15 @@ def _tensor_name(digest: str) -> str:
 
 
 def read_model(directory: Path) -> tuple[dict[str, Any], Path]:
-    """Return the data of the model in a directory, and its tensor file, whose digest is the one they name.
+    """Return the data of the model in a directory, and its tensor file, after a check of both digests.
 
     Raises:
-        OSError: if a file cannot be read, or is a pipe or a device.
-        ValueError: if `graph.json` is no JSON, too large or nested too deep.
-        QuarkError: if the format version is another, or a digest is not that of the data.
+        OSError: If a file cannot be read, or is a pipe or a device.
+        ValueError: If `graph.json` is not JSON, too large, or nested too deep.
+        QuarkError: If the format version is not supported, or a digest does not match the data.
     """
     content = b""
-    for _ in range(100):  # as often as another process replaces the model meanwhile
+    for _ in range(100):  # retries if another process replaces the model meanwhile
         before, content = content, read_bytes(directory / GRAPH_FILE, GRAPH_LIMIT)
         model = _checked(parse_json(content), directory)
         path = directory / _tensor_name(model["tensor_file"])
@@ -164,10 +164,10 @@ def _checked(document: Any, directory: Path) -> dict[str, Any]:
 
 
 def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> str:
-    """Write a safetensors file, tensor by tensor, and return its SHA-256."""
+    """Write a safetensors file, one tensor at a time, and return its SHA-256."""
     if rare := next((t.dtype for t in tensors.values() if t.dtype not in _DTYPES), None):
         raise QuarkError(f"a tensor of type {rare} cannot be stored")
-    # The largest elements first, so that all are aligned.
+    # Dtypes with larger elements come first, so that all tensors are aligned.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header, end = dict[str, Any](), 0
     for name in order:
@@ -186,13 +186,13 @@ def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> str:
     write(text)
     for name in order:
         values = tensors[name].detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        for piece in values.split(_PIECE):  # from a device or a mapped file, without a copy of the whole
+        for piece in values.split(_PIECE):  # from a device or a mapped file, without a copy of the whole tensor
             write(piece.cpu().numpy().data)
     return digest.hexdigest()
 
 
 def _stale_names(directory: Path) -> set[str]:
-    """Return the tensor files of earlier models, and what killed processes have left; the directory is locked."""
+    """Return the tensor files of earlier models, and files of killed processes; the directory is locked."""
     names = {path.name for path in directory.iterdir()}
     stale = {name for name in names if _TENSORS.fullmatch(name)}
     stale |= abandoned(directory, _SAVING)

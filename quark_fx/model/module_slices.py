@@ -1,8 +1,8 @@
 """Modules that passes rewrote, and the piece of the quantized graph that computes each of their calls.
 
-A call of a module with one floating-point input and one result is a piece of the graph between two nodes. What passes
-make of it carries the module's path, so the piece of the quantized graph that ends with the result and begins where
-that path does computes the same call.
+A call of a module with one floating-point input and one result is a piece of the graph between two nodes. Nodes that
+passes put in its place carry the module's path, so the piece of the quantized graph that ends with the result and
+begins where that path begins computes the same call.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quark_fx.graph.nodes import is_activation, module_calls, module_path, param
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module in a float graph, that one value enters and one leaves.
+    """A call of a module in a float graph, with one input and one result.
 
     Attributes:
-        path: of the module.
-        entry: its one input; outside of the call.
-        result: its one result.
-        nodes: all that the call computes.
+        path: Path of the module.
+        entry: Its only input, a node outside of the call.
+        result: Its only result.
+        nodes: All nodes of the call.
     """
 
     path: str
@@ -39,9 +39,9 @@ class ModuleSlice:
     """The nodes of a quantized graph that compute a call.
 
     Attributes:
-        entry: what they read besides constants; outside.
-        result: what they compute.
-        nodes: in graph order, those of constants among them.
+        entry: Their only input other than constants, a node outside of the slice.
+        result: Their result.
+        nodes: The nodes in graph order, including constants.
     """
 
     entry: Node
@@ -49,7 +49,7 @@ class ModuleSlice:
     nodes: tuple[Node, ...]
 
     def module(self, gm: GraphModule) -> GraphModule:
-        """Return a module of one input that computes the slice, with tensors of its own."""
+        """Return a module with one input that computes the slice, with copies of its tensors."""
         graph, tensors = Graph(), {}
         copies = {self.entry: graph.placeholder("x")}
         for node in self.nodes:
@@ -62,23 +62,23 @@ class ModuleSlice:
 
 
 def calls_without_parameters(graph: Graph) -> dict[Node, ModuleCall]:
-    """Return the innermost calls of modules with one floating-point input and one result, by that result.
+    """Return the innermost calls of modules with one floating-point input and one result, keyed by that result.
 
-    Calls that read parameters of the model are left out.
+    Calls with parameters of the model are left out.
     """
     calls = (_call_of(key, nodes, parameters=False) for key, nodes in _nodes_by_call(graph).items())
     return {call.result: call for call in calls if call is not None and _innermost(call)}
 
 
 def calls_around(graph: Graph, node: Node, outermost: int | None = None) -> Iterator[ModuleCall]:
-    """Yield the calls of modules with one tensor as input and one result that `node` is part of, innermost first.
+    """Yield the calls with one tensor as input and one result that contain `node`, innermost first.
 
-    They may read parameters. A module that is called several times is left out.
+    They may read parameters. A module with several calls is left out.
 
     Args:
         graph: Float graph.
         node: Any node.
-        outermost: Number of calls to consider, starting with the model's own.
+        outermost: Number of calls to consider, starting with the whole model's.
     """
     calls = _nodes_by_call(graph)
     paths = Counter(module_calls(nodes[0])[key] for key, nodes in calls.items())
@@ -97,9 +97,9 @@ def _nodes_by_call(graph: Graph) -> dict[str, list[Node]]:
 
 
 def _call_of(key: str, nodes: list[Node], *, parameters: bool) -> ModuleCall | None:
-    """Return a call with one input, in floats unless it may read parameters, and one result; `None` for any other."""
+    """Return a call with one input, floating-point unless it may read parameters, and one result; otherwise `None`."""
     inside = frozenset(nodes)
-    # Constants that are no parameters of the model are what a pass computes with.
+    # Constants that are not parameters of the model belong to a pass.
     read = {n for node in nodes for n in node.all_input_nodes if not is_made_up(n)} - inside
     if parameters:
         read = {n for n in read if n.op != "get_attr"}
@@ -122,7 +122,7 @@ def is_made_up(node: Node) -> bool:
 
 
 def slice_of(result: Node, path: str) -> ModuleSlice | None:
-    """Return what a module of a quantized graph computes `result` with; `None` if that is not one input alone."""
+    """Return the slice in which a module of a quantized graph computes `result`; `None` if it has several inputs."""
     inside, entries, pending = set[Node](), set[Node](), [result]
     while pending:
         node = pending.pop()

@@ -1,4 +1,4 @@
-"""The directory a streamed run ends in: whose it is, what lies there meanwhile, and that one run has it at a time."""
+"""The output directory of a streamed run: its ownership, its temporary contents, and a lock for one run at a time."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from quark_fx.model.model_directory import is_model_file
 from quark_fx.system.untrusted import read_bytes
 
 _UNFINISHED = "unfinished"
-"""The folder that holds what a run needs until it has ended."""
+"""Folder for the temporary data of a run."""
 
 _REMOVED = "unfinished.removed"
-"""What that is called while it is removed: a result beside it is finished."""
+"""Name of that folder during its removal: a result next to it is complete."""
 
 _BLOCKS = "blocks"
-"""The folder in it for finished blocks."""
+"""Folder in it for finished blocks."""
 
 _LOCK = "lock"
-"""The file in it that a run keeps locked, and by whose contents the folder is known."""
+"""File in it that a run keeps locked; its contents identify the folder."""
 
 _OURS = b"a run of quark_fx keeps its finished blocks here\n"
-"""What that file says: a folder of the same name that is somebody else's is left alone."""
+"""Contents of that file; a folder with the same name and other contents is not touched."""
 
 
 @contextmanager
 def work_directory(
     output: str | Path | None, checkpoint: str | Path | None, ranks: Ranks
 ) -> Iterator[tuple[Path | None, str | Path | None]]:
-    """Yield where a run with an output directory keeps tensors, and where any run keeps finished blocks.
+    """Yield the directory for the tensors of a run with an output directory, and the one for finished blocks.
 
-    A run that fails before it has finished a block leaves nothing.
+    A run that fails before its first finished block leaves nothing.
 
     Raises:
-        ConfigError: if something else is there already, or another run; or if the ranks do not share the directory.
+        ConfigError: If the directory has other contents, or belongs to another run; or if the ranks do not share it.
     """
     if output is None:
         yield None, checkpoint
@@ -62,7 +62,7 @@ def work_directory(
     except BaseException:
         if ranks.index == 0 and not any(unfinished.rglob("*.safetensors")):
             shutil.rmtree(unfinished, ignore_errors=True)
-            with suppress(OSError):  # something else is in it, or it could not be made
+            with suppress(OSError):  # it is not empty, or could not be created
                 for folder in made:
                     folder.rmdir()
         raise
@@ -72,14 +72,14 @@ def work_directory(
 
 
 def clear(output: str | Path) -> None:
-    """Remove what a run needed, when its result is complete."""
+    """Remove the temporary data of a run when its result is complete."""
     removed = Path(output) / _REMOVED
     os.replace(Path(output) / _UNFINISHED, removed)
     _remove(removed)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of ours, last the file by which it is known: what an interruption leaves is known, too."""
+    """Remove a folder of ours, the identifying file last, so that an interrupted removal can be identified, too."""
     for path in folder.iterdir():
         if path.name != _LOCK:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -89,20 +89,20 @@ def _remove(folder: Path) -> None:
 def _is_ours(folder: Path) -> bool:
     try:
         said = read_bytes(folder / _LOCK, len(_OURS))
-        # Of a run that ended before it wrote into its lock nothing else is there.
+        # If a run ended before it wrote to its lock file, the folder holds nothing else.
         return said == _OURS or (not said and len(list(folder.iterdir())) == 1)
     except (OSError, ValueError):
         return False
 
 
 def kept_blocks(checkpoint: str | Path) -> Path | None:
-    """Return the output directory whose own finished blocks a directory is for, `None` for one the user named."""
+    """Return the output directory that has `checkpoint` for its finished blocks; `None` for a directory of the user."""
     path = Path(checkpoint)
     return path.parent.parent if (path.name, path.parent.name) == (_BLOCKS, _UNFINISHED) else None
 
 
 def _taken(output: Path, checkpoint: str | Path | None) -> Any:
-    """Make the directory, refuse one with other contents, and return the locked file."""
+    """Create the directory, reject one with other contents, and return the locked file."""
     _require_ours(output, checkpoint)
     lock = output / _UNFINISHED / _LOCK
     try:
@@ -124,7 +124,7 @@ def _taken(output: Path, checkpoint: str | Path | None) -> Any:
 
 
 def _lock(file: Any) -> None:
-    if importlib.util.find_spec("fcntl") is not None:  # elsewhere runs have to keep apart by themselves
+    if importlib.util.find_spec("fcntl") is not None:  # on other systems, the user must keep runs apart
         fcntl = importlib.import_module("fcntl")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -137,7 +137,7 @@ def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
         raise ConfigError(f"checkpoint and output_dir are both {output}; choose another directory for finished blocks")
     if checkpoint is not None and Path(checkpoint).parent == output:
         own.add(Path(checkpoint).name)
-    if _is_ours(output / _UNFINISHED):  # interrupted, be it while it was saved
+    if _is_ours(output / _UNFINISHED):  # an interrupted run, possibly while it saved
         own |= {file.name for file in output.iterdir() if is_model_file(file.name)}
     elif (output / GRAPH_FILE).exists():
         raise ConfigError(

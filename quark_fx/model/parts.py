@@ -1,4 +1,4 @@
-"""Parameters whose parts a quantized graph has as constants with codes: put together again."""
+"""Parameters whose parts are quantized constants in a graph, assembled again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Part:
-    """A constant that data movement made of a parameter.
+    """A constant that data movement extracted from a parameter.
 
     Attributes:
         constant: Its codes or values.
-        view: Where it is in the parameter.
+        view: Its place in the parameter.
     """
 
     constant: Constant
@@ -30,10 +30,10 @@ class Part:
 
 
 def whole_of(shape: Sequence[int], parts: Sequence[Part]) -> Constant | None:
-    """Return a parameter of which the graph has parts; `None` if they leave gaps, overlap, or have other scales.
+    """Assemble a parameter from its parts; `None` if they leave gaps, overlap, or have incompatible scales.
 
     Args:
-        shape: The shape of the parameter.
+        shape: Shape of the parameter.
         parts: All of its parts, in any order.
     """
     shape, parts = tuple(shape), sorted(parts, key=lambda part: part.view[2])
@@ -78,7 +78,7 @@ def _strides(size: Sequence[int]) -> tuple[int, ...]:
 
 
 def _as_rows(constant: Constant, shape: tuple[int, ...]) -> QuantizedTensor | Tensor | None:
-    """Return a constant in a shape, with scales that vary along dimension 0, so that it can be concatenated."""
+    """Return a constant in a new shape, with scales that vary along dimension 0, so that it can be concatenated."""
     codes = constant.quantized
     if codes is None:
         return constant.tensor.reshape(shape)
@@ -88,7 +88,7 @@ def _as_rows(constant: Constant, shape: tuple[int, ...]) -> QuantizedTensor | Te
         scale, zero = (p.expand(shape[0]).contiguous() for p in (codes.scale, codes.zero_point))
         return QuantizedTensor.of(values, scale, zero, codes.format, 0)
     if added and axis == 0 and codes.block_size == 0 and len(shape) == 3:
-        # A matrix of a stack, with a scale for each row.
+        # A matrix of a stack with a scale for each row.
         scale, zero = (p.expand(shape[1]).reshape(1, -1, 1) for p in (codes.scale, codes.zero_point))
         return QuantizedTensor.of(values, scale, zero, codes.format, 2, shape[2])
     if codes.block_size and axis > 0:
@@ -99,7 +99,7 @@ def _as_rows(constant: Constant, shape: tuple[int, ...]) -> QuantizedTensor | Te
 
 
 def _rearranged(shape: tuple[int, ...], part: Part) -> Constant | None:
-    """Return a parameter that is one constant in another order, if its scales have a place there."""
+    """Return a parameter that is one constant in another order, or `None` if its scales cannot be rearranged."""
     size, stride, offset = part.view
 
     def moved(x: Tensor) -> Tensor:

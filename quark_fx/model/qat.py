@@ -1,7 +1,7 @@
 """Quantization-aware training: a quantized graph whose weights are float parameters again.
 
-Every forward pass rounds them as `convert` stores them, so the model that is trained is the model that is stored, bit
-for bit.
+Every forward pass rounds them in the way that `convert` stores them, so the trained model is the stored model, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ def prepare_qat(qmodel: QuantizedModel, *, scales: bool = False) -> QATModel:
     True
 
     Args:
-        qmodel: from `quantize` or `load`; it stays as it is.
-        scales: learn the scales of weights and of static activations, too, wherever any float32 is allowed. Their
-            gradients are those of LSQ; they need a learning rate of their own, about a hundredth of their size.
+        qmodel: Model from `quantize` or `load`; it does not change.
+        scales: Whether to learn the scales of weights and static activations, too, if any float32 scale is allowed.
+            Their gradients are the gradients of LSQ; they need a separate learning rate, about a hundredth of their
+            size.
 
     Raises:
-        QuarkError: for anything but a quantized model.
+        QuarkError: If `qmodel` is not a quantized model.
 
     Source:
         Jacob et al. 2018, section 3; Esser et al. 2020 for scales.
@@ -82,24 +83,23 @@ def prepare_qat(qmodel: QuantizedModel, *, scales: bool = False) -> QATModel:
 
 
 class QATModel(nn.Module):
-    """A quantized model that can be trained: `prepare_qat` makes one, `convert` turns it back.
+    """A quantized model that can be trained: `prepare_qat` creates one, `convert` turns it back.
 
-    What was a parameter of the original model is one here: weights and biases in float32, whatever codes they had, the
-    others as they are. Scales are parameters where they are learned. The graph is that of inference: batch norms are
-    folded or keep their statistics, dropout is gone, and `train()` changes nothing. `eager()` trains the same
-    parameters in the original model's own code.
+    It has the parameters of the original model: weights and biases with codes in float32, the others unchanged. Learned
+    scales are also parameters. The graph is the inference graph: batch norms are folded or keep their statistics,
+    dropout is removed, and `train()` changes nothing. `eager()` trains the same parameters in the original code.
 
     Attributes:
-        quantized: the model it was made of, which stays as it is.
-        graph_module: the graph, flat inputs and outputs.
-        signature: how the model is called.
+        quantized: Model it was made from, which does not change.
+        graph_module: Graph with flat inputs and outputs.
+        signature: Call signature of the model.
     """
 
     quantized: QuantizedModel
 
     def __init__(self, qmodel: QuantizedModel, *, scales: bool = False) -> None:
         super().__init__()
-        object.__setattr__(self, "quantized", qmodel)  # not a submodule: its codes are no state of this one
+        object.__setattr__(self, "quantized", qmodel)  # not a submodule: its codes are not state of this model
         self.signature = qmodel.signature
         prepared = _Preparation(qmodel, scales)
         self._weights, self._floats = prepared.weights, prepared.floats
@@ -107,22 +107,22 @@ class QATModel(nn.Module):
         self.graph_module = prepared.gm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph; inputs and outputs are those of the original model.
+        """Run the graph; inputs and outputs have the structure of the original model's.
 
         Raises:
-            QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
+            QuarkError: If the inputs differ in structure, rank, fixed dimensions, or dtype.
         """
         return self.signature.unflatten(self.graph_module(*self.signature.flatten(args, kwargs)))
 
     @torch.no_grad()
     def convert(self) -> QuantizedModel:
-        """Return the quantized model of the current state; it computes what this one does, bit for bit.
+        """Return the quantized model of the current state; it computes the same as this model, bit for bit.
 
-        The state is that of this object: parameters, scales, zero points, and buffers, also after `load_state_dict`,
-        in a copy, or in an average of several models.
+        The state is the state of this object: parameters, scales, zero points, and buffers, also after
+        `load_state_dict`, in a copy, or in an average of several models.
 
         Raises:
-            CalibrationError: if a parameter is not finite; the message names it.
+            CalibrationError: If a parameter is not finite; the message names it.
         """
         _require_finite(self)
         trained, report = self._trained(), self.quantized.report()
@@ -148,15 +148,15 @@ class QATModel(nn.Module):
         return result.to(device_of(self.graph_module))
 
     def eager(self, model: nn.Module | None = None) -> nn.Module:
-        """Return the original model, of its own class, with the parameters of this one: `convert` stores them.
+        """Return the original model, with its class and the parameters of this one, which `convert` stores.
 
-        In training mode its dropout is active; what its code does besides, as gradient checkpointing, it does.
+        In training mode its dropout is active, and so are other features of its code, such as gradient checkpointing.
 
         Args:
-            model: a float model of the same architecture, where the quantized model was loaded.
+            model: Float model with the same architecture, if the quantized model was loaded.
 
         Raises:
-            QuarkError: if no module computes what the graph does; the message names the operator.
+            QuarkError: If the graph contains a computation of no module; the message names the operator.
         """
         from quark_fx.model.eager import eager
 
@@ -189,13 +189,13 @@ class QATModel(nn.Module):
 
 @dataclass(frozen=True)
 class _Weight:
-    """A constant in codes that becomes a parameter.
+    """A quantized constant that becomes a parameter.
 
     Attributes:
-        constant: as it is in the quantized graph.
-        name: what the tensor is called in reports.
-        parameter: name of the parameter.
-        quantizer: path of what rounds it.
+        constant: The constant in the quantized graph.
+        name: Name of the tensor in reports.
+        parameter: Name of the parameter.
+        quantizer: Path of the module that rounds it.
     """
 
     constant: Constant
@@ -219,7 +219,7 @@ def _require_finite(model: nn.Module) -> None:
 
 
 def _updated(row: Row, value: Tensor, quantizer: nn.Module) -> Row:
-    """Return the row with the scales and the noise there are now."""
+    """Return the row with the current scales and noise."""
     row = replace(row, sqnr=sqnr(value, quantizer(value)))
     if not isinstance(quantizer, FakeQuantize):
         return row
@@ -227,7 +227,7 @@ def _updated(row: Row, value: Tensor, quantizer: nn.Module) -> Row:
 
 
 class _Preparation:
-    """Rewrites a quantized graph into one of parameters and fake quantizers."""
+    """Rewrite a quantized graph as a graph of parameters and fake quantizers."""
 
     def __init__(self, qmodel: QuantizedModel, scales: bool) -> None:
         self.config, self.scales = qmodel.config, scales
@@ -235,7 +235,7 @@ class _Preparation:
         self.weights: dict[str, _Weight] = {}
         self.floats: list[str] = []
         self.activations: dict[str, str] = {}
-        self.points: dict[str, str] = {}  # names of zero points, by those of the scales
+        self.points: dict[str, str] = {}  # names of zero points, keyed by the names of the scales
         self.steps: dict[str, Tensor] = {}
         self.buffers, self.read_as_is = buffer_names(self.gm), self._read_as_is()
         self._expose_values(qmodel.graph_module)
@@ -249,7 +249,7 @@ class _Preparation:
         if cut := [describe(node) for node in self.gm.graph.nodes if target_name(node) == QUANTIZE]:
             warn(f"no gradient passes {', '.join(cut)}, whose codes are not dequantized")
 
-    # Constants in codes: first each becomes a parameter that operators read, so that the operator table finds it.
+    # First, each quantized constant becomes a parameter that operators read, so that the operator table finds it.
 
     def _expose_values(self, original: GraphModule) -> None:
         for node in list(self.gm.graph.nodes):
@@ -270,7 +270,7 @@ class _Preparation:
         erase_dead(self.gm)
 
     def _read_as_is(self) -> frozenset[str]:
-        """Return the names of tensors that something else than a cast reads, or looks rows of up for."""
+        """Return the names of tensors with consumers other than casts, also after a look-up of rows."""
         found: set[str] = set()
         for node in self.gm.graph.nodes:
             if node.op == "get_attr":
@@ -281,14 +281,14 @@ class _Preparation:
         return frozenset(found)
 
     def _is_stored(self, constant: Constant) -> bool:
-        """Tell whether a constant is one of codes, or a parameter in a 16-bit float that is cast."""
+        """Tell whether a constant is quantized, or is a parameter that is stored in a 16-bit float and cast."""
         if constant.quantized is not None:
             return True
         half = constant.tensor.dtype in (torch.float16, torch.bfloat16) and constant.dtype == torch.float32
         return half and constant.names[0] not in self.buffers | self.read_as_is
 
     def _read(self, constant: Constant, original: GraphModule) -> Node:
-        """Insert what reads the values of a constant, a parameter from now on."""
+        """Insert a node that reads the values of a constant, which becomes a parameter."""
         codes = constant.names[0]
         if codes not in self.weights:
             name = fresh_name(self.gm, codes.removesuffix("_codes"))
@@ -304,7 +304,7 @@ class _Preparation:
         return {weight.parameter: weight for weight in self.weights.values()}
 
     def _pair_bounds(self) -> dict[str, PairBound]:
-        """Return the pairs that the target adds in 16 bits, by the name of the codes."""
+        """Return the pairs that the target adds in 16 bits, keyed by the name of the codes."""
         found: dict[str, PairBound] = {}
         known = self._by_parameter()
         for node in self.gm.graph.nodes if self.config.target.limits_pairs else ():
@@ -315,13 +315,13 @@ class _Preparation:
                     continue
                 activation = _activation_spec(argument(node, row.activations[0]))
                 bound = pair_bound(row.kind, Linear.of(node), _spec_of(stored), activation)
-                # Codes that exceed the bound were made for another kernel.
+                # Codes that exceed the bound are for another kernel.
                 if bound is not None and not bool(bound.exceeded(stored.codes).any()):
                     found[weight.constant.names[0]] = bound
         return found
 
     def _bias_factors(self) -> dict[str, tuple[str, str]]:
-        """Return the names of the scale and of the codes that the scale of an int32 bias follows, by its codes."""
+        """Return the names of scale and codes that determine the scale of an int32 bias, keyed by the bias's codes."""
         found: dict[str, tuple[str, str]] = {}
         known = self._by_parameter()
         for node in self.gm.graph.nodes:
@@ -340,7 +340,7 @@ class _Preparation:
         return found
 
     def _round_values(self, bounds: dict[str, PairBound], factors: dict[str, tuple[str, str]]) -> None:
-        """Put what rounds a parameter behind it."""
+        """Insert the modules that round parameters after them."""
         modules: dict[str, FakeQuantize | Cast] = {}
         for codes, weight in sorted(self.weights.items(), key=lambda item: item[0] in factors):
             constant, own = weight.constant, None
@@ -378,7 +378,7 @@ class _Preparation:
             if not first.args:
                 first.args = (node,)
 
-    # Activations.
+    # Activations
 
     def _round_activations(self) -> None:
         """Replace each `quantize` and `dequantize` by one operator with a gradient."""
@@ -425,7 +425,7 @@ class _Preparation:
         return self.activations[scale]
 
     def _step(self, name: str, fmt: str, specs: Iterable[Any]) -> Tensor:
-        """Return a scale, which is a parameter if it is learned; what reads one scale reads one tensor."""
+        """Return a scale, a parameter if it is learned; all users of a scale share one tensor."""
         if name not in self.steps:
             alike = [s for s in specs if isinstance(s, TensorSpec) and str(s.format) == fmt]
             free = bool(alike) and all(s.scale == FLOAT32 and s.group_rows == 1 for s in alike)
@@ -450,7 +450,7 @@ _WITH_CODES = (ops.quantize.default, ops.dequantize.default)
 
 
 def _register(gm: GraphModule, name: str, parameter: nn.Parameter) -> None:
-    """Make `parameter` the tensor that `gm` has under a dotted `name`."""
+    """Replace the tensor of `gm` with a dotted `name` by `parameter`."""
     set_parameter(gm, name, parameter)
     path, _, leaf = name.rpartition(".")
     owner = gm.get_submodule(path)
@@ -459,7 +459,7 @@ def _register(gm: GraphModule, name: str, parameter: nn.Parameter) -> None:
 
 
 def _scheme(stored: QuantizedTensor, specs: Iterable[TensorSpec | Any]) -> Scheme:
-    """Return which codes a constant may have: those of the narrowest spec of its format that has all it has now."""
+    """Return the scheme of a constant's codes: the narrowest scheme with its format that contains all of them."""
     fmt = stored.format
     whole = Scheme(format=fmt, symmetry=Symmetry.SYMMETRIC_FULL)
     if not fmt.is_integer:
@@ -479,7 +479,7 @@ def _spec_of(stored: QuantizedTensor) -> TensorSpec:
 
 
 def _activation_spec(read: Node) -> TensorSpec | None:
-    """Return a spec of the format and granularity that an operator reads its activation in, `None` for float."""
+    """Return a spec with the format and granularity of an operator's activation, `None` for float."""
     pair = quantize_of(read)
     if pair is None:
         return None

@@ -1,4 +1,4 @@
-"""The result of quantization: a graph that runs, reports on itself, and can be stored."""
+"""The result of quantization: a graph that can be run, reported on, and stored."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class QuantizedModel(nn.Module):
     """A quantized graph, called like the model it was captured from.
 
     Attributes:
-        graph_module: the graph with `quark_fx::quantize` and `dequantize`, flat inputs and outputs.
-        signature: how the model is called.
-        config: what it was quantized with.
-        source: the module it was made of, for `eager`, without the weights that the graph has; `None` if it was loaded.
-        kept: parameters and buffers of the model that the graph has only in constants computed from them, by name.
-        parameter_names: those of all parameters of the model, `None` if they are not known.
-        sample: Flat inputs that a written file is run with once: the first samples of the first batch. `None` if the
-            model was loaded, since stored models hold no data.
+        graph_module: Graph with `quark_fx::quantize` and `dequantize`, and flat inputs and outputs.
+        signature: Call signature of the model.
+        config: Configuration it was quantized with.
+        source: Original module for `eager`, without the weights that the graph has; `None` if it was loaded.
+        kept: Parameters and buffers that the graph contains only as sources of constants, keyed by path.
+        parameter_names: Names of all parameters of the model, `None` if unknown.
+        sample: Flat inputs with which an exported file is run once: the first samples of the first batch. `None` if the
+            model was loaded, since stored models contain no data.
     """
 
     source: nn.Module | None
@@ -57,7 +57,7 @@ class QuantizedModel(nn.Module):
         sample: Sample | None = None,
     ) -> None:
         super().__init__()
-        object.__setattr__(self, "source", source)  # not a submodule: its parameters are no state of this one
+        object.__setattr__(self, "source", source)  # not a submodule: its parameters are not state of this model
         self.kept, self.parameter_names, self.sample = kept, parameter_names, sample
         self.graph_module = graph_module
         self.signature = signature
@@ -71,13 +71,13 @@ class QuantizedModel(nn.Module):
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the quantized graph; inputs and outputs are those of the original model.
+        """Run the quantized graph; inputs and outputs have the structure of the original model's.
 
         Gradients of inputs are straight-through: rounding counts as the identity within the clip range of an
-        activation. For those of weights see `quark_fx.prepare_qat`.
+        activation. For gradients of weights, see `quark_fx.prepare_qat`.
 
         Raises:
-            QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
+            QuarkError: If the inputs differ in structure, rank, fixed dimensions, or dtype.
         """
         leaves = self.signature.flatten(args, kwargs)
         if records_gradients(*leaves):
@@ -85,41 +85,41 @@ class QuantizedModel(nn.Module):
         return self.signature.unflatten(self.graph_module(*leaves))
 
     def run_batch(self, batch: Any) -> Any:
-        """Run a batch as calibration data is given: a tensor, a tuple of positions or a mapping of keywords."""
+        """Run a batch in the form of calibration data: a tensor, a tuple of positions, or a mapping of keywords."""
         args, kwargs = split_batch(batch)
         with torch.no_grad():
             return self(*args, **kwargs)
 
     def report(self) -> Report:
-        """Return one row per weighted operator: how it was quantized, or why not."""
+        """Return one row per weighted operator: its quantization, or the reason why it stays in float."""
         return self._report
 
     @checked_call
     def save(self, directory: str | Path) -> None:
-        """Write the graph, tensors and configuration to `directory`; `quark_fx.load` reads them back.
+        """Write the graph, tensors, and configuration to `directory`; `quark_fx.load` reads them.
 
-        Other files there stay as they are (`Resources(output_dir=...)` refuses a directory that has some).
+        Other files there do not change (`Resources(output_dir=...)` rejects a directory with other files).
 
         Raises:
-            QuarkError: if the directory cannot be written.
+            QuarkError: If the directory cannot be written.
         """
         from quark_fx.model.serialization import save_model
 
         save_model(self, Path(directory))
 
     def eager(self, model: nn.Module | None = None, *, kernels: bool = False) -> nn.Module:
-        """Return the original model, of its own class, computing what this one does: `generate` works on it.
+        """Return the original model, with its class, in a form that computes the same as this one; `generate` works.
 
         Args:
-            model: a float model of the same class and configuration, with any weights, where this one was loaded.
-            kernels: run linear layers on the kernels that `compile()` uses, and look codes of embeddings up. The
-                result is for inference, on a CPU or an NVIDIA GPU; its attribute `kernel_report` has one row per
-                operator, as the report of a compiled model: its kernel, or why it is simulated. Results differ from the
-                simulated ones by the order of sums, and in bfloat16 by its rounding. On a CPU the first call with
-                one row, a decoding step, compiles. `torch.compile` works on it.
+            model: Float model with the same class and configuration and any weights, if this model was loaded.
+            kernels: Whether to run linear layers on the kernels that `compile()` uses, and look up codes of embeddings.
+                The result is for inference, on a CPU or an NVIDIA GPU; its attribute `kernel_report` has one row per
+                operator, like the report of a compiled model: its kernel, or the reason for simulating it. Results
+                differ from simulated ones by the order of sums, and in bfloat16 by its rounding. On a CPU the first
+                call with one row, a decoding step, compiles. `torch.compile` works on it.
 
         Raises:
-            QuarkError: if no module computes what the graph does; the message names the operator.
+            QuarkError: If the graph contains a computation of no module; the message names the operator.
         """
         from quark_fx.model.eager import eager
 
@@ -136,19 +136,19 @@ class QuantizedModel(nn.Module):
     ) -> CompiledModel:
         """Compile this model for inference on a CPU or an NVIDIA GPU, where int8 layers multiply integers.
 
-        What has no kernel is computed in floats, as here; `report()` of the result says why, by operator. The result
-        is a snapshot: later changes of this model do not reach it. The first call, and the first one with a new batch
-        size, compile, which takes about a minute for a network of 50 layers.
+        Operators without a kernel are computed in float, as in this model; `report()` of the result gives the reason
+        for each. The result is a snapshot: later changes of this model do not affect it. The first call, and the first
+        one with a new batch size, compile, which takes about a minute for a network of 50 layers.
 
         Args:
-            mode: as in `torch.compile`, such as `"max-autotune"`.
-            dynamic: likewise.
-            backend: likewise; default Inductor, which needs a C++ compiler.
-            options: likewise, of the backend.
+            mode: Argument of `torch.compile`, such as `"max-autotune"`.
+            dynamic: Argument of `torch.compile`.
+            backend: Argument of `torch.compile`; default Inductor, which needs a C++ compiler.
+            options: Options of the backend, an argument of `torch.compile`.
 
         Raises:
-            ConfigError: for an option that does not exist, or a value of another type.
-            QuarkError: for a model that is neither on a CPU nor on an NVIDIA GPU.
+            ConfigError: If an option does not exist, or has a value of another type.
+            QuarkError: If the model is neither on a CPU nor on an NVIDIA GPU.
         """
         from quark_fx.model.compiled_model import CompiledModel
 
@@ -156,10 +156,10 @@ class QuantizedModel(nn.Module):
         return CompiledModel.of(self, **{name: value for name, value in given.items() if value is not None})
 
     def train(self, mode: bool = True) -> QuantizedModel:
-        """Stay in eval mode: the graph was captured in it.
+        """Stay in eval mode, in which the graph was captured.
 
         Raises:
-            RuntimeError: for `mode=True`.
+            RuntimeError: If `mode` is true.
         """
         if mode:
             raise RuntimeError(
@@ -184,7 +184,7 @@ class QuantizedModel(nn.Module):
     def with_graph(
         self, graph_module: GraphModule, rows: Sequence[Row] | None = None, passes: Sequence[PassRecord] | None = None
     ) -> QuantizedModel:
-        """Return a model of another graph with the same names; the report is this one's where none is given."""
+        """Return a model of another graph with the same names; rows and passes default to this model's."""
         return type(self)(
             graph_module,
             self.signature,

@@ -1,7 +1,7 @@
-"""Which modules of the original model round the keys and values that their attention reads.
+"""The modules of the original model that round the keys and values of their attention.
 
-No module has keys or values for its own input or result: they are on their way within one. So the modules round what
-they multiply, product by product, in the order in which their code calls them.
+Keys and values are not the input or result of a module: they exist within one. So the modules round the operands of
+their products, product by product, in the order in which their code calls them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from quark_fx.model.rounded_modules import Activation, Rounded
 
 @dataclass(frozen=True)
 class RoundedFactor:
-    """What a product multiplies, and how it is rounded.
+    """A rounded operand of a product.
 
     Attributes:
-        position: among the arguments.
-        activation: how.
-        transposed: it is rounded with its last two dimensions exchanged, as a cache holds it.
-        cached: whether a cache holds it.
+        position: Position among the arguments.
+        activation: The rounding.
+        transposed: Whether it is rounded with its last two dimensions exchanged, the layout of a cache.
+        cached: Whether a cache holds it.
     """
 
     position: int
@@ -36,19 +36,19 @@ class RoundedFactor:
     cached: bool = False
 
     def same_as(self, other: RoundedFactor) -> bool:
-        """Tell whether both are the same."""
+        """Tell whether both are equal."""
         own, theirs = ((f.position, f.transposed, f.cached) for f in (self, other))
         return own == theirs and self.activation.same_as(other.activation)
 
 
 Size = tuple[int | None, int | None]
-"""Heads and channels; `None` for a number that varies, or is not known."""
+"""Heads and channels; `None` for a number that is dynamic or unknown."""
 
 Entering = tuple[tuple[Activation, Activation], tuple[Size, Size]]
-"""How keys and values are rounded when they enter a cache, and their sizes."""
+"""Rounding of keys and values when they enter a cache, and their sizes."""
 
 Product = tuple[RoundedFactor, ...]
-"""What is rounded of a product of activations; empty for one that reads everything as it is."""
+"""Rounded operands of a product of activations; empty if all operands are unrounded."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class RoundedAttention:
     """A module with attention.
 
     Attributes:
-        products: fused attentions and products of activations, in the order in which its code calls them.
-        entering: how keys and values are rounded when they enter a cache; `None` for a module with several attentions.
-        sizes: heads and channels of keys, and of values; `None` for a number that varies, or is not known.
+        products: Fused attentions and products of activations, in the order in which its code calls them.
+        entering: Rounding of keys and values when they enter a cache; `None` for a module with several attentions.
+        sizes: Heads and channels of keys, and of values; `None` for a number that is dynamic or unknown.
     """
 
     products: tuple[Product, ...]
@@ -66,7 +66,7 @@ class RoundedAttention:
     sizes: tuple[Size, ...] = ()
 
     def same_as(self, other: RoundedAttention) -> bool:
-        """Tell whether both round alike."""
+        """Tell whether both round in the same way."""
         if [len(product) for product in self.products] != [len(product) for product in other.products]:
             return False
         pairs = zip(sum(self.products, ()), sum(other.products, ()), strict=True)
@@ -74,10 +74,10 @@ class RoundedAttention:
 
 
 def place_attentions(graph: Graph, rounded: Rounded) -> tuple[dict[str, RoundedAttention], set[tuple[Node, Node]]]:
-    """Return, by path, the modules that round keys and values, and which values and readers of `rounded` these are.
+    """Return the modules that round keys and values, keyed by path, and their (value, consumer) pairs in `rounded`.
 
     Raises:
-        QuarkError: if calls of a module differ, or round what a product reads in another layout than it has.
+        QuarkError: If calls of a module differ, or round an operand in another layout than the product reads.
     """
     factors: dict[Node, list[RoundedFactor]] = {}
     calls: dict[str, dict[str, list[Entering]]] = {}
@@ -107,7 +107,7 @@ def place_attentions(graph: Graph, rounded: Rounded) -> tuple[dict[str, RoundedA
         inner = [key for key in module_calls(node) if key in owners]
         if inner and target_name(node) in (FUSED, *PRODUCTS):
             products.setdefault(inner[-1], []).append(tuple(factors.get(node, ())))
-    # What enters a cache is known where there is but one attention, those that stay in float included.
+    # The values that enter a cache are known if there is only one attention, including unquantized ones.
     known = {path: {k: e if count[k] < 2 else [] for k, e in keys.items()} for path, keys in calls.items()}
     return {path: _alike(path, keys, products, graph) for path, keys in known.items()}, edges
 
@@ -115,7 +115,7 @@ def place_attentions(graph: Graph, rounded: Rounded) -> tuple[dict[str, RoundedA
 def _alike(
     path: str, calls: Mapping[str, list[Entering]], products: Mapping[str, list[Product]], graph: Graph
 ) -> RoundedAttention:
-    """Return what all calls of a module round."""
+    """Return the rounding that all calls of a module share."""
     first, *others = (
         RoundedAttention(tuple(products[key]), *(entering[0] if len(entering) == 1 else (None, ())))
         for key, entering in calls.items()
@@ -130,7 +130,7 @@ def _alike(
 
 
 def _call_of(attention: Attention, mix: Node) -> tuple[str, str]:
-    """Return the key and the path of the innermost call that both products of an attention are part of."""
+    """Return the key and path of the innermost call that contains both products of an attention."""
     there = module_calls(mix)
     return next(((k, path) for k, path in reversed(module_calls(attention.scores).items()) if k in there), ("", ""))
 
@@ -146,7 +146,7 @@ def _is_transposed(cached: Cached, activation: Activation) -> bool:
     """Tell whether a product reads the value with its last two dimensions exchanged.
 
     Raises:
-        QuarkError: if it reads it in yet another layout, and the rounding depends on it.
+        QuarkError: If it reads it in another layout, and the rounding depends on it.
     """
     rank = cached.value.meta["val"].dim()
     tokens, channels = cached.tokens - rank, cached.channels - rank

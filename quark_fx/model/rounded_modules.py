@@ -1,4 +1,4 @@
-"""Which modules of the original model round activations: those that read them, or those that make them."""
+"""The modules of the original model that round activations: their consumers, or their producers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from quark_fx.graph.operators import MOVING
 from quark_fx.numbers.ops import Measurement
 
 SPLIT = "split"
-"""The operator of a `Factor` that takes directions out of an activation."""
+"""Operator of a `Factor` that takes directions out of an activation."""
 
 UNROTATED = "set overhead=0 in the pass that rotates (Rotate, LearnRotations)"
-"""What to do where a value cannot be multiplied at run time."""
+"""Advice for a value that cannot be multiplied at run time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """What a pass multiplies an activation by, or the directions that it splits off.
+    """The factor by which a pass multiplies an activation, or the directions that it splits off.
 
     Attributes:
-        operator: its name, of `quark_fx.graph.provenance.FACTORS`, or `SPLIT`.
-        tensors: its constants; of `SPLIT` what `LowRank` multiplies by, shapes (rank, channels) and (channels, rank).
+        operator: Name of the operator in `quark_fx.graph.provenance.FACTORS`, or `SPLIT`.
+        tensors: Its constants; for `SPLIT`, the matrices of `LowRank`, shapes (rank, channels) and (channels, rank).
     """
 
     operator: str
@@ -36,11 +36,11 @@ class Factor:
 
     @property
     def by_rows(self) -> bool:
-        """Whether each row of the last dimension is multiplied by itself, whatever the shape of the rest."""
+        """True if each row of the last dimension is multiplied separately, with any shape of the other dimensions."""
         return self.operator != "aten.mul.Tensor"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return `x` multiplied; what splits is applied by the branch of a module."""
+        """Return `x` multiplied; the branch of a module applies splits."""
         if self.operator == "aten.mul.Tensor":
             return x * self.tensors[0]
         rotated: Tensor = torch.ops.quark_fx.rotate(x, *self.tensors)
@@ -55,20 +55,20 @@ class Factor:
 
 @dataclass(frozen=True)
 class Activation:
-    """How an activation is rounded.
+    """The rounding of an activation.
 
     Attributes:
-        format: name of the format, empty for a cast.
-        scale: static scale, shape `()`, or that of one per head and channel; `None` if it is measured at run time.
-        zero_point: likewise.
-        symmetry: of a range that is measured at run time.
-        axis: dimension that scales vary along, counted from the last (-1); `None` for one scale.
-        block_size: values per measured scale, see `quark_fx.numbers.ops`.
-        scale_type: of measured scales.
-        group_size: of them, see `quark_fx.numbers.ops.dynamic_qparams`.
-        ratio: likewise.
-        cast: the 16-bit float it is cast to and back.
-        factors: what it is multiplied by before, in order.
+        format: Name of the format, empty for a cast.
+        scale: Static scale, shape `()`, or the shape of a scale per head and channel; `None` if measured at run time.
+        zero_point: Static zero point of the same shape, or `None`.
+        symmetry: Symmetry of a range that is measured at run time.
+        axis: Dimension along which scales vary, counted from the last (-1); `None` for one scale.
+        block_size: Number of values per measured scale, see `quark_fx.numbers.ops`.
+        scale_type: Format of measured scales.
+        group_size: Group size of measured scales, see `quark_fx.numbers.ops.dynamic_qparams`.
+        ratio: Fraction of the measured range, see `quark_fx.numbers.ops.dynamic_qparams`.
+        cast: The 16-bit dtype to which it is cast and back.
+        factors: Factors that are applied before, in order.
     """
 
     format: str = ""
@@ -85,36 +85,36 @@ class Activation:
 
     @property
     def rounds(self) -> bool:
-        """Whether anything is rounded: a pass may only multiply."""
+        """True if the activation is rounded: a pass may only multiply."""
         return bool(self.format) or self.cast is not None
 
     @property
     def split(self) -> int | None:
-        """The index of the factor that splits directions off; their module multiplies them by a branch."""
+        """Index of the factor that splits off directions; a branch of their module multiplies them."""
         return next((i for i, factor in enumerate(self.factors) if factor.operator == SPLIT), None)
 
     @property
     def is_fixed(self) -> bool:
-        """Whether what is rounded already stays as it is: no range is measured, and nothing multiplied."""
+        """True if rounding twice equals rounding once: it has neither a measured range nor factors."""
         return not self.factors and (self.scale is not None or self.cast is not None)
 
     @property
     def layout(self) -> tuple[int | None, int]:
-        """The granularity, as `quark_fx.numbers.ops` has it."""
+        """Granularity in the form of `quark_fx.numbers.ops`."""
         return self.axis, self.block_size
 
     @property
     def measurement(self) -> Measurement:
-        """The arguments of `quark_fx.numbers.ops.dynamic_qparams` behind the tensor."""
+        """Arguments of `quark_fx.numbers.ops.dynamic_qparams` after the tensor."""
         return self.format, self.symmetry, *self.layout, self.scale_type, self.group_size, self.ratio
 
     @property
     def per_token(self) -> bool:
-        """Whether each row of the last dimension is measured."""
+        """True if each row of the last dimension is measured."""
         return self.axis == -1 and self.block_size < 0
 
     def same_as(self, other: Activation) -> bool:
-        """Tell whether both round every value alike."""
+        """Tell whether both round every value in the same way."""
         tensors = tuple((getattr(self, name), getattr(other, name)) for name in ("scale", "zero_point"))
         if len(self.factors) != len(other.factors):
             return False
@@ -127,16 +127,16 @@ class Activation:
 
 
 Rounded = Mapping[tuple[Node, Node], Activation]
-"""By value and reader, nodes of the float graph, how the reader has the value rounded."""
+"""Rounding of a value for a consumer, keyed by both, which are nodes of the float graph."""
 
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """What is added to the product of an operator whose input was split.
+    """The branch that is added to the product of an operator with a split input.
 
     Attributes:
-        columns: what multiplies the directions that are split off, shape (outputs, rank).
-        rounded: how the product is rounded before the sum; `None` if it is not.
+        columns: Weights of the directions that are split off, shape (outputs, rank).
+        rounded: Rounding of the product before the sum, or `None`.
     """
 
     columns: Tensor
@@ -145,12 +145,12 @@ class Branch:
 
 @dataclass
 class RoundedModules:
-    """Where to round.
+    """The places of rounding.
 
     Attributes:
-        inputs: by module path, how the module's floating-point input is rounded.
-        outputs: by module path, how its floating-point result is.
-        branches: by module path, what is added to its result.
+        inputs: Rounding of the floating-point input of modules, keyed by path.
+        outputs: Rounding of the floating-point result of modules, keyed by path.
+        branches: Branches that are added to the results of modules, keyed by path.
     """
 
     inputs: dict[str, Activation] = field(default_factory=dict)
@@ -161,17 +161,18 @@ class RoundedModules:
 def place_rounding(
     graph: Graph, rounded: Rounded, branches: Mapping[Node, Branch], *, at_readers: bool = False
 ) -> RoundedModules:
-    """Find the modules whose own inputs or results the rounded activations of a graph are.
+    """Find the modules whose input or result is a rounded activation of a graph.
 
     Args:
-        graph: the float one.
-        rounded: its activations that are rounded or multiplied.
-        branches: by operator, what is added to its product.
-        at_readers: what is only multiplied is multiplied by every module that reads it, as checkpoints need it, or
-            where that cannot be, by the module that makes it; otherwise the other way round, which multiplies once.
+        graph: The float graph.
+        rounded: Its activations that are rounded or multiplied.
+        branches: Branches that are added to the products of operators.
+        at_readers: Whether an activation that is only multiplied is multiplied by each consumer module (checkpoints
+            need that), or, if that is impossible, by the module that computes it; otherwise the order is reversed,
+            which multiplies once.
 
     Raises:
-        QuarkError: naming an operator that reads one that is neither.
+        QuarkError: If an activation is neither; the message names the operator that reads it.
     """
     places = _Places(graph, rounded, at_readers=at_readers)
     found = places.find()
@@ -181,7 +182,7 @@ def place_rounding(
 
 
 class _Places:
-    """The calls of modules in a graph, and what was found about them."""
+    """The module calls of a graph, and the rounding found for them."""
 
     def __init__(self, graph: Graph, rounded: Rounded, *, at_readers: bool) -> None:
         self.rounded, self.at_readers = rounded, at_readers
@@ -200,10 +201,10 @@ class _Places:
                 self._place_factors(value)
         for (value, reader), activation in self.rounded.items():
             if activation.is_fixed and _commutes(reader, activation) and self._all_round(reader, activation):
-                continue  # moved, and rounded again to the same codes
+                continue  # data movement; the result is rounded again to the same codes
             ways = [self._place_input, self._place_output]
             if not activation.rounds and not self.at_readers:
-                ways.reverse()  # multiplied once
+                ways.reverse()  # multiplies once
             if not any(place(value, reader, activation) for place in ways):
                 raise _not_of_a_module(reader, activation)
         for path, hooked in self.hooked.items():
@@ -213,7 +214,7 @@ class _Places:
         return self.found
 
     def _place_factors(self, value: Node) -> None:
-        """Multiply the result of a module if all that read it have it multiplied alike, and some do not round it."""
+        """Multiply the result of a module if all consumers apply the same factors, and some do not round it."""
         edges = {edge: activation for edge, activation in self.rounded.items() if edge[0] is value}
         plain = [reader for (_, reader), activation in edges.items() if activation.factors and not activation.rounds]
         if not plain or len(plain) == len(edges):
@@ -230,7 +231,7 @@ class _Places:
         )
 
     def _place_input(self, value: Node, reader: Node, activation: Activation) -> bool:
-        """Round the input of the module that reads a value, if all that it reads is that value, rounded so."""
+        """Round the input of the module that reads a value, if its only input is that value with that rounding."""
         key, path = next(reversed(module_calls(reader).items()), ("", ""))
         entry = value
         while key in module_calls(entry) and _commutes(entry, activation) and len(entry.all_input_nodes) == 1:
@@ -245,11 +246,11 @@ class _Places:
         return True
 
     def _place_output(self, value: Node, reader: Node, activation: Activation) -> bool:
-        """Round the result of a module that makes a value for `reader`, if all others have it rounded so.
+        """Round the result of a module that computes a value for `reader`, if all other consumers round it equally.
 
-        Its only call, as operators round alike from call to call by chance alone. Those that round their input as well
-        find it rounded, which changes nothing for a range that does not depend on the values. Directions are split off
-        where they are multiplied.
+        The module must have one call, since equal rounding in several calls would be a coincidence. Consumers that also
+        round their input get rounded values, which changes nothing for a range that does not depend on the values.
+        Directions are split off at the operator that multiplies them.
         """
         placed = activation.split is None and (activation.is_fixed or not activation.rounds)
         found = module_calls(value) if placed else {}
@@ -267,10 +268,10 @@ class _Places:
         return False
 
     def place_branch(self, node: Node, branch: Branch) -> None:
-        """Add a branch to the result of the module that computes `node` and nothing else.
+        """Add a branch to the result of the module that only computes `node`.
 
         Raises:
-            QuarkError: if there is none.
+            QuarkError: If there is none.
         """
         key, path = next(reversed(module_calls(node).items()), ("", ""))
         activation = self.found.inputs.get(path)
@@ -289,7 +290,7 @@ class _Places:
         self.found.branches[path] = branch
 
     def _all_round(self, value: Node, activation: Activation, users: Iterable[Node] | None = None) -> bool:
-        """Tell whether all of `users`, by default all there are, read `value` rounded so, perhaps after moving it."""
+        """Tell whether all `users`, by default all consumers, read `value` with this rounding, or move it before."""
         users = value.users if users is None else users
         return bool(users) and all(
             self.rounded[value, user].same_as(activation)
@@ -321,7 +322,7 @@ def _not_of_a_module(reader: Node, activation: Activation) -> QuarkError:
 
 
 def _commutes(node: Node, activation: Activation) -> bool:
-    """Tell whether rounding before the node is rounding after it."""
+    """Tell whether rounding before the node equals rounding after it."""
     if target_name(node) not in MOVING:
         return False
     if activation.is_fixed:

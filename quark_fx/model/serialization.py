@@ -1,8 +1,9 @@
-"""Store a quantized model as a graph in JSON and tensors in safetensors, and read it back as input nobody vouches for.
+"""Store a quantized model as a graph in JSON and tensors in safetensors, and read it back as untrusted input.
 
-Nothing is pickled, imported or compiled from what a file says. The graph calls operators of a list (`stored_operators`)
-with arguments of the types they take; its tensors are `t0`, `t1`, …, and what they were called is kept apart, as text.
-Shapes are not stored but computed: a graph whose operators do not fit together is refused before it runs.
+The contents of a file are never unpickled, imported, or compiled. The graph calls operators from a list
+(`stored_operators`) with arguments of the types they take; its tensors are `t0`, `t1`, …, and their original names are
+stored separately in the form of text. Shapes are not stored but computed: a graph whose operators do not fit together
+is rejected before it runs.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ from quark_fx.system.untrusted import brief
 from quark_fx.system.writable import require_possible
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}", re.ASCII)
-"""What a node or input may be called: an identifier of the code that torch generates for a graph."""
+"""Pattern of names of nodes and inputs: identifiers in the code that torch generates for a graph."""
 _SHORT = 256
-"""Characters of the longest name of a node that is written: names that torch makes of nested modules have no limit."""
+"""Length of the longest stored name of a node: torch does not limit its names for nested modules."""
 _LARGEST = 1 << 42
-"""Bytes of the largest value a stored graph may compute."""
+"""Size in bytes of the largest value that a stored graph may compute."""
 _ON_SIZES = frozenset(function for name, function in PYTHON.items() if name != "getitem")
 _TORCH = {**DTYPES, **MEMORY_FORMATS, "strided": torch.strided}
 _FLOATS = {name: float(name) for name in ("inf", "-inf", "nan")}
@@ -65,10 +66,10 @@ T = TypeVar("T")
 
 
 def save_model(qmodel: QuantizedModel, directory: Path) -> None:
-    """Write `qmodel` to `directory`, creating it, or replace the model there; equal models give equal files.
+    """Write `qmodel` to `directory`, creating it, or replace the model there; equal models produce equal files.
 
     Raises:
-        QuarkError: if the directory cannot be written or holds a checkpoint, or the graph holds a call without a name.
+        QuarkError: If the directory cannot be written or holds a checkpoint, or the graph has a call without a name.
     """
     require_possible(directory)
     gm = qmodel.graph_module
@@ -110,21 +111,21 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
 def load(
     directory: str | Path, *, device: str | torch.device = "cpu", namespaces: Collection[str] = ()
 ) -> QuantizedModel:
-    """Read what `QuantizedModel.save` wrote; the result computes the same, bit for bit.
+    """Read a model written by `QuantizedModel.save`; the result computes the same, bit for bit.
 
-    The directory may come from anybody: nothing in it is run or imported, and the graph can call no operators but those
-    that capture and the passes of quark_fx make (`SECURITY.md` says what is promised).
+    The directory may come from anyone: nothing in it is run or imported, and the graph can only call operators that
+    capture and the passes of quark_fx use (`SECURITY.md` lists the promises).
 
     Args:
-        directory: the directory given to `save`.
-        device: where its tensors go.
-        namespaces: operator libraries of which the graph may call any operator that does not write into its arguments:
-            one of yours, or `"aten"`. Name them only if you trust the graph.
+        directory: Directory given to `save`.
+        device: Device for its tensors.
+        namespaces: Operator libraries from which the graph may call any operator that does not write into its
+            arguments: your own library, or `"aten"`. Name them only if you trust the graph.
 
     Raises:
         ConfigError: If the device cannot be used.
-        QuarkError: if files are missing, damaged, of another version or of different models, or call something that is
-            not allowed.
+        QuarkError: If files are missing, damaged, of another version, or from different models, or call an operator
+            that is not allowed.
     """
     directory = Path(directory)
     require_usable(Resources(device=device))
@@ -150,13 +151,13 @@ def load(
     except QuarkError as error:
         error.add_note(f"in {directory / GRAPH_FILE}")
         raise
-    except Exception as error:  # what a damaged graph breaks is anyone's guess
+    except Exception as error:  # a damaged graph may cause any error
         why = brief(str(error))
         raise QuarkError(f"{directory / GRAPH_FILE} is damaged: {type(error).__name__}: {why}") from error
 
 
 def _read(directory: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    for _ in range(100):  # as often as another process replaces the model between the two looks at its tensors
+    for _ in range(100):  # retries if another process replaces the model between two reads of its tensors
         document, file = read_model(directory)
         try:
             return document, _read_tensors(file, device)
@@ -169,17 +170,17 @@ def _read_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
     with safe_open(file, framework="pt", device=str(device)) as stored:
         try:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
-        except (TypeError, RuntimeError, OverflowError) as error:  # types and shapes that this torch does not have
+        except (TypeError, RuntimeError, OverflowError) as error:  # dtypes and shapes that this torch does not support
             raise ValueError(f"{file.name}: {error}") from error
     for tensor in tensors.values():
-        # Kernels take a truth value for 0 or 1, and a mask of other bytes would lead them out of bounds.
+        # Kernels assume that booleans are 0 or 1; a mask with other bytes would make them read out of bounds.
         if tensor.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
             raise ValueError(f"{file.name} holds truth values other than 0 and 1")
     return tensors
 
 
 def _node_names(graph: Graph) -> dict[Node, str]:
-    """Return a name for each node that `load` accepts: its own, or the start of a long one and a number."""
+    """Return a name for each node that `load` accepts: its name, or the start of a long one and a number."""
     taken = {node.name for node in graph.nodes if len(node.name) <= _SHORT}
     names: dict[Node, str] = {}
     for index, node in enumerate(graph.nodes):
@@ -234,7 +235,7 @@ def _decode(value: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
     if kind == "slice" and isinstance(content, list) and len(content) == 3:
         return slice(*(_decode(part, nodes, device) for part in content))
     if kind == "device" and isinstance(content, str):
-        return device  # of the loaded tensors, wherever the graph was captured
+        return device  # the device of the loaded tensors, not of the capture
     known: dict[str, Mapping[str, Any]] = {"node": nodes, "torch": _TORCH, "float": _FLOATS}
     if kind in known and isinstance(content, str) and content in known[kind]:
         return known[kind][content]
@@ -242,7 +243,7 @@ def _decode(value: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
 
 
 class _Symbols:
-    """The sizes that vary: a number for each, and one size that was seen."""
+    """Dynamic sizes: a number for each, and one example size."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -252,7 +253,7 @@ class _Symbols:
         key = str(size.node.expr)
         if key not in self._numbers:
             self._numbers[key] = len(self.sizes)
-            # torch takes sizes of 0 and 1 for fixed.
+            # torch treats sizes of 0 and 1 as fixed.
             self.sizes.append(max(2, int(size.node.hint if size.node.hint is not None else 2)))
         return {"symbol": self._numbers[key]}
 
@@ -342,18 +343,18 @@ def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -
         if data is not None and math.prod(example) > _LARGEST:
             raise QuarkError(f"the stored graph has an input of shape {brief(example)}")
         dtype = None if data is None else DTYPES[data["dtype"]]
-        # On the meta device nothing is allocated; its fake says that it is on `device`.
+        # On the meta device nothing is allocated; its fake tensor is on `device`.
         examples.append(None if dtype is None else torch.empty(example, dtype=dtype, device="meta"))
         dynamic.append({i: size["symbol"] for i, size in enumerate(shape) if not isinstance(size, int)})
     if len(examples) != sum(node.op == "placeholder" for node in gm.graph.nodes):
         raise QuarkError("the stored graph has another number of inputs than shapes of inputs")
     reason = None
-    with quiet():  # torch prints what is told here
+    with quiet():  # torch prints messages that are in the error
         try:
             restore_values(gm, examples, dynamic, _require_computable, device=device)
         except _LimitError:
             raise
-        except Exception as error:  # an operator without symbolic shapes raises anything
+        except Exception as error:  # an operator without symbolic shapes may raise any error
             reason = str(error).partition("\n")[0]
             restore_values(gm, examples, [{}] * len(dynamic), _require_computable, device=device)
         guard_divisions(gm)
@@ -364,11 +365,11 @@ def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -
 
 
 class _LimitError(QuarkError):
-    """A graph whose values would take any memory or time, or whose kernels would read memory that is not theirs."""
+    """A graph whose values take unlimited memory or time, or whose kernels would read memory out of bounds."""
 
 
 def _require_computable(node: Node, values: Sequence[Any]) -> None:
-    """Refuse what no model does: tensors of terabytes, sums or powers of anything but sizes, biases that are short."""
+    """Reject computations of no real model: tensors of terabytes, sums or powers of non-sizes, biases of wrong size."""
     if node.target in _ON_SIZES and any(isinstance(value, Tensor) for value in values):
         raise _LimitError(f"the stored graph computes with tensors as with sizes at %{node.name}")
     try:
@@ -475,26 +476,26 @@ def _constant(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return what dictionaries of a configuration or report hold, as JSON has it."""
+    """Return the contents of dictionaries of a configuration or report in the form of JSON."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
-    # An option of somebody's pass may be anything; it is for reading only.
+    # Options of the user's passes may have any type; they are only for reading.
     return value if value is None or isinstance(value, bool | int | float | str) else {"repr": repr(value)[:LONGEST]}
 
 
 def _restored(value: Any) -> Any:
-    """Inverse of `_plain`, of a mapping whose values are plain or not finite."""
+    """Inverse of `_plain` for a mapping whose values are plain or not finite."""
     return {key: _constant(item) for key, item in mapping(value).items()}
 
 
 def _record_to_data(record: PassRecord) -> dict[str, Any]:
     data = _plain(asdict(record))
     for part in (data, *data["changes"]):
-        del part["seconds"]  # equal models are equal files, however long they took
+        del part["seconds"]  # equal models are equal files, independent of run time
     return data  # type: ignore[no-any-return]
 
 
@@ -509,7 +510,7 @@ _KINDS = {"str": str, "int": int, "bool": bool, "float": int | float, "None": No
 
 
 def _built(cls: type[T], data: dict[str, Any], **rest: Any) -> T:
-    """Return a dataclass of data whose types are those its fields are annotated with."""
+    """Return a dataclass from data, after a check of the types against the annotations of its fields."""
     kinds = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
     for key, value in data.items():
         known = [_KINDS[kind] for kind in kinds.get(key, "").split(" | ") if kind in _KINDS]

@@ -1,4 +1,4 @@
-"""Plain data of a file that nobody vouches for: lists, mappings and names, or an error."""
+"""Plain data from an untrusted file: lists, mappings, and names, or an error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from quark_fx.errors import QuarkError
 from quark_fx.system.untrusted import brief
 
 LONGEST = 1 << 16
-"""Characters of the longest name of a tensor or module."""
+"""Length of the longest name of a tensor or module."""
 
 
 def listed(value: Any) -> list[Any]:
     """Return a list.
 
     Raises:
-        QuarkError: if it is something else; likewise the others.
+        QuarkError: If it has another type; also for the functions below.
     """
     if not isinstance(value, list):
         raise QuarkError(f"the stored model holds {brief(value)} in place of a list")

@@ -1,4 +1,4 @@
-"""Integer divisions of a stored graph that cannot end the process, whatever values they get."""
+"""Integer divisions of a stored graph, rewritten so that no values can end the process."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from quark_fx.model.stored_operators import arguments_of
 
 _DIVISIONS = frozenset({"div", "divide", "floor_divide", "fmod", "lcm", "remainder"})
 _OVERFLOWING = (torch.int32, torch.int64)
-"""Types that processors divide as they are; narrower ones are divided in 32 bits."""
+"""Dtypes that processors divide directly; narrower ones are divided in 32 bits."""
 
 
 def guard_divisions(gm: GraphModule) -> None:
     """Clamp dividends so that no integer division overflows.
 
-    The most negative integer divided by -1 does not fit its type, and the processor ends the process. Dividends become
-    at least the most negative integer plus 1; all others stay as they are, and so do divisions by constants other than
-    -1. Kernels raise for a divisor of 0.
+    The most negative integer divided by -1 does not fit its dtype, and the processor ends the process. Dividends are
+    clamped to the most negative integer plus 1; other dividends do not change, and neither do divisions by constants
+    other than -1. Kernels raise an error for a divisor of 0.
 
     Args:
         gm: Graph whose nodes have their fake values in `meta["val"]`.
 
     Raises:
-        QuarkError: If the dividend is a size: no captured graph divides one by a tensor.
+        QuarkError: If the dividend is a size: no captured graph divides a size by a tensor.
     """
     changed = False
     for node in list(gm.graph.nodes):

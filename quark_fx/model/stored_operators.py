@@ -1,8 +1,8 @@
-"""Which calls a stored graph may hold: operators by name, and arguments of the types their schemas ask for.
+"""The calls that a stored graph may contain: a list of operators, with arguments of the types in their schemas.
 
-The list has what capture and the passes produce. Left out is what trusts its arguments with memory (`as_strided`,
-unchecked sparse and nested constructors, packed sequences), touches files or devices, writes into its arguments, or
-exists for training.
+The list has the operators that capture and the passes produce. It excludes operators that do not check arguments that
+address memory (`as_strided`, unchecked sparse and nested constructors, packed sequences), access files or devices,
+write into their arguments, or exist for training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PYTHON: dict[str, Callable[..., Any]] = {
     **{f"sym_{name}": getattr(torch, f"sym_{name}") for name in ("max", "min", "float", "int", "ite", "not", "sqrt")},
     **{f"math_{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")},
 }
-"""Functions on sizes, and the one that selects a result of several."""
+"""Functions on sizes, and the function that selects one of several results."""
 
 _ATEN_BY_KIND = {
     "value by value": """
@@ -116,14 +116,14 @@ _ATEN_BY_KIND = {
     """,
 }
 _ATEN = frozenset(" ".join(_ATEN_BY_KIND.values()).split())
-"""Operators of ATen: every functional overload of a name, or the one overload named."""
+"""Operators of ATen: every functional overload of a name, or the named overload only."""
 
 _OPERATORS: dict[str, frozenset[str]] = {
     "aten": _ATEN,
     "quark_fx": frozenset({"quantize", "dequantize", "dynamic_qparams", "grouped_mm", "rotate"}),
     "transformers": frozenset({"grouped_mm_fallback"}),
-    # Those on regions of interest do not check which image of the batch a region is of, deform_conv2d follows offsets
-    # that are NaN.
+    # Excluded: operators on regions of interest do not check the image index of a region; deform_conv2d uses NaN
+    # offsets.
     "torchvision": frozenset({"nms"}),
 }
 
@@ -133,25 +133,25 @@ _DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 DTYPES = {name: getattr(torch, name) for name in _DTYPES if hasattr(torch, name)}
-"""Types of values, by name."""
+"""Dtypes and their names."""
 
 MEMORY_FORMATS = {
     name: getattr(torch, name) for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 }
-"""Orders of values in memory, by name."""
+"""Memory formats and their names."""
 
 _LIMIT = 1 << 63
 
 
 def resolve(name: Any, namespaces: Collection[str] = ()) -> Callable[..., Any]:
-    """Return the function a stored graph calls by `name` (`"aten.linear.default"`, `"python.add"`).
+    """Return the function that a stored graph calls `name` (`"aten.linear.default"`, `"python.add"`).
 
     Args:
-        name: as `operator_name` gives it.
-        namespaces: libraries of which any functional operator may be called.
+        name: Name from `operator_name`.
+        namespaces: Libraries from which any functional operator may be called.
 
     Raises:
-        QuarkError: if a stored graph may not call it, or it is not registered.
+        QuarkError: If a stored graph may not call it, or it is not registered.
     """
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) == 2 and parts[0] == "python" and parts[1] in PYTHON:
@@ -180,7 +180,7 @@ def resolve(name: Any, namespaces: Collection[str] = ()) -> Callable[..., Any]:
 
 
 _WRITTEN: dict[Any, Callable[..., Any]] = {
-    # Fake tensors remember what these return, and real kernels would compute with it while shapes are found.
+    # Fake tensors keep the results of these, and real kernels would run on them while shapes are computed.
     torch.ops.aten.lift.default: torch.ops.aten.alias.default,
     torch.ops.aten.lift_fresh.default: torch.ops.aten.alias.default,
     torch.ops.aten.lift_fresh_copy.default: torch.ops.aten.clone.default,
@@ -193,12 +193,12 @@ _WRITTEN: dict[Any, Callable[..., Any]] = {
 def written(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a call that writes all memory it returns, and that computes nothing while shapes are found.
+    """Return an equivalent call that initializes all memory it returns, and computes nothing while shapes are computed.
 
     Uninitialized memory can hold another user's data.
 
     Raises:
-        QuarkError: if a grouped product is not one of rows and a stack of matrices.
+        QuarkError: If a grouped product does not multiply rows by a stack of matrices.
     """
     if target is torch.ops.aten._grouped_mm.default:
         given = arguments_of(target, args, kwargs)
@@ -217,21 +217,21 @@ def written(
 
 
 def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments given in a call, by their names in the schema."""
+    """Return the arguments given in a call, keyed by their names in the schema."""
     return dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
 def _schema(namespace: str, packet: str, overload: str) -> Any:
-    """Return the schema of a registered operator, found without asking an attribute of anything by a stored name."""
+    """Return the schema of a registered operator without an attribute lookup of a stored name."""
     schemas = torch._C._jit_get_schemas_for_operator(f"{namespace}::{packet}")
     wanted = "" if overload == "default" else overload
     return next((schema for schema in schemas if schema.overload_name == wanted), None)
 
 
 def _is_dispatched(namespace: str, packet: str, overload: str) -> bool:
-    """Tell whether an overload is an operator of the dispatcher, as all that capture records are.
+    """Tell whether an overload is an operator of the dispatcher, like all operators that capture records.
 
-    The other overloads are instructions of TorchScript: `to.prim_dtype` takes any number for a type, `remainder.int`
+    Other overloads are instructions of TorchScript: `to.prim_dtype` accepts any number as a dtype, `remainder.int`
     divides Python numbers.
     """
     try:
@@ -242,7 +242,7 @@ def _is_dispatched(namespace: str, packet: str, overload: str) -> bool:
 
 
 def operator_name(target: Any) -> str | None:
-    """Return the name by which a graph stores a call, `None` for what has none."""
+    """Return the name of a call in a stored graph, or `None`."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return next((f"python.{name}" for name, function in PYTHON.items() if function is target), None)
@@ -271,10 +271,10 @@ def require_fitting(target: Callable[..., Any], args: Sequence[Any], kwargs: Map
         kind = str(by_name[name].real_type)
         if not _fits(value, kind) or (name == "pin_memory" and value):
             raise QuarkError(f"the stored graph calls {target} with {name}={brief(value)}, which is no {kind}")
-    # Memory that holds anything but 0 and 1 as truth values leads kernels out of bounds.
+    # Memory with booleans other than 0 and 1 makes kernels read out of bounds.
     if target._opname in ("view", "view_copy") and torch.bool in [*args, *kwargs.values()]:
         raise QuarkError(f"the stored graph calls {target} with dtype=torch.bool, which is not allowed")
-    # Kernels compare the number of a mode with those they know and write nothing for others.
+    # Kernels compare the number of a mode with the modes they know, and write nothing for others.
     if target.namespace == "aten" and target._opname.startswith("grid_sampler"):
         bound = arguments_of(target, args, kwargs)
         modes = {"interpolation_mode": range(2 if target._opname.endswith("3d") else 3), "padding_mode": range(3)}
@@ -290,12 +290,12 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise `QuarkError` if a call of a recurrent layer has states, weights or biases of other sizes than it reads.
+    """Raise `QuarkError` if the states, weights, or biases of a recurrent layer do not fit its input.
 
     Args:
-        target: any function; only recurrent operators are looked at.
-        args: its arguments, nodes with their values in `meta["val"]`.
-        kwargs: its keywords.
+        target: Any function; only recurrent operators are checked.
+        args: Its arguments, nodes with their values in `meta["val"]`.
+        kwargs: Its keyword arguments.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._opname not in _GATES:
         return
@@ -335,14 +335,14 @@ def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _shape(value: Any) -> tuple[Any, ...]:
-    """Return the shape of a node, `None` for a size that varies; empty for anything else."""
+    """Return the shape of a node, with `None` for a dynamic size; empty for any other value."""
     found = value.meta.get("val") if isinstance(value, Node) else None
     sizes: list[Any] = list(found.shape) if isinstance(found, torch.Tensor) else []
     return tuple(static_size(size) for size in sizes)
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Tell whether a node or constant may be an argument of a schema's type."""
+    """Tell whether a node or constant may be an argument with a schema's type."""
     if kind.startswith("Optional["):
         return value is None or _fits(value, kind[9:-1])
     if kind.startswith("List["):
@@ -371,7 +371,7 @@ def _is_huge(value: float) -> bool:
 
 
 def require_small(value: Any) -> None:
-    """Raise `QuarkError` for a whole number of more than 64 bits: computing with it could take any time."""
+    """Raise `QuarkError` for an integer of more than 64 bits, since computing with it could take unlimited time."""
     if type(value) is int and _is_huge(value):
         raise QuarkError(f"the stored graph computes with the number {brief(value)}")
 

@@ -1,6 +1,6 @@
-"""The notes that a graph has on the model it came from, as a stored model holds them.
+"""The provenance notes of a graph in a stored model.
 
-They are names for messages and for looking things up in a model that the user passes; the graph runs without them.
+They are names for messages and for lookups in a model that the user passes; the graph runs without them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from quark_fx.model.stored_operators import DTYPES
 from quark_fx.system.untrusted import brief
 
 _DEEPEST = 256
-"""Calls of modules within each other."""
+"""Limit of nested module calls."""
 
 Stack = dict[str, tuple[str, str]]
 
 
 class Stacks:
-    """The calls of modules, numbered: each is a call within another one, the path of the module, and its class."""
+    """Numbered module calls: each has the number of the call around it, the path of the module, and its class."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, str, str]] = []
@@ -51,7 +51,7 @@ class Stacks:
 
 
 def notes_to_data(node: Node, stacks: Stacks) -> dict[str, Any]:
-    """Return the notes on a node, besides those on the tensor that it reads."""
+    """Return the notes on a node, without the notes on the tensor that it reads."""
     data: dict[str, Any] = {}
     if (call := stacks.number(node.meta.get("nn_module_stack"))) is not None:
         data["call"] = call
@@ -74,10 +74,10 @@ def provenance_to_data(
     """Return the notes on tensors and modules.
 
     Args:
-        qmodel: the model.
-        ids: what its tensors are called in the file.
-        kept: what `qmodel.kept` is called there.
-        stacks: the calls that nodes refer to, all of them.
+        qmodel: The model.
+        ids: Names of its tensors in the file.
+        kept: Names of the tensors of `qmodel.kept` in the file.
+        stacks: All calls that nodes refer to.
     """
     gm = qmodel.graph_module
     tensors: dict[str, dict[str, Any]] = {}
@@ -106,15 +106,15 @@ def _tensor_notes(node: Node) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The notes on tensors and modules, checked.
+    """The validated notes on tensors and modules.
 
     Attributes:
-        stacks: module stacks by the number of the innermost call.
-        notes: on tensors, by their names in the file.
-        rewrites: see `quark_fx.graph.provenance`.
-        kept: see `QuantizedModel`.
-        parameter_names: see `QuantizedModel`.
-        graph_tensors: the tensors of the file that the graph may read.
+        stacks: Module stacks, indexed by the number of the innermost call.
+        notes: Notes on tensors, keyed by their names in the file.
+        rewrites: See `quark_fx.graph.provenance`.
+        kept: See `QuantizedModel`.
+        parameter_names: See `QuantizedModel`.
+        graph_tensors: Tensors of the file that the graph may read.
     """
 
     stacks: list[Stack]
@@ -129,7 +129,7 @@ class Provenance:
         """Read the notes of a stored model.
 
         Raises:
-            QuarkError: if they are not what is written.
+            QuarkError: If their form differs from the written one.
         """
         data = mapping(data)
         kept = {text(name): number for number, name in mapping(data["kept"]).items()}
@@ -144,7 +144,7 @@ class Provenance:
         )
 
     def annotate(self, node: Node, data: Mapping[str, Any]) -> None:
-        """Put the notes on a node that is made of `data`."""
+        """Put the notes on a node created from `data`."""
         node.meta["nn_module_stack"] = self._stack(data.get("call"))
         if "made_by" in data:
             node.meta["made_by"] = text(data["made_by"])

@@ -1,8 +1,8 @@
 """Replace the parametrizations of modules by the weights that they compute.
 
 A parametrization of `torch.nn.utils`, new or old, replaces a parameter by a computed value, and the forward of a torch
-module reads the value as it would read the parameter. So the module without the parametrization computes the same from
-the value in the quantized graph. `eager()` keeps codes there, and checkpoints hold the weights of the plain class.
+module reads that value like the parameter. So the module without the parametrization computes the same with the value
+in the quantized graph. `eager()` keeps codes there, and checkpoints contain the weights of the plain class.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ComputedParameter:
     """A computed parameter that a module can store.
 
     Attributes:
-        sources: Names of the tensors that it is computed from.
-        like: Tensor of its shape and type on the meta device.
+        sources: Names of the tensors from which it is computed.
+        like: Tensor with its shape and dtype on the meta device.
     """
 
     sources: tuple[str, ...]
@@ -37,12 +37,12 @@ class ComputedParameter:
 
 
 def storable(model: nn.Module, view: FloatView) -> dict[str, ComputedParameter]:
-    """Find the computed weights and biases that modules read as their parameters; rename their constants in `view`.
+    """Find the computed weights and biases that modules read as parameters; rename their constants in `view`.
 
     A module keeps its parametrization if other operators read the sources or the computed value.
 
     Returns:
-        Computed parameters by name.
+        Computed parameters, keyed by path.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     by_module: dict[str, dict[str, list[Node]]] = {}
@@ -101,7 +101,7 @@ def _transposed(node: Node) -> Node:
 
 
 def _as_read(constant: Constant, node: Node) -> Constant | None:
-    """Transpose a constant as its consumers read it; return `None` if its scales cannot follow."""
+    """Transpose a constant to the layout that its consumers read; return `None` if its scales cannot follow."""
     shape, value = tuple(constant.tensor.shape), torch.empty(constant.tensor.shape, dtype=torch.float32, device="meta")
     steps = list[tuple[int, ...]]()
     last = _transposed(node)
@@ -123,7 +123,7 @@ def _as_read(constant: Constant, node: Node) -> Constant | None:
 def with_stored_weights(model: nn.Module, stored: Mapping[str, ComputedParameter]) -> nn.Module:
     """Return a copy of a model, with the same tensors, whose modules have parameters for the stored weights.
 
-    The parameters are on the meta device. Without stored weights the model itself is returned.
+    The parameters are on the meta device. Without stored weights, the model itself is returned.
     """
     if not stored:
         return model

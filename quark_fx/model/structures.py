@@ -1,8 +1,8 @@
-"""The structure of a model's inputs and outputs as plain data, and back, without importing what the data names.
+"""The structure of a model's inputs and outputs as plain data, and back, without importing types that the data name.
 
-Tuples, lists, mappings and named tuples of torch are rebuilt from their own description. A `ModelOutput` of
-transformers is looked up in the modules transformers defines them in, and is a `dict` where there is no such class.
-Any other type has to be registered with torch in this process already.
+Tuples, lists, mappings, and named tuples of torch are rebuilt from their description. A `ModelOutput` of transformers
+is looked up in the modules where transformers defines such classes, and becomes a `dict` if the class does not exist.
+Any other type must already be registered with torch in this process.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _MAPPINGS: dict[str, type] = {"dict": dict, "ordered_dict": OrderedDict}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "list": list}
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str)}
 _MODEL_OUTPUT = re.compile(r"transformers\.(modeling_outputs|models\.(\w+)\.(modeling|modular)_\w+)", re.ASCII)
-"""Modules of transformers that define what models return."""
+"""Modules of transformers that define the results of models."""
 _LEAF = None
 
 
 def structure_to_data(spec: pytree.TreeSpec) -> Any:
-    """Return a structure as lists, mappings, strings and numbers; a leaf is `None`.
+    """Return a structure as lists, mappings, strings, and numbers; a leaf is `None`.
 
     Raises:
-        QuarkError: naming a type that cannot be stored.
+        QuarkError: If a type cannot be stored; the message names it.
     """
     if spec.is_leaf():
         return _LEAF
@@ -88,7 +88,7 @@ def _keys(keys: Any) -> list[Any]:
     for key in keys:
         if not isinstance(key, str | int | float | None):
             raise QuarkError(f"{brief(key)} is a key of the model's inputs or outputs; use strings")
-    # An enum that is a string or a number as well becomes that: nothing is imported to rebuild it.
+    # An enum that is also a string or number becomes that, so that nothing must be imported to rebuild it.
     return [str.__str__(key) if isinstance(key, str) else key for key in keys]
 
 
@@ -106,7 +106,7 @@ def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
     """Inverse of `structure_to_data`.
 
     Raises:
-        QuarkError: if the data describe no structure, or a type that nothing in this process has registered.
+        QuarkError: If the data do not describe a structure, or name a type that is not registered in this process.
     """
     if data is _LEAF:
         return pytree.tree_structure(0)
@@ -143,7 +143,7 @@ def _return_type(name: str, items: list[pytree.TreeSpec]) -> pytree.TreeSpec:
 
 
 def _model_output(name: str, keys: list[str]) -> type:
-    """Return the class of transformers of that name, or `dict` if this transformers has none with these fields."""
+    """Return the class `name` of transformers, or `dict` if the installed version lacks it or one of its fields."""
     module, _, leaf = name.rpartition(".")
     if not _MODEL_OUTPUT.fullmatch(module):
         raise QuarkError(f"{brief(name)} is no result of a model of transformers")
@@ -164,7 +164,7 @@ def _is_model_output(kind: Any) -> bool:
 
 def _registered(name: str, context: Any, items: list[pytree.TreeSpec], *, named_tuple: bool) -> pytree.TreeSpec:
     kind = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
-    # Those of torch and Python rebuild enums and factories by importing what the data name.
+    # Registered types of torch and Python rebuild enums and factories by importing names from the data.
     if not isinstance(kind, type) or kind.__module__.partition(".")[0] in ("builtins", "collections", "torch"):
         raise QuarkError(
             f"the stored inputs or outputs are of a type that nothing has registered: {brief(name)}; import the module "
@@ -180,7 +180,7 @@ def _registered(name: str, context: Any, items: list[pytree.TreeSpec], *, named_
 
 
 def children_of(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """Return the structures one level below, in every version of torch."""
+    """Return the structures one level below, for every version of torch."""
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
