@@ -1,1 +1,1 @@
-"""A quantized graph in operators that torch has kernels for: a table of rules (`lowering.py`), and what they share."""
+"""A quantized graph in operators with kernels in torch: a table of rules (`lowering.py`), and their common parts."""

@@ -45,11 +45,11 @@ def scaled_linear(product: Product) -> None:
 
 
 def scaled_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `(x * scale) @ (codes * weight_scale).T + bias`, bfloat16, of sums in float32.
+    """Return `(x * scale) @ (codes * weight_scale).T + bias`, bfloat16, with sums in float32.
 
     Args:
         x: Codes, float8_e4m3fn, `(..., inputs)`.
-        scale: Scales, float32, one, or one for each row, `(..., 1)`.
+        scale: Scales, float32, one, or one per row, `(..., 1)`.
         codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`.
         weight_scale: Scales, float32, `()` where `scale` is one number, otherwise `(1, outputs)`.
         bias: Bias, bfloat16, `(outputs,)`.
@@ -72,7 +72,7 @@ def block_linear(product: Product) -> None:
             "the product of blocks takes 128"
         )
     bias, scale = product.bias(), weight.scale.float()
-    # The strides of scales of 128x128 are multiples of 16 bytes.
+    # For scales of 128x128, the strides must be multiples of 16 bytes.
     rows = scale.reshape(-1, 128, scale.shape[1]) if outputs % 128 == inputs % 512 == 0 else None
     if rows is not None and bool((rows == rows[:, :1]).all()):
         scale = rows[:, 0].contiguous().t()
@@ -83,7 +83,7 @@ def block_linear(product: Product) -> None:
 
 
 def block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor) -> Tensor:
-    """Return the product of codes with their scales, bfloat16, of sums in float32.
+    """Return the product of codes with their scales, bfloat16, with sums in float32.
 
     Args:
         x: Codes, float8_e4m3fn, `(..., inputs)`.
@@ -94,7 +94,7 @@ def block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor)
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     given = rows.shape[0]
-    count = max(-(-given // 16), 1) * 16  # whole 16 bytes of scales
+    count = max(-(-given // 16), 1) * 16  # a multiple of 16 scales
     step = at_least(scale.reshape(-1, scale.shape[-1]).contiguous(), count).t().contiguous().t()
     rows = at_least(rows, count)
     y: Tensor = aten._scaled_mm.default(rows, codes.t(), step, weight_scale, None, None, torch.bfloat16)
@@ -130,22 +130,22 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
 
 
 def small_block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor, whole: Tensor | None) -> Tensor:
-    """Return the product of codes with their scales, bfloat16, of sums in float32.
+    """Return the product of codes with their scales, bfloat16, with sums in float32.
 
     Args:
         x: Codes, float8_e4m3fn, `(..., inputs)`.
         scale: Scales, float32, `(..., groups)`; powers of two, or E4M3 floats, the largest of them 448, times a number.
         codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`, or uint8, `(outputs, inputs / 2)`, two E2M1
             floats in each.
-        weight_scale: Scales, uint8, as `_tiled` returns them: exponents, or bits of E4M3 floats.
-        whole: Number that E4M3 floats are multiplied by, float32, `()`; `None` for exponents.
+        weight_scale: Scales, uint8, in the layout of `_tiled`: exponents, or bits of E4M3 floats.
+        whole: Factor of the E4M3 floats, float32, `()`; `None` for exponents.
     """
     rows, step = (part.reshape(-1, part.shape[-1]).contiguous() for part in (x, scale))
     given = rows.shape[0]
     rows, step = at_least(rows, 1), at_least(step, 1)
     scales, weight_scales, recipe, kind = [_exponents(step)], [weight_scale], [_BLOCKS_OF_32], torch.float8_e8m0fnu
     if whole is not None:
-        unit = FLOAT20.nearest(step.amax() / like(step, FP8_E4M3.max))  # a factor of the largest: nothing is rounded
+        unit = FLOAT20.nearest(step.amax() / like(step, FP8_E4M3.max))  # a factor of the largest scale: no rounding
         scales = [(step / unit).to(torch.float8_e4m3fn).view(torch.uint8), unit]
         weight_scales, recipe, kind = [weight_scale, whole], [_BLOCKS_OF_16, _TENSOR], torch.float8_e4m3fn
     scales[0], weight_scales[0] = _tiled(scales[0]).view(kind), weight_scale.view(kind)
@@ -159,8 +159,8 @@ def small_block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: T
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Return E2M1 floats stored as E4M3, `(rows, inputs)`, in 4 bits each, the first of two in the low ones."""
-    # The exponent bias of E4M3 is larger by 6: without it the bits are those of E2M1, in other places.
+    """Pack E2M1 floats stored as E4M3, `(rows, inputs)`, into 4 bits each, the first of two in the low bits."""
+    # The exponent bias of E4M3 is larger by 6: without it, the bits equal the bits of E2M1, at other positions.
     bits = (codes.float() * 2.0**-6).to(torch.float8_e4m3fn).view(torch.uint8)
     bits = ((bits >> 2) & 7) | ((bits >> 4) & 8)
     return bits[:, ::2] | (bits[:, 1::2] << 4)
@@ -172,9 +172,9 @@ def _exponents(scale: Tensor) -> Tensor:
 
 
 def _tiled(scale: Tensor) -> Tensor:
-    """Return scales, uint8, `(rows, groups)`, in tiles of 128 rows and 4 groups; zeros fill the last ones.
+    """Return scales, uint8, `(rows, groups)`, in tiles of 128 rows and 4 groups, padded with zeros.
 
-    A tile has 32 rows of 16 bytes: 4 groups of a row, then those of the rows 32, 64, and 96 below it.
+    A tile has 32 rows of 16 bytes: 4 groups of a row, then 4 groups each of the rows 32, 64, and 96 below it.
 
     Source:
         https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
@@ -202,7 +202,7 @@ def int4_linear(product: Product) -> None:
 
 
 def _replace(product: Product, made: Node, bias: Tensor | None) -> None:
-    """Replace a product by one without its bias."""
+    """Replace a product by a node that computes it without its bias, and add the bias."""
     made = made if bias is None else product.insert(aten.add.Tensor, made, bias.to(product.dtype))
     product.node.replace_all_uses_with(made)
 
@@ -214,13 +214,14 @@ class GPUKernel:
     Attributes:
         name: Name in the report.
         codes: Dtypes that store codes of the weight, and of a rounded activation.
-        roundings: Roundings of the activation.
-        build: Function that replaces a product; it refuses other scales.
-        since, before: Compute capability, the first and the one after the last.
+        roundings: Supported roundings of the activation.
+        build: Function that replaces a product; it rejects unsupported scales.
+        since: First compute capability.
+        before: Compute capability after the last.
         multiples: Divisors of the numbers of inputs and outputs.
         dtypes: Dtypes of the result.
         cuda: First version of CUDA.
-        group: Inputs of the weight, and of the activation, that share a scale; 0 for any that `build` takes.
+        group: Inputs of the weight, and of the activation, that share a scale; 0 for any that `build` supports.
         format: Format of both, `None` for any that is stored in `codes`.
     """
 
@@ -248,10 +249,10 @@ class GPUKernel:
         )
 
     def require(self, product: Product) -> None:
-        """Refuse a product that does not fit, or a GPU that does not have this kernel.
+        """Reject a product that does not fit, or a GPU that does not have this kernel.
 
         Raises:
-            NoKernelError: with the reason.
+            NoKernelError: If the kernel cannot be used; the message is the reason.
         """
         codes = product.matrix().codes
         found, (outputs, inputs) = accelerator.capability(codes.device), codes.shape
@@ -313,7 +314,7 @@ KERNELS = (
 def gpu_linear(product: Product) -> str:
     """Multiply on a GPU.
 
-    Int8 sums are exact; the others are sums in float32, rounded to bfloat16 once, or twice where a bias is added.
+    Int8 sums are exact; other sums are float32, rounded to bfloat16 once, or twice if a bias is added.
     """
     kernel = next((kernel for kernel in KERNELS if kernel.takes(product)), None)
     rounded = product.rounded

@@ -1,4 +1,4 @@
-"""An Inductor pass that lets oneDNN's convolution write over the codes that it adds."""
+"""An Inductor pass that lets oneDNN's convolution overwrite the codes that it adds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quark_fx.model.kernels.residual import CONVOLVE_ONTO, in_place_arguments, i
 
 
 class AddInPlace(CustomGraphPass):
-    """An Inductor pass that replaces `convolve_onto` by oneDNN's kernel where nothing reads the codes later."""
+    """An Inductor pass that replaces `convolve_onto` by oneDNN's kernel if nothing reads the codes later."""
 
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
@@ -25,19 +25,19 @@ class AddInPlace(CustomGraphPass):
             graph.erase_node(node)
 
     def uuid(self) -> Any:
-        """Return what tells compiled graphs of other versions apart."""
+        """Return a key that changes with the version of this pass, for caches of compiled graphs."""
         return get_hash_for_files((__file__,))
 
 
 def _is_last(onto: Any, reader: Node) -> bool:
-    """Tell whether `reader` only adds the codes, no other node reads them later, and their memory is no view."""
+    """Tell whether `reader` only adds the codes, no other node reads them later, and they are not a view."""
     if onto is reader.args[0] or not _is_fresh(onto):
         return False
     return all(user is reader or (user < reader and _is_fresh(user)) for user in onto.users)
 
 
 def _is_fresh(node: Node) -> bool:
-    """Tell whether a node returns memory of its own, no view."""
+    """Tell whether a node returns new memory, not a view."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return all(result.alias_info is None for result in node.target._schema.returns)

@@ -1,4 +1,4 @@
-"""oneDNN's int8 products and convolutions: codes times codes, and codes out where a quantizer follows."""
+"""oneDNN's int8 products and convolutions: codes times codes, with codes as the result if a quantizer follows."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ aten, onednn = torch.ops.aten, torch.ops.onednn
 
 
 def integer_linear(product: Product) -> str:
-    """Multiply uint8 activations, of one scale that is calibrated or measured, by int8 weights.
+    """Multiply uint8 activations, with one calibrated or measured scale, by int8 weights.
 
-    Sums are exact in 32 bits; a result in codes differs by one step where it lies between two.
+    Sums are exact in 32 bits; a result in codes can differ by one step if it is halfway between two.
     """
     codes, scale = channel_codes(product.matrix())
     require_exact(product, codes)
@@ -42,22 +42,22 @@ def integer_linear(product: Product) -> str:
 
 
 def integer_convolution(product: Product) -> str:
-    """Convolve uint8 activations, of one scale that is calibrated or measured, with int8 weights.
+    """Convolve uint8 activations, with one calibrated or measured scale, with int8 weights.
 
-    As `integer_linear`; padding is with the zero point.
+    Exact like `integer_linear`; the padding value is the zero point.
     """
     geometry = product.geometry()
     codes, scale = channel_codes(product.weight)
     require_exact(product, codes, geometry[-1])
     bias, read = product.bias(), Unsigned.of(product)
-    # Packed without a size, or for a zero point where there is none, a weight is packed again in every call.
+    # A weight that is packed without a size, or for another zero point, is packed again in every call.
     point = read.zero_point if isinstance(read.zero_point, int) else 128
     packed = onednn.qconv_prepack.default(codes, scale, 1.0, point, *geometry, product.sizes_read())
     residual = Residual.of(product) if isinstance(read.scale, float) else None
     if residual is not None:
         return _convolve_onto(product, residual, read, packed, scale, bias, *geometry)
     if codes.dim() == 3:
-        # Given three dimensions, torch takes the length of the result from the packed weight's height, which is 1.
+        # With three dimensions, torch takes the length of the result from the packed weight's height, which is 1.
         stride, padding, dilation, groups = geometry
         read = replace(read, codes=product.insert(aten.unsqueeze.default, read.codes, 2))
         geometry = [1, *stride], [0, *padding], [1, *dilation], groups
@@ -74,7 +74,7 @@ def _convolve_onto(
     bias: Tensor | None,
     *geometry: Any,
 ) -> str:
-    """Replace a convolution, the addition that reads it and what rounds the sum."""
+    """Replace a convolution, the addition that reads it, and the quantizers of the sum."""
     onto, (step, point, signed) = Unsigned.of(product, residual.onto), _output(product, residual.after)
     made = product.insert(
         CONVOLVE_ONTO,
@@ -86,7 +86,7 @@ def _convolve_onto(
 
 
 def token_linear(product: Product) -> str:
-    """Multiply int8 activations, of a scale for each token, by int8 weights; the scales come after the product."""
+    """Multiply int8 activations, with a scale per token, by int8 weights; the scales are applied after the product."""
     codes, scale = channel_codes(product.matrix())
     require_exact(product, codes)
     rounded = product.read
@@ -127,20 +127,21 @@ def plain_linear(product: Product) -> str:
 def integer_product(
     x: Tensor, scale: Tensor, zero_point: Tensor, codes: Tensor, weight_scale: Tensor, sums: Tensor
 ) -> Tensor:
-    """Return `((x - zero_point) * scale) @ (codes * weight_scale).T`, float32, of sums that are exact.
+    """Return `((x - zero_point) * scale) @ (codes * weight_scale).T`, float32, with exact sums.
 
     Args:
-        x: int8 or uint8, `(..., inputs)`.
-        scale, zero_point: float32 and int32, one or one for each row.
-        codes: int8, `(outputs, inputs)`.
-        weight_scale: float32, `(outputs,)`.
-        sums: int32, `(outputs,)`, those of codes over inputs.
+        x: Codes, int8 or uint8, `(..., inputs)`.
+        scale: Scales, float32, one or one per row.
+        zero_point: Zero points, int32, one or one per row.
+        codes: Codes of the weight, int8, `(outputs, inputs)`.
+        weight_scale: Scales of the weight, float32, `(outputs,)`.
+        sums: Sums of `codes` over inputs, int32, `(outputs,)`.
     """
     shift = 128 if x.dtype is torch.uint8 else 0
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if shift:
         rows = (rows.to(torch.int16) - shift).to(torch.int8)
-    # cuBLAS multiplies more than 16 rows.
+    # cuBLAS requires more than 16 rows.
     total: Tensor = aten._int_mm(rows if x.is_cpu else at_least(rows, 17), codes.t())
     total = total[: rows.shape[0]].reshape(*x.shape[:-1], codes.shape[0])
     return (total - (zero_point - shift) * sums).float() * scale * weight_scale
@@ -154,7 +155,7 @@ def _require_dtype(product: Product) -> None:
 def _multiply(
     product: Product, kernel: Any, read: Unsigned, packed: Tensor, scale: Tensor, bias: Tensor | None, *geometry: Any
 ) -> None:
-    """Replace a product, and the quantizers that alone read it, by a kernel."""
+    """Replace a product, and the quantizers that are its only consumers, by a kernel."""
     _require_dtype(product)
     result = Activated.of(product.node, RELU if geometry else RELU_OR_GELU)
     quantizers = quantizers_of(result.node)
@@ -168,12 +169,12 @@ def _multiply(
         *(*geometry, step, point, dtype, result.function, [], result.algorithm),
     )
     if geometry and len(geometry[0]) > product.weight.codes.dim() - 2:
-        made = product.insert(aten.squeeze.dim, made, 2)  # the height that a Conv1d was given
+        made = product.insert(aten.squeeze.dim, made, 2)  # the height added to a Conv1d
     _replace(product, quantizers or (result.node,), made, signed)
 
 
 def _output(product: Product, after: Rounded) -> tuple[float, int, bool]:
-    """Return scale and zero point of a kernel's codes, and whether the graph reads signed ones.
+    """Return scale and zero point of a kernel's codes, and true if the graph reads signed ones.
 
     `torch.compile` assumes that a kernel's codes are uint8.
     """
@@ -182,7 +183,7 @@ def _output(product: Product, after: Rounded) -> tuple[float, int, bool]:
 
 
 def _replace(product: Product, nodes: Sequence[Node], made: Node, signed: bool) -> None:
-    """Replace nodes by what a kernel made; by signed codes where the graph reads those."""
+    """Replace nodes by a kernel's result, converted to signed codes if the graph reads those."""
     made = signed_codes(product, made) if signed else made
     for node in nodes:
         made.meta["val"] = node.meta["val"]

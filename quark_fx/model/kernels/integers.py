@@ -1,4 +1,4 @@
-"""What the integer kernels of oneDNN have in common: unsigned codes of 8 bits times signed ones, summed in 32 bits."""
+"""Common parts of oneDNN's integer kernels: unsigned 8-bit codes times signed ones, summed in 32 bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def channel_codes(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """Return codes of a weight, int8, and a scale for each output, its first dimension.
 
     Raises:
-        NoKernelError: for other formats and layouts.
+        NoKernelError: If the format or layout is not supported.
     """
     if not weight.format.is_integer or weight.format.bits > 8:
         raise NoKernelError(f"its weight is {weight.format}; integer kernels read at most 8 bits")
@@ -38,12 +38,12 @@ def channel_codes(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Unsigned:
-    """Codes from 0 to 255, as kernels read them, and what they stand for; numbers where calibration knows them.
+    """Codes from 0 to 255, the input of kernels, with scale and zero point; numbers if they are calibrated.
 
     Attributes:
-        codes: uint8.
-        scale: a number, or a node.
-        zero_point: likewise.
+        codes: Codes, uint8.
+        scale: Scale, a number or a node.
+        zero_point: Zero point, a number or a node.
     """
 
     codes: Node
@@ -52,12 +52,12 @@ class Unsigned:
 
     @classmethod
     def of(cls, product: Product, rounded: Rounded | None = None) -> Unsigned:
-        """Return codes for the kernel of a product, by default those it reads.
+        """Return codes for the kernel of a product, by default the codes it reads.
 
-        To signed codes, which kernels are slow at or refuse, half the range is added.
+        Half the range is added to signed codes, for which kernels are slow or missing.
 
         Raises:
-            NoKernelError: for other formats than integers of at most 8 bits.
+            NoKernelError: If the format is not an integer of at most 8 bits.
         """
         rounded = rounded or product.read
         fmt = rounded.format
@@ -73,20 +73,20 @@ class Unsigned:
 
 
 def signed_codes(product: Product, codes: Node) -> Node:
-    """Return codes that a kernel made, counted from -128; kernels that read them read those it made."""
+    """Return codes of a kernel, counted from -128; other kernels read the original codes."""
     signed = shifted_codes(product, codes, -128, torch.int8)
     signed.meta[_UNSIGNED] = codes
     return signed
 
 
 def shifted_codes(product: Product, codes: Node, shift: int, dtype: torch.dtype) -> Node:
-    """Insert what adds a number to codes."""
+    """Insert nodes that add a number to codes."""
     wide = product.insert(cast, codes, dtype=torch.int32)
     return product.insert(cast, product.insert(aten.add.Scalar, wide, shift), dtype=dtype)
 
 
 def at_least(rows: Tensor, count: int) -> Tensor:
-    """Append rows of zeros to `(rows, values)`, contiguous, until there are so many."""
+    """Append rows of zeros to `(rows, values)`, contiguous, up to a number of rows."""
     missing = count - rows.shape[0]
     return F.pad(rows.view(torch.uint8), (0, 0, 0, missing)).view(rows.dtype) if missing > 0 else rows
 
@@ -95,18 +95,18 @@ _UNSIGNED = "unsigned_codes"
 
 
 def has_kernels() -> bool:
-    """Whether PyTorch's oneDNN int8 kernels are available on this CPU (tested on x64 only)."""
+    """Tell whether PyTorch's oneDNN int8 kernels are available on this CPU (tested on x64 only)."""
     return platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available()
 
 
 @cache
 def adds_pairs(packed: bool = True) -> bool:
-    """Tell whether the kernels add pairs of products in 16 bits, which saturate; asks one of them.
+    """Tell whether the kernels add pairs of products in 16 bits, which saturate, by running one of them.
 
-    They do on x64 processors without VNNI, and where `ONEDNN_MAX_CPU_ISA` says so.
+    They do on x64 processors without VNNI, and if `ONEDNN_MAX_CPU_ISA` requires it.
 
     Args:
-        packed: ask kernels of packed weights; else `torch._int_mm`, which may be another of oneDNN's.
+        packed: Whether to test kernels of packed weights; otherwise `torch._int_mm`, which may use another kernel.
     """
     if not packed:
         codes = torch.full((64, 64), 127, dtype=torch.int8)
@@ -120,15 +120,15 @@ def adds_pairs(packed: bool = True) -> bool:
 
 
 def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
-    """Refuse a product with sums that may saturate on this processor.
+    """Reject a product with sums that may saturate on this processor.
 
     Args:
-        product: an operator whose activation is rounded.
-        codes: of its weight, int8, `(outputs, inputs, *kernel)`.
-        groups: of channels.
+        product: Operator whose activation is rounded.
+        codes: Codes of its weight, int8, `(outputs, inputs, *kernel)`.
+        groups: Number of channel groups.
 
     Raises:
-        NoKernelError: if there is a pair that may, for an activation without a batch, and where there are no kernels.
+        NoKernelError: If a pair may saturate, the activation lacks a batch, or this CPU lacks the kernels.
     """
     if not has_kernels():
         raise NoKernelError("torch has oneDNN's integer kernels on x64 processors")
@@ -138,10 +138,10 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
     inputs, kernel = codes.shape[1], tuple(range(2, codes.dim()))
     if not adds_pairs(product.packs) or (kernel and inputs == 1 and groups == codes.shape[0]):
         return
-    # To the signed codes of products that are not packed, oneDNN adds 128, whatever their bits.
+    # oneDNN adds 128 to the signed codes of products that are not packed, independent of their bits.
     limit = LARGEST_SUM // ((1 << (min(product.read.format.bits, 8) if product.packs else 8)) - 1)
     if kernel and inputs % 2:
-        # Which codes are neighbors there differs from kernel to kernel.
+        # The order of codes differs from kernel to kernel.
         exact = 2 * int(codes.short().abs().max()) <= limit
     else:
         bound = PairBound.of_convolution(limit, kernel, 1) if kernel else PairBound.of_product(limit, 2, 1)

@@ -1,4 +1,4 @@
-"""A quantized graph in the operators that torch has kernels for: which rule is for which operator."""
+"""Lowering of a quantized graph to operators with kernels in torch: the table of rules for operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quark_fx.system.isolation import isolated
 logger = logging.getLogger(__name__)
 
 Rule = Callable[[Product], str]
-"""Replaces an operator by a kernel and returns its name; raises `NoKernelError` before it changes anything."""
+"""Replace an operator by a kernel and return its name; raise `NoKernelError` before any change."""
 
 _FOLDED = "int8 layers in this model require constant freezing, which would dequantize this weight back to float"
 
@@ -40,7 +40,7 @@ RULES: dict[tuple[str, str, Activation], Rule] = {
     ("cpu", "linear", Activation.FLOAT): weight_only_linear,
     **{("gpu", "linear", rounding): gpu_linear for rounding in Activation},
 }
-"""The rule for a family of operators whose activation is rounded in some way; integer kernels first."""
+"""Rules for operator families with each rounding of the activation; integer kernels first."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class KernelRow:
     """One operator whose weight is in codes.
 
     Attributes:
-        name: module path.
-        kind: operator family.
-        kernel: name of the kernel; empty if the operator runs in floating point on dequantized values.
-        reason: why there is no kernel; empty if there is one.
+        name: Module path.
+        kind: Operator family.
+        kernel: Name of the kernel; empty if the operator runs in floating point on dequantized values.
+        reason: Reason for the lack of a kernel; empty if there is one.
     """
 
     name: str
@@ -61,18 +61,18 @@ class KernelRow:
 
     @property
     def integer(self) -> bool:
-        """Whether it multiplies integers."""
+        """True if it multiplies integers."""
         return self.packed or self.kernel == "aten._int_mm"
 
     @property
     def packed(self) -> bool:
-        """Whether `compile()` freezes the weight that it packs."""
+        """True if `compile()` freezes the weight that the kernel packs."""
         return self.kernel.startswith("onednn.")
 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The kernels of a compiled model. `str` of it is a table."""
+    """The kernels of a compiled model. `str(report)` is a table."""
 
     rows: tuple[KernelRow, ...]
 
@@ -91,14 +91,14 @@ class KernelReport:
 def use_kernels(
     gm: GraphModule, traced: Traced | None = None, *, packs: bool = True
 ) -> tuple[GraphModule, KernelReport]:
-    """Return a copy of a quantized graph in operators of torch alone, and which kernels it has.
+    """Return a copy of a quantized graph in operators of torch alone, and a report on its kernels.
 
-    The copy is a snapshot: it has its own tensors, and later changes of `gm` do not reach it.
+    The copy is a snapshot: it has its own tensors, and later changes of `gm` do not affect it.
 
     Args:
-        gm: the quantized graph.
-        traced: see `spell_out`.
-        packs: whether weights may be packed, which `torch.compile` takes only for frozen constants.
+        gm: The quantized graph.
+        traced: See `spell_out`.
+        packs: Whether weights may be packed, which `torch.compile` supports only for frozen constants.
     """
     gm = own_tensors(copy_graph(gm))
     products = [product for node in gm.graph.nodes if (product := Product.of(gm, node, packs=packs)) is not None]
@@ -120,7 +120,7 @@ def use_kernels(
 
 
 def rows_of_lists(gm: GraphModule) -> dict[str, KernelRow]:
-    """Return rows of operators that read a list of weights, some in codes, by node: of recurrent layers."""
+    """Return rows of operators with a list of weights, some in codes, keyed by node: recurrent layers."""
     rows = {}
     for node in gm.graph.nodes:
         row = row_by_target(node)
@@ -139,7 +139,7 @@ def rule_of(product: Product) -> Rule:
     """Return the rule for a product.
 
     Raises:
-        NoKernelError: if there is none.
+        NoKernelError: If there is none.
     """
     device = product.weight.codes.device
     if not has_rules(device):
@@ -151,7 +151,7 @@ def rule_of(product: Product) -> Rule:
 
 
 def has_rules(device: torch.device) -> bool:
-    """Tell whether there are kernels for a kind of device."""
+    """Tell whether a kind of device has kernels."""
     return device.type == "cpu" or accelerator.capability(device) is not None
 
 

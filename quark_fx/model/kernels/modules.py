@@ -1,4 +1,4 @@
-"""Modules that stand in for linear layers and embeddings: kernels for products, codes that are looked up."""
+"""Modules that replace linear layers and embeddings: kernels for products, and embeddings that look up codes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 
 class KernelModule(nn.Module):
-    """A module for inference, whose tensors are laid out for kernels: they stay where and as they are.
+    """An inference module whose tensors have the layout of kernels: their dtype and device are fixed.
 
     Attributes:
-        dtype: what it computes in.
+        dtype: Dtype of the computation.
     """
 
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class KernelModule(nn.Module):
         """Stay in eval mode.
 
         Raises:
-            QuarkError: for `mode=True`.
+            QuarkError: If `mode` is true.
         """
         if mode:
             raise QuarkError(
@@ -50,7 +50,7 @@ class KernelModule(nn.Module):
         raise _no_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made = type(self).__new__(type(self))  # sharing tensors, which never change
+        made = type(self).__new__(type(self))  # shares tensors, which never change
         vars(made).update(vars(self))
         for name, value in vars(self).items():
             if isinstance(value, dict):
@@ -65,11 +65,11 @@ class KernelModule(nn.Module):
 
 
 class ShapeOnly(Tensor):
-    """The shape, dtype and device of a parameter, for code that asks for them; computing with it is refused."""
+    """The shape, dtype, and device of a parameter, for code that asks for them; computing with it is an error."""
 
     @classmethod
     def of(cls, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> ShapeOnly:
-        """Return what stands in for a parameter that a kernel reads in another form."""
+        """Return the replacement of a parameter that a kernel reads in another form."""
         made: ShapeOnly = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=dtype, device=device)
         return made
 
@@ -88,7 +88,7 @@ Kinds = set[tuple[torch.dtype, torch.device]]
 
 
 def keep_as_it_is(model: nn.Module) -> None:
-    """Let a model with kernels refuse another dtype or device before any of its modules has changed."""
+    """Let a model with kernels reject another dtype or device before any of its modules has changed."""
     kernels = [m for m in model.modules() if isinstance(m, KernelModule)]
     kinds = {(dtype, m.weight.device) for m in kernels for dtype in (torch.float32, m.dtype)}
     vars(model)["_apply"] = partial(_apply_if_unchanged, model, kinds)
@@ -106,16 +106,16 @@ _CONVERTED = "a model with kernels", "call eager(kernels=True) again"
 
 
 def require_unchanged(fn: Callable[[Tensor], Tensor], kinds: Kinds, what: str, again: str) -> None:
-    """Raise if a conversion changes tensors.
+    """Raise `RuntimeError` if a conversion changes tensors.
 
     Args:
-        fn: as `nn.Module._apply` takes it.
-        kinds: of the tensors: dtype and device.
-        what: is converted, for the message.
-        again: what to do once the model is converted, for the message.
+        fn: Function given to `nn.Module._apply`.
+        kinds: Dtypes and devices of the tensors.
+        what: Description of the model for the message.
+        again: Next step after a conversion for the message.
 
     Raises:
-        RuntimeError: if it changes a dtype or the device.
+        RuntimeError: If it changes a dtype or the device.
     """
     for dtype, device in kinds:
         before = torch.zeros((), dtype=dtype, device=device)
@@ -127,16 +127,17 @@ def require_unchanged(fn: Callable[[Tensor], Tensor], kinds: Kinds, what: str, a
 
 
 class KernelLinear(KernelModule):
-    """Multiplies by a weight in codes, with the kernel that `compile()` would use.
+    """Multiply by a weight in codes, with the kernel that `compile()` would use.
 
     Attributes:
-        weight, bias: their shape and dtype.
-        rounds: whether it rounds its input itself.
+        weight: Shape and dtype of the weight.
+        bias: Shape and dtype of the bias.
+        rounds: Whether the module rounds its input.
 
     Args:
-        product: of a quantized graph, in a module that computes nothing else.
-        graph_module: what computes it, of `RowGraphs`.
-        module: the float layer.
+        product: Product of a quantized graph, in a module that computes nothing else.
+        graph_module: Graph from `RowGraphs` that computes it.
+        module: The float layer.
     """
 
     def __init__(self, product: Product, graph_module: GraphModule, module: nn.Module) -> None:
@@ -157,8 +158,8 @@ class KernelLinear(KernelModule):
         """Return the product.
 
         Raises:
-            QuarkError: for another dtype than that of the model or another size than that of a row, and where a
-                gradient is asked for.
+            QuarkError: If the input has another dtype than the model or another size than a row, or if a gradient is
+                required.
         """
         if x.dtype != self.dtype:
             raise QuarkError(
@@ -177,12 +178,12 @@ class KernelLinear(KernelModule):
 
 
 class CodeEmbedding(KernelModule):
-    """Looks codes up and dequantizes the rows it found, where a parametrization would dequantize the whole table.
+    """Look up codes and dequantize the selected rows; a parametrization would dequantize the whole table.
 
     Args:
-        table: rows for tokens.
-        dtype: of what it returns.
-        module: the float embedding.
+        table: Table with a row per token.
+        dtype: Dtype of the result.
+        module: The float embedding.
     """
 
     codes: Tensor
@@ -205,11 +206,11 @@ class CodeEmbedding(KernelModule):
 
     @staticmethod
     def takes(table: QuantizedTensor) -> bool:
-        """Tell whether a row is dequantized alone: scales of blocks of rows are not."""
+        """Tell whether a row can be dequantized alone: not with scales of blocks of rows."""
         return not (table.axis == 0 and table.layout.block > 1)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of `input`, whole numbers of any shape."""
+        """Return the rows of `input`, integers of any shape."""
         rows = input.reshape(-1)
         scale, zero_point = (
             parameter.index_select(0, rows) if by_row else parameter

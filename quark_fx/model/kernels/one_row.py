@@ -1,4 +1,4 @@
-"""What a layer computes, shared by layers that compute alike; that of one row is compiled."""
+"""Computations of layers, shared by layers with equal code; the computation of one row is compiled."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 class Computation:
     """A function of rows and constants.
 
-    Calls of several rows run it operator by operator. One row takes the time that its weight takes to be read, and what
-    is around the product then costs as much as the product: Inductor compiles it all into few loops, for each shape of
-    constants once in a process. Inside of `torch.compile` it is traced as it is.
+    Calls with several rows run it operator by operator. The time of one row is the time to read its weight, and the
+    operators around the product would take as long as the product: Inductor compiles them all into few loops, once per
+    process for each shape of constants. Inside `torch.compile`, the function itself is traced.
 
     Args:
-        graph_module: of `(rows, *constants)`, without tensors of its own.
+        graph_module: Graph of `(rows, *constants)` without tensors.
     """
 
     _known: ClassVar[MutableMapping[Any, Computation]] = WeakValueDictionary()
@@ -41,8 +41,8 @@ class Computation:
         """Return the function of a graph of rows, and its constants.
 
         Args:
-            graph_module: of one input, `(rows, inputs)`, and one result.
-            inputs: values of a row.
+            graph_module: Graph with one input, `(rows, inputs)`, and one result.
+            inputs: Number of values in a row.
         """
         graph = Graph()
         (rows,) = placeholders(graph_module)
@@ -71,9 +71,9 @@ class Computation:
 
 
 class Compiled:
-    """A function that Inductor compiles at its first call, for tensors of the same layout.
+    """A function that Inductor compiles at its first call, for tensors of equal layout.
 
-    Loops are compiled for a number of threads: it compiles again where `torch.set_num_threads` set another.
+    Loops are compiled for a number of threads: the function is compiled again after `torch.set_num_threads`.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -92,7 +92,7 @@ class Compiled:
 
 
 def compiled(function: Callable[..., Tensor], *options: Any) -> Callable[..., Tensor]:
-    """Return a function of tensors that is compiled for each of their shapes once in a process; `options` come last."""
+    """Return a function of tensors that is compiled once per process for each of their shapes; `options` come last."""
 
     def run(*given: Tensor) -> Tensor:
         key = (function, options, *_layouts(given))
@@ -102,11 +102,11 @@ def compiled(function: Callable[..., Tensor], *options: Any) -> Callable[..., Te
 
 
 _COMPILED: dict[Any, Compiled] = {}
-"""Code, and no tensors."""
+"""Cache of compiled code, without tensors."""
 
 
 def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return what tells apart tensors that compiled code tells apart."""
+    """Return the properties of tensors on which compiled code depends."""
     return [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
 
 
@@ -123,7 +123,7 @@ def finds_compiler() -> bool:
 
     try:
         get_cpp_compiler()
-    except Exception as error:  # whatever looking for one raises
+    except Exception as error:  # the search may raise any error
         logger.debug("no C++ compiler: %s", error)
         return False
     return True

@@ -1,4 +1,4 @@
-"""An operator with a weight in codes, as kernels need it: what it multiplies by, and how what it reads is rounded."""
+"""The view of an operator with a weight in codes for kernels: its operands, and the rounding of its activation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from quark_fx.plan.placement import module_name
 
 
 class NoKernelError(Exception):
-    """A rule leaves an operator as it is; the message is the reason."""
+    """A rule does not change an operator; the message is the reason."""
 
 
 class Activation(StrEnum):
-    """How the activation of an operator is rounded."""
+    """Rounding of an operator's activation."""
 
     FLOAT = "float"
     STATIC = "static"
@@ -43,10 +43,12 @@ class Rounded:
     """A value in codes that an operator reads.
 
     Attributes:
-        codes: what a `dequantize` reads.
-        scale, zero_point: nodes.
-        format: of the codes.
-        axis, block_size: granularity (`quark_fx.numbers.ops`).
+        codes: Input of a `dequantize`.
+        scale: Node of the scale.
+        zero_point: Node of the zero point.
+        format: Format of the codes.
+        axis: Scale axis (`quark_fx.numbers.ops`).
+        block_size: Block size of the scales (`quark_fx.numbers.ops`).
     """
 
     codes: Node
@@ -58,7 +60,7 @@ class Rounded:
 
     @classmethod
     def of(cls, node: Node) -> Rounded | None:
-        """Return what a `dequantize` reads or a `quantize` makes; `None` for any other node."""
+        """Return the codes that a `dequantize` reads or a `quantize` returns; `None` for any other node."""
         if target_name(node) not in (DEQUANTIZE, QUANTIZE):
             return None
         source, scale, zero_point, name, axis, block_size = (argument(node, position) for position in range(6))
@@ -67,7 +69,7 @@ class Rounded:
 
     @property
     def kind(self) -> Activation:
-        """How many scales there are, and when they are known."""
+        """Number of scales, and whether they are calibrated or measured."""
         if self.axis is None:
             return Activation.STATIC if is_parameter(self.scale) else Activation.DYNAMIC
         rank = self.codes.meta["val"].dim()
@@ -76,7 +78,7 @@ class Rounded:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether ranges that are measured at run time are symmetric."""
+        """True if ranges that are measured at run time are symmetric."""
         pair = self._measured
         return pair is not None and Symmetry(argument(pair, 2)) is not Symmetry.ASYMMETRIC
 
@@ -87,7 +89,7 @@ class Rounded:
 
     @property
     def _measured(self) -> Node | None:
-        """What measures scale and zero point at run time, `None` where they are constants."""
+        """Node that measures scale and zero point at run time, `None` if they are constants."""
         pair = self.scale.args[0] if self.scale.args else None
         return pair if isinstance(pair, Node) and target_name(pair) == "quark_fx.dynamic_qparams.default" else None
 
@@ -97,12 +99,12 @@ class Product:
     """A weighted operator of a quantized graph.
 
     Attributes:
-        gm: the graph.
-        node: the operator.
-        row: of the table of operators.
-        weight: its weight, of a matrix with rows for outputs.
-        name: module path, as in `QuantizedModel.report`.
-        packs: whether weights may be packed, for kernels that read them as constants of a graph.
+        gm: The graph.
+        node: The operator.
+        row: Its row in the operator table.
+        weight: Its weight; a matrix has a row per output.
+        name: Module path, the name in `QuantizedModel.report`.
+        packs: Whether weights may be packed, for kernels with weights as constants of a graph.
     """
 
     gm: GraphModule
@@ -114,7 +116,7 @@ class Product:
 
     @classmethod
     def of(cls, gm: GraphModule, node: Node, *, packs: bool = True) -> Product | None:
-        """Return the view of a node; `None` for one that multiplies an activation by no weight in codes."""
+        """Return the view of a node; `None` for a node that does not multiply an activation by a weight in codes."""
         row = row_by_target(node)
         if row is None or row.weight is None or not row.activations:
             return None
@@ -127,38 +129,38 @@ class Product:
 
     @property
     def activation(self) -> Node:
-        """What it multiplies."""
+        """The activation, which is multiplied by the weight."""
         value: Node = argument(self.node, self.row.activations[0])
         return value
 
     @property
     def rounded(self) -> Rounded | None:
-        """How what it multiplies is rounded, `None` for floats."""
+        """Rounding of the activation, `None` for floats."""
         return Rounded.of(self.activation)
 
     @property
     def read(self) -> Rounded:
-        """How what it multiplies is rounded; raises `NoKernelError` for floats."""
+        """Rounding of the activation; raises `NoKernelError` for floats."""
         if self.rounded is None:
             raise NoKernelError("its activation is in float")
         return self.rounded
 
     @property
     def rounding(self) -> Activation:
-        """How what it multiplies is rounded, in a word."""
+        """Kind of the activation's rounding."""
         return Activation.FLOAT if self.rounded is None else self.rounded.kind
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """Dtype of the result."""
         found: torch.dtype = self.node.meta["val"].dtype
         return found
 
     def matrix(self) -> QuantizedTensor:
-        """Return the weight with rows for outputs.
+        """Return the weight with a row per output.
 
         Raises:
-            NoKernelError: for a stack of matrices, and factors of the product.
+            NoKernelError: If the weight is a stack of matrices, or the product has factors.
         """
         weight = self.weight
         if weight.codes.dim() != 2:
@@ -174,10 +176,10 @@ class Product:
         )
 
     def bias(self) -> Tensor | None:
-        """Return its bias, float32.
+        """Return the bias, float32.
 
         Raises:
-            NoKernelError: where it is no constant.
+            NoKernelError: If it is not a constant.
         """
         given = None if self.row.bias is None else argument(self.node, self.row.bias)
         if given is None:
@@ -188,10 +190,10 @@ class Product:
         return constant.value().float()
 
     def geometry(self) -> tuple[list[int], list[int], list[int], int]:
-        """Return stride, padding, dilation and groups of a convolution.
+        """Return stride, padding, dilation, and groups of a convolution.
 
         Raises:
-            NoKernelError: for padding that differs between the ends, or is given in a word.
+            NoKernelError: If the padding is a string.
         """
         rank = self.weight.codes.dim() - 2
         padding = named_argument(self.node, "padding")
@@ -204,11 +206,11 @@ class Product:
         return stride, padding, dilation, named_argument(self.node, "groups") or 1
 
     def sizes_read(self) -> list[int]:
-        """Return the sizes of its activation; 16 for dimensions that vary."""
+        """Return the sizes of the activation, 16 for dynamic dimensions."""
         return [static_size(size) or 16 for size in self.activation.meta["val"].shape]
 
     def number(self, node: Node) -> float:
-        """Return the number that a constant of one element is."""
+        """Return the number in a constant with one element."""
         return parameter(self.gm, node).item()
 
     def insert(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -225,9 +227,9 @@ class Activated:
     """A value after the function that a kernel applies to its sums.
 
     Attributes:
-        node: what the function returns; the sums, if there is none.
-        function: oneDNN's name of it.
-        algorithm: how it is computed, where there are several ways.
+        node: Result of the function, or the sums without a function.
+        function: oneDNN's name of the function.
+        algorithm: Variant of its computation, if there are several.
     """
 
     node: Node
@@ -236,11 +238,11 @@ class Activated:
 
     @classmethod
     def of(cls, node: Node, functions: Mapping[str, str]) -> Activated:
-        """Return a node after the function that alone reads it.
+        """Return a node together with the function that is its only consumer.
 
         Args:
-            node: sums.
-            functions: oneDNN's names of those that the kernel applies, by those of ATen.
+            node: Node that computes sums.
+            functions: oneDNN's names of the functions that the kernel applies, keyed by ATen's names.
         """
         if len(node.users) != 1:
             return cls(node)
@@ -256,7 +258,7 @@ RELU_OR_GELU = RELU | {"aten.gelu.default": "gelu"}
 
 
 def quantizers_of(result: Node) -> tuple[Node, ...]:
-    """Return the quantizers that alone read a node, all with one calibrated scale and codes of 8 bits."""
+    """Return the quantizers of a node if they are its only consumers, with one calibrated scale and 8-bit codes."""
     readers = tuple(result.users)
     found = [Rounded.of(reader) if target_name(reader) == QUANTIZE else None for reader in readers]
     first = found[0] if found else None

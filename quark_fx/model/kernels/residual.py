@@ -1,7 +1,7 @@
-"""Convolutions that add the codes of a residual connection to their sums, before these are rounded.
+"""Convolutions that add the codes of a residual connection to their sums before the sums are rounded.
 
-oneDNN's kernel writes its result over the codes that it adds. Graphs that are compiled have an operator without side
-effects instead, and where nothing reads these codes later, Inductor is told to take the kernel.
+oneDNN's kernel overwrites the codes that it adds. Compiled graphs have an operator without side effects instead; if
+nothing reads these codes later, Inductor replaces it by the kernel.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Residual:
     """The addition after a convolution that the kernel of the convolution computes.
 
     Attributes:
-        onto: the codes that the kernel adds to its sums.
-        sum: the addition, rectified or not.
-        quantizers: of the sum; all have one scale and format.
-        after: the codes they make.
+        onto: Codes that the kernel adds to its sums.
+        sum: The addition, with or without ReLU.
+        quantizers: Quantizers of the sum; all have one scale and format.
+        after: Codes that they return.
     """
 
     onto: Rounded
@@ -35,7 +35,7 @@ class Residual:
 
     @classmethod
     def of(cls, product: Product) -> Residual | None:
-        """Return it; `None` unless the other operand is in codes of one calibrated scale and a quantizer follows."""
+        """Return the addition, or `None` unless the other operand has one calibrated scale and a quantizer follows."""
         add = next(iter(product.node.users), None)
         if add is None or not adds_to_sums(product.node, add):
             return None
@@ -70,21 +70,28 @@ def convolve_onto(
     onto_zero_point: int,
     activation: str,
 ) -> Tensor:
-    """Return the codes, uint8, of a convolution plus what the codes `onto` stand for.
+    """Return the codes, uint8, of a convolution plus the values of the codes `onto`.
 
     Args:
-        x: uint8, `(batch, channels, height, width)`.
-        x_scale, x_zero_point: of `x`.
-        weight: packed by `onednn.qconv_prepack`.
-        weight_scale, weight_zero_point: of each output.
-        onto: uint8, of the result's shape.
-        bias: float32.
-        stride, padding, dilation, groups: of the convolution.
-        scale, zero_point: of the result.
-        onto_scale, onto_zero_point: of `onto`.
+        x: Codes, uint8, `(batch, channels, height, width)`.
+        x_scale: Scale of `x`.
+        x_zero_point: Zero point of `x`.
+        weight: Weight packed by `onednn.qconv_prepack`.
+        weight_scale: Scale of each output.
+        weight_zero_point: Zero point of each output.
+        onto: Codes, uint8, with the shape of the result.
+        bias: Bias, float32.
+        stride: Stride of the convolution.
+        padding: Padding of the convolution.
+        dilation: Dilation of the convolution.
+        groups: Groups of the convolution.
+        scale: Scale of the result.
+        zero_point: Zero point of the result.
+        onto_scale: Scale of `onto`.
+        onto_zero_point: Zero point of `onto`.
         activation: "relu" or "none".
     """
-    copied = onto.clone(memory_format=torch.channels_last)  # the kernel wants dense memory in an order of its own
+    copied = onto.clone(memory_format=torch.channels_last)  # the kernel requires dense memory in this format
     given = (x, x_scale, x_zero_point, weight, weight_scale, weight_zero_point, copied, bias, stride, padding)
     rest = (dilation, groups, scale, zero_point, onto_scale, onto_zero_point, activation)
     return torch.empty_like(onto).copy_(in_place_kernel()(*in_place_arguments(*given, *rest)))
@@ -99,12 +106,12 @@ CONVOLVE_ONTO = torch.ops.quark_fx.convolve_onto.default
 
 
 def in_place_kernel() -> Any:
-    """Return oneDNN's kernel, which torch has on x64 processors alone."""
+    """Return oneDNN's kernel, which torch has on x64 processors only."""
     return torch.ops.onednn.qconv2d_pointwise.binary
 
 
 def in_place_arguments(*arguments: Any) -> tuple[Any, ...]:
-    """Return the arguments of the kernel for those of `convolve_onto`."""
+    """Return the arguments of the kernel for the arguments of `convolve_onto`."""
     *given, onto_scale, onto_zero_point, activation = arguments
     return (*given, torch.uint8, onto_scale, onto_zero_point, "sum", 1.0, activation, [], "")
 

@@ -1,4 +1,4 @@
-"""One product of a quantized graph as a graph of its own, of rows, in operators that torch has kernels for."""
+"""Graphs of rows, one for each product of a quantized graph, in operators with kernels in torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quark_fx.model.kernels.spelling import Traced
 from quark_fx.model.kernels.weight_only import code_product, code_values
 
 _AXES = {QUANTIZE: 4, DEQUANTIZE: 4, "quark_fx.dynamic_qparams.default": 3}
-"""Which argument is the dimension that scales lie along."""
+"""Position of the argument with the dimension along which scales vary."""
 
 
 class RowGraphs:
-    """Makes graphs of rows; they share the symbol for how many, so that what is traced for one serves others."""
+    """Build graphs of rows; they share the symbol for the number of rows, so that traces can be reused."""
 
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -34,14 +34,14 @@ class RowGraphs:
         self._traced: Traced = {}
 
     def of(self, product: Product) -> tuple[GraphModule | None, KernelRow]:
-        """Return a graph of `(rows, inputs)` with a kernel for a product; `None` where there is none.
+        """Return a graph of `(rows, inputs)` with a kernel for a product, or `None`, and its row of the report.
 
         Args:
-            product: of a quantized graph, with rows of inputs for an activation and rows of outputs for a result.
+            product: Product of a quantized graph, with rows of inputs as activation and rows of outputs as result.
         """
         name, kind = product.name, product.row.kind
         try:
-            rule_of(product)  # scales that lie otherwise are refused before the activation is made rows
+            rule_of(product)  # rejects unsupported scales before the activation is reshaped to rows
             gm = self._alone(product)
         except NoKernelError as error:
             return None, KernelRow(name, kind, "", str(error))
@@ -58,10 +58,10 @@ class RowGraphs:
         return gm, KernelRow(name, kind, row.kernel)
 
     def _alone(self, product: Product) -> GraphModule:
-        """Return a graph of rows that computes a product and rounds what it reads.
+        """Return a graph of rows that computes a product and rounds its activation.
 
         Raises:
-            NoKernelError: for activations without a batch, and codes that another operator makes.
+            NoKernelError: If the activation lacks a batch, or its codes are the result of another operator.
         """
         rounded, source = product.rounded, product.activation
         if rounded is not None:
@@ -96,7 +96,7 @@ class RowGraphs:
                 of_rows.add(node)
                 axis = _AXES.get(target_name(node))
                 if axis is not None and len(args) > axis and args[axis] is not None:
-                    args[axis] = -1  # of rows, scales lie along no other
+                    args[axis] = -1  # the only dimension along which scales of rows vary
             copies[node] = call(gm, node.target, *args, like=node, **node.kwargs)
         gm.graph.output((copies[product.node],))
         gm.recompile()
@@ -104,7 +104,7 @@ class RowGraphs:
 
 
 def loop_product(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor, packed: bool) -> Tensor:
-    """Return what `code_product` does, where nothing compiles that: several rows read a weight that a loop makes."""
+    """Compute `code_product` outside of compiled code: several rows multiply a weight that a loop dequantizes."""
     if torch.compiler.is_compiling() or x.numel() == x.shape[-1]:
         return code_product(x, codes, scale, zero_point, packed)
     weight = compiled(code_values, packed)(codes, scale, zero_point)

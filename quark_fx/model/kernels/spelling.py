@@ -1,4 +1,4 @@
-"""What no kernel takes is computed as before, in operators that `torch.compile` fuses with those around them."""
+"""Operators without a kernel, spelled out in operators that `torch.compile` fuses with their neighbors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 aten = torch.ops.aten
 
 Traced = dict[Any, Graph]
-"""What functions call, by their arguments: shapes, which symbols tell apart, and constants."""
+"""Traces of functions, keyed by their arguments: shapes, distinguished by symbols, and constants."""
 
 
 def spell_out(gm: GraphModule, traced: Traced | None = None) -> None:
-    """Replace the operators on codes by those that compute them; constants in codes become floats.
+    """Replace the operators on codes by operators that compute them; constants in codes become floats.
 
     Args:
-        gm: a quantized graph.
-        traced: of graphs before, whose fake values are of the same mode.
+        gm: A quantized graph.
+        traced: Traces of earlier graphs with fake values of the same mode.
     """
     traced = {} if traced is None else traced
     erase_dead(gm)
@@ -43,7 +43,7 @@ def spell_out(gm: GraphModule, traced: Traced | None = None) -> None:
 
 
 def _inline(gm: GraphModule, node: Node, function: Any, known: Traced) -> None:
-    """Replace a call by the operators that a function of its arguments calls."""
+    """Replace a call by the operators that a function calls for the same arguments."""
     given = [argument for argument in node.args if isinstance(argument, Node)]
 
     def of_tensors(*tensors: Tensor) -> Any:
@@ -56,7 +56,7 @@ def _inline(gm: GraphModule, node: Node, function: Any, known: Traced) -> None:
     same = [given.index(argument) for argument in given]  # an argument that is given twice is traced as one
     key = (function, repr(constants), repr(node.kwargs), *same, *shapes)
     if key not in known:
-        # Without torch's rules for composite operators, sizes that vary are fixed, in what this is a copy of, too.
+        # Without torch's Python rules for composite operators, dynamic sizes are fixed, also in the original graph.
         with fake_mode(gm), enable_python_dispatcher():
             known[key] = make_fx(of_tensors, _VECTORIZED)(*values).graph
     inputs = (n for n in known[key].nodes if n.op == "placeholder")
@@ -71,9 +71,9 @@ def _inline(gm: GraphModule, node: Node, function: Any, known: Traced) -> None:
 
 
 def _without_nan(x: Tensor, nan: float) -> Tensor:
-    """Do what `nan_to_num_` does to a value that is clamped next, which is why infinities may stay.
+    """Replace `nan_to_num_` on a value that is clamped next, so that infinities may stay.
 
-    Inductor compiles `isnan` to a loop over single values, which can take as long as the product that reads them.
+    Inductor compiles `isnan` to a scalar loop, which can take as long as the product that follows.
     """
     return x.masked_fill_(x != x, nan)
 
@@ -82,7 +82,7 @@ _VECTORIZED: Any = {aten.nan_to_num_.default: _without_nan}
 
 
 def _dequantize(*stored: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Compute what `ops.dequantize` does, of the same arguments, all at once."""
+    """Compute `ops.dequantize` for the same arguments, without pieces."""
     *tensor, dtype = stored if len(stored) == 7 else (*stored, dtype)
     return QuantizedTensor.of(*tensor).decoded().to(dtype)
 

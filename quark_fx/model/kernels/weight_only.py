@@ -1,7 +1,7 @@
-"""Products of floats and codes: the weight stays in codes, and is read as such where there is one row of activations.
+"""Products of floats and codes: the weight stays in codes, and one row of activations is multiplied by them directly.
 
-torch has kernels for bfloat16 activations (`_weight_int4pack_mm_for_cpu`, `_weight_int8pack_mm`); what they do for
-float32 is twenty times slower than a float product. There `torch.compile` makes the loop, of `code_product`.
+torch has kernels for bfloat16 activations (`_weight_int4pack_mm_for_cpu`, `_weight_int8pack_mm`); with float32 they are
+twenty times slower than a float product. For float32, `torch.compile` makes a loop from `code_product`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 def weight_only_linear(product: Product) -> str:
     """Multiply floats by a weight in integer codes of at most 8 bits, per channel or in groups of inputs.
 
-    In float32 results differ by the order of sums; in bfloat16 by roundings of that type.
+    In float32, results differ by the order of sums; in bfloat16, by roundings of that dtype.
     """
     if product.dtype not in (torch.float32, torch.bfloat16):
         raise NoKernelError(f"it computes in {str(product.dtype).removeprefix('torch.')}")
@@ -49,10 +49,10 @@ def weight_only_linear(product: Product) -> str:
 
 
 def groups_of(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes from 0 on, uint8, as (outputs, groups, inputs), and scale and zero point as (outputs, groups).
+    """Return codes from 0, uint8, as (outputs, groups, inputs), and scale and zero point as (outputs, groups).
 
     Raises:
-        NoKernelError: where groups lie along outputs, or the last one is shorter.
+        NoKernelError: If groups are along outputs, or the last group is shorter.
     """
     outputs, inputs = weight.codes.shape
     shift = -weight.format.qmin
@@ -75,15 +75,16 @@ def groups_of(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
 def code_product(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor, packed: bool) -> Tensor:
     """Return `x @ ((codes - zero_point) * scale).T`, in the dtype of `x`; `torch.compile` makes one loop of it.
 
-    One row is multiplied by the codes as they are read from memory, which is what takes the time. For several rows the
-    weight is dequantized, once in a call, for a product in floats.
+    One row is multiplied by the codes while they are read from memory, which takes most of the time. For several rows,
+    the weight is dequantized once per call for a product in floats.
 
     Args:
-        x: `(..., groups * inputs of a group)`.
-        codes: uint8, `(outputs, groups, inputs of a group)`; if `packed`, half as many, of 4 bits: the first half of a
-            group in the low bits.
-        scale, zero_point: float32, `(outputs, groups)`.
-        packed: whether a byte holds two codes.
+        x: Activations, `(..., groups * inputs of a group)`.
+        codes: Codes, uint8, `(outputs, groups, inputs of a group)`; if `packed`, half as many bytes of two 4-bit codes:
+            the first half of a group in the low bits.
+        scale: Scales, float32, `(outputs, groups)`.
+        zero_point: Zero points, float32, `(outputs, groups)`.
+        packed: Whether a byte holds two codes.
     """
     if x.numel() != x.shape[-1]:
         return F.linear(x, code_values(codes, scale, zero_point, packed).to(x.dtype))
@@ -96,8 +97,8 @@ def code_product(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor, pa
 
 
 def code_values(codes: Tensor, scale: Tensor, zero_point: Tensor, packed: bool) -> Tensor:
-    """Return the weight, float32, `(outputs, inputs)`, of the arguments of `code_product`."""
-    if packed:  # shifted by numbers of a tensor, halves become one loop, a third as long as that of `cat`
+    """Return the weight, float32, `(outputs, inputs)`, for arguments of `code_product`."""
+    if packed:  # a shift by the numbers of a tensor compiles to one loop, a third as long as the loop for `cat`
         codes = (codes.unsqueeze(2) >> codes.new_tensor((0, 4)).unsqueeze(-1)) & 15
         codes = codes.flatten(2)
     values = decode(codes.float(), scale.unsqueeze(-1), zero_point.unsqueeze(-1))
@@ -107,7 +108,7 @@ def code_values(codes: Tensor, scale: Tensor, zero_point: Tensor, packed: bool) 
 def _bfloat16_kernel(
     product: Product, weight: QuantizedTensor, codes: Tensor, scale: Tensor, zero_point: Tensor
 ) -> Node | None:
-    """Insert torch's kernel for bfloat16 activations, `None` where it has none for this weight."""
+    """Insert torch's kernel for bfloat16 activations, or return `None` if this weight is not supported."""
     outputs, groups, size = codes.shape
     if weight.format.bits == 8 and groups == 1 and bool((zero_point == 128).all()):
         signed = weight.signed().codes
@@ -119,7 +120,7 @@ def _bfloat16_kernel(
 
 
 def int4_table(scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Return what `int4_product` reads; its kernels compute `(code - 8) * scale + zero`."""
+    """Return the table for `int4_product`; its kernels compute `(code - 8) * scale + zero`."""
     return torch.stack((scale, (8 - zero_point) * scale), -1).transpose(0, 1).bfloat16().contiguous()
 
 
@@ -130,18 +131,18 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def int4_product(x: Tensor, packed: Tensor, size: int, table: Tensor) -> Tensor:
-    """Return the product with codes of 4 bits by torch's kernel.
+    """Return the product with 4-bit codes by torch's kernel.
 
     Args:
-        x: bfloat16, `(..., inputs)`.
-        packed: of `_convert_weight_to_int4pack`, on a CPU of the operator for those.
-        size: inputs of a group.
-        table: bfloat16, `(groups, outputs, 2)`; scale, and what is added to codes counted from 8.
+        x: Activations, bfloat16, `(..., inputs)`.
+        packed: Codes packed by `_convert_weight_to_int4pack`, or by its variant for CPUs.
+        size: Inputs of a group.
+        table: Bfloat16, `(groups, outputs, 2)`; scale, and the number added to codes counted from 8.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if x.is_cpu:
         y: Tensor = aten._weight_int4pack_mm_for_cpu.default(rows, packed, size, table)
-    else:  # CUDA launches no grid of no rows
+    else:  # CUDA does not launch a grid without rows
         y = aten._weight_int4pack_mm.default(at_least(rows, 1), packed, size, table)[: rows.shape[0]]
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
