@@ -1,4 +1,4 @@
-"""`quark-fx analyze`: where the error comes from, before anything is written."""
+"""`quark-fx analyze`: find the operators that cause the error, before writing anything."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def analyze(
     html: Html = None,
     json: Json = False,
 ) -> None:
-    """Say which operators make the error of a configuration, and propose one with less."""
+    """Find the operators that cause the error of a configuration, and propose a configuration with less."""
     chosen = options.chosen()
     for place in filter(None, (html, output)):
         require_file_place(place)
@@ -46,7 +46,7 @@ def analyze(
     batches = calibration(reading, source, needed=True)
     named = None if options.exclude or options.changes else options.preset
     found = qfx.analyze(source.model, named or chosen, batches, metric=metric, top=top)
-    show(json, found.to_dict(), str(found))  # before a file that cannot be written
+    show(json, found.to_dict(), str(found))  # before a file that may fail to be written
     if html is not None:
         found.html(html)
     if output is not None:

@@ -1,4 +1,4 @@
-"""All commands, and where an error that the user can mend becomes a message and an exit code."""
+"""All commands, and the conversion of user errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from quark_fx.errors import QuarkError
 
 
 class Commands(TyperGroup):
-    """Ends with code 1 and a message after a user's mistake; other errors keep their traceback."""
+    """Exit with code 1 and a message after a user error; other errors keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the requested command."""
         as_json = "--json" in ctx.args
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -69,7 +69,7 @@ app = typer.Typer(
 def _options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """Quantize PyTorch models and Hugging Face checkpoints; export, verify and judge the result."""
+    """Quantize PyTorch models and Hugging Face checkpoints; export, verify, and evaluate the result."""
 
 
 for _command in (quantize, analyze, search, presets, inspect, verify, doctor, evaluate, export, compare):

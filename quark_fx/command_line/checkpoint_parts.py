@@ -1,4 +1,4 @@
-"""The layers of a checkpoint or a GGUF file, and the number formats of their weights, whoever wrote it."""
+"""The layers of any checkpoint or GGUF file, and the number formats of their weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quark_fx.command_line.contents import NO_WEIGHT, Part
 from quark_fx.errors import CheckpointError
 
 _CODES = ("weight_packed", "qweight", "weight")
-"""What the codes of a layer are called, in compressed-tensors, in GPTQ and AWQ, and where they take whole bytes."""
+"""Names of a layer's codes in compressed-tensors, in GPTQ and AWQ, and in formats with whole bytes."""
 
 _BESIDE = frozenset(
     {
@@ -32,13 +32,13 @@ _BESIDE = frozenset(
         *("g_idx", "input_scale", "input_zero_point", "input_global_scale"),
     }
 )
-"""What a quantized layer has besides its codes."""
+"""Names of a quantized layer's tensors in addition to its codes."""
 
 _CACHED = frozenset({"k_scale", "v_scale", "k_zero_point", "v_zero_point"})
-"""What an attention has for the keys and values that are cached."""
+"""Names of an attention's tensors for cached keys and values."""
 
 _Tensors = Mapping[str, tuple[str, list[int]]]
-"""The dtype and shape of each tensor of a layer."""
+"""Dtype and shape of each tensor of a layer."""
 
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 
@@ -46,17 +46,17 @@ _NAMES = {"F64": "float64", "F32": "float32", "F16": "fp16", "BF16": "bf16", "F8
 
 
 _FLOATS = {"8": "fp8_e4m3", "4": "fp4_e2m1"}
-"""Floats of compressed-tensors by their bits."""
+"""Float formats of compressed-tensors by number of bits."""
 
 _SCALES = {"F8_E4M3": "e4m3 scales", "float8_e4m3fn": "e4m3 scales", "U8": "e8m0 scales", "uint8": "e8m0 scales"}
-"""What scales of blocks are stored in, as safetensors and torch name it."""
+"""Descriptions of the dtypes of block scales, with their names in safetensors and torch."""
 
 
 def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
-    """Return the tensors with two dimensions or more, layer by layer, and what the checkpoint says of their codes.
+    """Return the tensors with two dimensions or more, layer by layer, and the configuration of their codes.
 
     Raises:
-        QuarkError: if the files are damaged.
+        QuarkError: If the files are damaged.
     """
     files = CheckpointFiles.of(path)
     config = read_configuration(files.directory) if (files.directory / "config.json").is_file() else {}
@@ -119,7 +119,7 @@ def _parts(name: str, tensors: _Tensors, said: Mapping[str, Any]) -> Iterator[Pa
 
 
 def _cached(layers: Mapping[str, _Tensors], said: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield what keys and values are rounded to before they are cached, for each attention with scales of its own."""
+    """Yield the format of cached keys and values, for each attention with scales."""
     if not (spec := _spec(said.get("kv_cache_scheme"))):
         return
     scales = {name: [header for leaf, header in tensors.items() if leaf in _CACHED] for name, tensors in layers.items()}
@@ -130,7 +130,7 @@ def _cached(layers: Mapping[str, _Tensors], said: Mapping[str, Any]) -> Iterator
 
 
 def _left_out(layer: str, said: Mapping[str, Any]) -> str:
-    """Return what in the configuration says that a layer has no codes, empty if nothing does."""
+    """Return the entry of the configuration that keeps a layer in float; empty if there is none."""
     if any(_names(target, layer) for target in said.get("ignore") or ()):
         return "in ignore of its config.json"
     if any(str(part) in layer for part in said.get("modules_to_not_convert") or ()):
@@ -143,7 +143,7 @@ def _left_out(layer: str, said: Mapping[str, Any]) -> str:
 
 
 def _names(target: Any, layer: str) -> bool:
-    """Tell whether a name or pattern of compressed-tensors is that of a layer."""
+    """Tell whether a name or pattern of compressed-tensors matches a layer."""
     return target == layer or (str(target).startswith("re:") and re.match(str(target)[3:], layer) is not None)
 
 
@@ -155,9 +155,9 @@ def _size(dtype: str, shape: list[int]) -> int:
 
 
 def _scheme(layer: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the group of compressed-tensors that a layer is in."""
+    """Return the group of compressed-tensors that contains a layer."""
     groups = [group for group in (said.get("config_groups") or {}).values() if isinstance(group, dict)]
-    for fits in (layer.__eq__, lambda target: _names(target, layer)):  # a name goes before a pattern
+    for fits in (layer.__eq__, lambda target: _names(target, layer)):  # names take precedence over patterns
         for group in groups:
             if any(map(fits, group.get("targets", ()))):
                 return group
@@ -165,11 +165,11 @@ def _scheme(layer: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _spec(said: Any, scales: str = "") -> str:
-    """Return a format of compressed-tensors as the reports of quark_fx write it.
+    """Return a format of compressed-tensors in the notation of quark_fx reports.
 
     Args:
-        said: of the configuration.
-        scales: dtype that they are stored in, where the configuration does not say it.
+        said: Part of the configuration.
+        scales: Dtype of the stored scales, if the configuration does not contain it.
     """
     if not isinstance(said, dict):
         return ""
@@ -186,7 +186,7 @@ def _spec(said: Any, scales: str = "") -> str:
 
 
 def _plain(layer: str, tensors: _Tensors, said: Mapping[str, Any]) -> str:
-    """Return a format of GPTQ and AWQ: shapes say bits and groups, which the configuration may set for each layer."""
+    """Return a format of GPTQ and AWQ: shapes determine bits and groups, which may vary by layer."""
     if not {"qweight", "qzeros", "scales"} <= tensors.keys():
         return ""
     (_, codes), (_, zeros), (_, (groups, outputs)) = (tensors[leaf] for leaf in ("qweight", "qzeros", "scales"))
@@ -204,7 +204,7 @@ def gguf_parts(path: Path) -> list[Part]:
     """Return the tensors of a GGUF file with two dimensions or more.
 
     Raises:
-        CheckpointError: if it is none, or the package is missing.
+        CheckpointError: If it is not a GGUF file, or the package is missing.
     """
     return [
         Part(name=t.name, kind="tensor", weight=t.tensor_type.name, activation="float", bytes=int(t.n_bytes))

@@ -1,4 +1,4 @@
-"""`quark-fx compare`: two models on the same data."""
+"""`quark-fx compare`: compare two models on the same data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compare(
     reading: Reading,
     json: Json = False,
 ) -> None:
-    """Run the same data through two models and say how far their outputs are from each other."""
+    """Run the same data through two models and report the differences of their outputs."""
     left, right = subject(first), subject(second)
     batches = read_batches(reading, left.completed_by(right))
     found = evaluation.compare(left.model, right.model, batches)

@@ -1,4 +1,4 @@
-"""The operators of a quantized model, those alike in one line."""
+"""The operators of a quantized model, with similar ones on one line."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from quark_fx.config.selection import without_numbers
 from quark_fx.plan.report import Report
 
 NO_WEIGHT = "none"
-"""What a product of two activations has in the place of a weight's format."""
+"""Weight format of a product of two activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """An operator with weights, or several alike.
+    """An operator with weights, or several similar ones.
 
     Attributes:
-        name: of the operator; numbers that differ are `*`.
-        kind: of operator.
-        weight: number format of the weight.
-        activation: number format of what it reads.
-        bytes: of the weight with its scales.
-        reason: why it is in float, where that is known.
-        count: operators.
-        stored: name of the weight in the file, which other operators may read, too; empty if no other does.
+        name: Name of the operator; numbers that differ are `*`.
+        kind: Kind of operator.
+        weight: Number format of the weight.
+        activation: Number format of the input.
+        bytes: Size of the weight with its scales.
+        reason: Reason for staying in float, if known.
+        count: Number of operators.
+        stored: Name of the weight in the file, if other operators may read it, too; empty otherwise.
     """
 
     name: str
@@ -58,7 +58,7 @@ def parts_of(report: Report) -> list[Part]:
 
 
 def grouped(parts: Iterable[Part]) -> list[Part]:
-    """Return one part for all that differ in the numbers of their names alone."""
+    """Merge all parts that differ only in the numbers of their names into one."""
     found: dict[Any, Part] = {}
     for part in parts:
         pattern = without_numbers(part.name)
@@ -71,7 +71,7 @@ def grouped(parts: Iterable[Part]) -> list[Part]:
 
 
 def parts_table(parts: Iterable[Part]) -> Table:
-    """Return them as a table."""
+    """Return parts as a table."""
     header = ("operator", "kind", "count", "weight", "activation", "size", "in float because")
     rows = [(p.name, p.kind, p.count, p.weight, p.activation, size(p.bytes), p.reason) for p in parts]
     return table(header, rows, right=(2, 5))

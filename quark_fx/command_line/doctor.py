@@ -1,4 +1,4 @@
-"""`quark-fx doctor`: what this machine and environment can do."""
+"""`quark-fx doctor`: report the abilities of this machine and environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXTRAS = {
     "vision": ("folders of images, torchvision's models", ("torchvision", "pillow", "scikit-learn")),
     "cli": ("this command", ("typer", "rich")),
 }
-"""What each extra gives, and the packages it brings."""
+"""Purpose and packages of each extra."""
 
 _INT8 = {
     "avx2": "8-bit products; sums of two saturate at 16 bits, which int8 files of quark_fx allow for",
@@ -38,11 +38,11 @@ _INT8 = {
     "asimddp": "exact 8-bit products, 4 in one step (ARM)",
     "i8mm": "exact 8-bit products of small matrices (ARM)",
 }
-"""Instructions for products of 8-bit integers, as Linux names them, and what they compute."""
+"""Instructions for products of 8-bit integers, under their names in Linux, and their results."""
 
 
 def doctor(json: Json = False) -> None:
-    """Show the processor and its int8 instructions, versions, and which extras are installed."""
+    """Show the processor and its int8 instructions, versions, and the installed extras."""
     name, flags = this_processor()
     saturates = _saturates()
     instructions = {flag: meaning for flag, meaning in _INT8.items() if flag in flags}
@@ -92,7 +92,7 @@ _KERNELS = {
 
 
 def _saturates() -> bool | None:
-    """Tell whether ONNX Runtime's kernels saturate here, `None` where it is not installed."""
+    """Tell whether ONNX Runtime's kernels saturate here; `None` if it is not installed."""
     if any(importlib.util.find_spec(package) is None for package in ("onnxruntime", "onnx_ir")):
         return None
     from quark_fx.export.runtime.session import adds_pairs_in_16_bits

@@ -1,4 +1,4 @@
-"""The entry point of `quark-fx`, which names a package that is missing."""
+"""The entry point of `quark-fx`, which reports a missing package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 def main() -> None:
     """Run the command line."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars of reading, which is short
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' progress bars for short reads
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

@@ -1,4 +1,4 @@
-"""`quark-fx evaluate`: figures of a model in any form."""
+"""`quark-fx evaluate`: measure a model in any form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quark_fx.evaluation import Classification, Embedding, LanguageModeling
 
 
 class Task(StrEnum):
-    """What a model is judged by."""
+    """The task on which a model is evaluated."""
 
     LANGUAGE_MODELING = "language-modeling"
     CLASSIFICATION = "classification"
@@ -38,7 +38,7 @@ def evaluate(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure perplexity, accuracy or cosine, for float, quantized and exported models alike."""
+    """Measure perplexity, accuracy, or cosine of float, quantized, and exported models."""
     original = None if reference is None else subject(reference)
     judged = subject(model).completed_by(original)
     task = task or _task(reading, judged)
@@ -50,7 +50,7 @@ def evaluate(
 
 
 def _samples(batch: Any) -> int:
-    """Return how many samples a batch of a task has."""
+    """Return the number of samples in a batch."""
     tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
     return len(next(tensors, ()))
 

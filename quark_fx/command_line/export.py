@@ -1,4 +1,4 @@
-"""`quark-fx export`: a quantized model in other formats."""
+"""`quark-fx export`: write a quantized model in other formats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def export(
     opset: Annotated[int | None, typer.Option(help="ONNX: 14 to 25.")] = None,
     json: Json = False,
 ) -> None:
-    """Write a quantized model as an ONNX file, a GGUF file or a checkpoint."""
+    """Write a quantized model as an ONNX file, a GGUF file, or a checkpoint."""
     outputs = outputs_of(output, format or [])
     for one in outputs:
         require_room_for(one)

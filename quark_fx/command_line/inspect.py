@@ -1,4 +1,4 @@
-"""`quark-fx inspect`: what is in a file, whoever wrote it."""
+"""`quark-fx inspect`: show the contents of any file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def inspect(
     every: Annotated[bool, typer.Option("--all", help="Each operator in a line of its own.")] = False,
     json: Json = False,
 ) -> None:
-    """Show number formats and sizes by operator, what is in float, and what ONNX Runtime runs in integers here."""
-    if not os.path.exists(path):  # also of names that are too long, for which Path.exists raises
+    """Show number formats and sizes by operator, operators in float, and those that ONNX Runtime runs in integers."""
+    if not os.path.exists(path):  # also for names that are too long, for which Path.exists raises
         raise QuarkError(f"{path} does not exist")
     kind, parts, extra = _contents(path)
     shown = parts if every else grouped(parts)
@@ -53,7 +53,7 @@ def inspect(
 
 
 def _contents(path: Path) -> tuple[str, list[Part], dict[str, Any] | None]:
-    """Return the kind of a file or directory, its operators, and of an ONNX file how ONNX Runtime runs it."""
+    """Return the kind of a file or directory, its operators, and, for an ONNX file, its kernels in ONNX Runtime."""
     if not path.is_dir():
         _require_file(path)
     if path.suffix == ".onnx":
@@ -88,7 +88,7 @@ def _require(package: str) -> None:
 
 
 def _runtime(path: Path) -> dict[str, Any]:
-    """Return which kernels ONNX Runtime runs a file with on this processor."""
+    """Return the kernels with which ONNX Runtime runs a file on this processor."""
     from quark_fx.export.runtime.report import runtime_report
     from quark_fx.export.runtime.session import file_may_optimize
 

@@ -1,4 +1,4 @@
-"""The operators of an ONNX file that have weights, and the number formats of what they multiply, whoever wrote it."""
+"""The operators with weights of any ONNX file, and the number formats of their operands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPERANDS = {
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), (0, 3)),
     **dict.fromkeys(("Gather", "GatherBlockQuantized"), (1, 0)),
 }
-"""Where the activation and the weight of an operator are among its inputs."""
+"""Positions of an operator's activation and weight among its inputs."""
 
 _BESIDE = {
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), (4, 5)),
@@ -33,7 +33,7 @@ _BESIDE = {
     "QAttention": (4, 7),
     "DynamicQuantizeLSTM": (2, 8, 9, 10, 11),
 }
-"""Where scales and zero points of a weight are among the inputs, and recurrent weights."""
+"""Positions of a weight's scales and zero points among the inputs, and of recurrent weights."""
 
 _SCALE = {
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm", "QAttention"), 4),
@@ -41,16 +41,16 @@ _SCALE = {
     "MatMulIntegerToFloat": 3,
     "DynamicQuantizeLSTM": 8,
 }
-"""Where the scale of a weight in codes is among the inputs."""
+"""Position of the scale of a quantized weight among the inputs."""
 
 _MOVES = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "Concat", "Pad"})
-"""Operators that pass values on."""
+"""Operators that only move values."""
 
 _MEASURED = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
-"""Operators that find the range of an activation at run time."""
+"""Operators that measure the range of an activation at run time."""
 
 _SCALED_AFTER = frozenset({"MatMulInteger", "ConvInteger"})
-"""Operators whose sums are scaled by others."""
+"""Operators with sums that later operators scale."""
 
 _NAMES = {
     "float": "float32",
@@ -66,12 +66,12 @@ def onnx_parts(path: Path) -> list[Part]:
     """Return the operators with weights, and products of two activations.
 
     Raises:
-        ExportError: if it is no ONNX file.
+        ExportError: If it is not an ONNX file.
     """
     try:
         model = ir.load(path)
         return [part for node in model.graph.all_nodes() if (part := _part(node)) is not None]
-    except Exception as error:  # protobuf's own, and what a damaged graph breaks
+    except Exception as error:  # errors of protobuf, and of reading a damaged graph
         raise ExportError(f"{path} cannot be read as an ONNX file: {error}") from error
 
 
@@ -96,7 +96,7 @@ def _part(node: ir.Node) -> Part | None:
 
 
 def _bytes(node: ir.Node, leaves: tuple[ir.Value, ...]) -> int:
-    """Return the size of a weight, of its scales and zero points, and of other weights that the operator has."""
+    """Return the size of a weight, its scales and zero points, and the operator's other weights."""
     beside = [_leaves(node.inputs[i]) for i in _BESIDE.get(node.op_type, ()) if i < len(node.inputs)]
     after = _scales_after(node) if node.op_type in _SCALED_AFTER else ()
     found = {id(leaf): leaf for part in (leaves, *beside, after) for leaf in part} if leaves else {}
@@ -108,7 +108,7 @@ def _is_index(leaf: ir.Value) -> bool:
 
 
 def _leaves(value: ir.Value | None) -> tuple[ir.Value, ...]:
-    """Return the constants that a value is computed from, the largest first; none if it depends on an input."""
+    """Return the constants from which a value is computed, the largest first; empty if it depends on an input."""
     if value is None:
         return ()
     found, pending, seen = list[ir.Value](), [value], set[int]()
@@ -137,10 +137,10 @@ def _length(leaf: ir.Value) -> int:
 
 
 def _format(node: ir.Node, weight: ir.Value | None, leaves: tuple[ir.Value, ...]) -> str:
-    """Return the number format of a weight, and what shares a scale."""
+    """Return the number format of a weight, and the granularity of its scales."""
     codes, scales = leaves[0], leaves[1:]
     if bits := node.attributes.get_int("bits", 0):
-        signed = len(node.inputs) < 4 or node.inputs[3] is None  # of zero points
+        signed = len(node.inputs) < 4 or node.inputs[3] is None  # no zero points
         return f"{'' if signed else 'u'}int{bits} group {node.attributes.get_int('block_size', 128)}"
     name = next((found for p in _producers(weight) if (found := _block_format(p, "Values"))), _name(codes.dtype))
     if codes.dtype is None or (codes.dtype.is_floating_point() and codes.dtype.itemsize > 1):
@@ -160,7 +160,7 @@ def _format(node: ir.Node, weight: ir.Value | None, leaves: tuple[ir.Value, ...]
 
 
 def _scales_after(node: ir.Node) -> tuple[ir.Value, ...]:
-    """Return the constants that the sums of an operator on integers are multiplied by, directly or in a product."""
+    """Return the constants that scale the sums of an integer operator, directly or in a product."""
     readers = [use.node for output in node.outputs for use in output.uses()]
     readers += [use.node for cast in readers if cast.op_type == "Cast" for use in cast.outputs[0].uses()]
     factors = [value for reader in readers if reader.op_type == "Mul" for value in reader.inputs]
@@ -170,7 +170,7 @@ def _scales_after(node: ir.Node) -> tuple[ir.Value, ...]:
 
 
 def _block_format(node: ir.Node, act: str) -> str:
-    """Return the number format in the name of one of our functions on blocks, empty for any other operator.
+    """Return the number format in the name of a `quark_fx` function on blocks; empty for any other operator.
 
     >>> _block_format(ir.node("Values_fp4_e2m1", [], domain="quark_fx"), "Values")
     'fp4_e2m1'
@@ -182,7 +182,7 @@ def _block_format(node: ir.Node, act: str) -> str:
 
 
 def _producers(value: ir.Value | None) -> Iterator[ir.Node]:
-    """Yield what makes a value, from the last one on, along first inputs."""
+    """Yield the producers of a value, from the last one on, along first inputs."""
     while value is not None and (producer := value.producer()) is not None:
         yield producer
         value = producer.inputs[0] if producer.inputs else None

@@ -33,7 +33,7 @@ FloatModel = Annotated[
 
 
 def _completing(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return what the shell completes the beginning of a name with."""
+    """Return a shell completion for the beginnings of names."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
@@ -59,7 +59,7 @@ Formats = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The data for calibration or evaluation, and how to read it."""
+    """The data for calibration or evaluation, and the options to read it."""
 
     data: Annotated[
         Path | None,
@@ -94,7 +94,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions:
-    """A configuration: a preset or a file, and what other options change."""
+    """A configuration: a preset or file, with changes from other options."""
 
     preset: Annotated[
         str | None, typer.Option(help="One of `quark-fx presets`.", autocompletion=_completing(PRESETS))
@@ -114,7 +114,7 @@ class ConfigOptions:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The fields of the preset or the file that options override, apart from `exclude`, which adds."""
+        """The fields of the preset or file that options override, except `exclude`, which adds patterns."""
         given = {"group_size": self.group_size, "target": self.target}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -122,8 +122,8 @@ class ConfigOptions:
         """Return the configuration.
 
         Raises:
-            typer.BadParameter: if neither a preset nor a file is given, or both.
-            ConfigError: for an unknown preset, or a file that cannot be read or contradicts itself.
+            typer.BadParameter: If neither or both of a preset and a file are given.
+            ConfigError: If a preset is unknown, or a file cannot be read or contradicts itself.
         """
         if (self.preset is None) == (self.config is None):
             raise typer.BadParameter("give --preset NAME or --config FILE, one of them")
@@ -136,7 +136,7 @@ _SHARED = (Reading, ConfigOptions)
 
 
 def shares_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Expand each argument of a command that is a `Reading` or a `ConfigOptions` into its options."""
+    """Expand each `Reading` or `ConfigOptions` argument of a command into its options."""
     hints = get_type_hints(command, include_extras=True)
     groups, parameters = dict[str, type[Any]](), list[inspect.Parameter]()
     for name, own in inspect.signature(command).parameters.items():

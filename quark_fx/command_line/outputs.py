@@ -1,4 +1,4 @@
-"""Where results go: files and directories, each in a format."""
+"""Destinations of results: files and directories, each with a format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMATS = {
     "ONNX": ("qdq", "qoperator", "matmul_nbits", "vitis"),
     "checkpoint": ("compressed-tensors", "gptq", "gptq_v2", "awq"),
 }
-"""Formats by the kind of output that has them."""
+"""Formats by kind of output."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Output:
     """A file or directory to write.
 
     Attributes:
-        path: of it.
-        kind: `"ONNX"`, `"GGUF"`, `"checkpoint"`, or `"saved"` for what `quark_fx.load` reads.
-        format: how it is spelled, `None` for the target's own.
+        path: Path of the file or directory.
+        kind: `"ONNX"`, `"GGUF"`, `"checkpoint"`, or `"saved"` (read by `quark_fx.load`).
+        format: Format; `None` for the target's default.
     """
 
     path: Path
@@ -45,20 +45,20 @@ class Output:
 
     @property
     def checked(self) -> str | None:
-        """What `quark_fx.check` calls the format, `None` for what holds everything."""
+        """The name of the format in `quark_fx.check`; `None` if it supports every model."""
         return {"ONNX": self.format or "qdq", "GGUF": "gguf", "checkpoint": self.format}.get(self.kind)
 
     @property
     def can_be_verified(self) -> bool:
-        """Whether `quark_fx.verify` reads it without packages for kernels, as those of GPTQ and AWQ."""
+        """Tell whether `quark_fx.verify` reads it without kernel packages, which GPTQ and AWQ need."""
         return self.kind in ("ONNX", "GGUF") or self.format == "compressed-tensors"
 
 
 def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
-    """Return what is to be written.
+    """Return the outputs to write.
 
     Raises:
-        typer.BadParameter: for a format that does not exist, or that no output has.
+        typer.BadParameter: If a format does not exist, or does not apply to any output.
     """
     chosen: dict[str, str] = {}
     known = [name for names in _FORMATS.values() for name in names]
@@ -79,11 +79,11 @@ def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
 
 
 def require_opset(opset: int | None, outputs: Sequence[Output], target: Target) -> None:
-    """Raise for an opset that no output has, or that the target does not read.
+    """Raise if no output has an opset, or the target does not support it.
 
     Raises:
-        typer.BadParameter: if no output is an ONNX file.
-        ExportError: if files cannot be written in it.
+        typer.BadParameter: If no output is an ONNX file.
+        ExportError: If files cannot be written in it.
     """
     if opset is None:
         return
@@ -101,7 +101,7 @@ _NOT_WRITTEN = frozenset(
         *(".tar", ".gz"),
     }
 )
-"""Suffixes of files that nothing here writes, and that no directory should have."""
+"""Suffixes of files that are not supported, and that a directory should not have."""
 
 
 def _output(path: Path, chosen: dict[str, str]) -> Output:
@@ -116,7 +116,7 @@ def _output(path: Path, chosen: dict[str, str]) -> Output:
 
 
 def require_room_for(output: Output) -> None:
-    """Raise `ExportError` for a place that cannot take an output, before the work is done."""
+    """Raise `ExportError` if a path is not suitable for an output, before the work starts."""
     path, directory = output.path, output.kind in ("checkpoint", "saved")
     require_possible(path)
     if directory and path.exists() and not path.is_dir():
@@ -137,11 +137,11 @@ def write(
     """Write a model in one form; return its path.
 
     Args:
-        qmodel: the model.
-        output: where, and in which format.
-        tokenizer: written beside it, or into it.
-        model: a float model of the same class, for checkpoints of a model that was loaded.
-        opset: of ONNX.
+        qmodel: Model to write.
+        output: Path and format.
+        tokenizer: Tokenizer to write into the same directory or file.
+        model: Float model of the same class, for checkpoints of a loaded model.
+        opset: Opset of an ONNX file.
     """
     if output.kind == "ONNX":
         return export.onnx(qmodel, output.path, format=output.format, opset=opset)
@@ -159,7 +159,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a configuration.
 
     Raises:
-        ExportError: if the file cannot be written.
+        ExportError: If the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -168,6 +168,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def written_bytes(path: Path) -> int:
-    """Return the bytes of a file and the data beside it, or of all files of a directory."""
+    """Return the size of a file with its external data, or of all files of a directory."""
     files = path.rglob("*") if path.is_dir() else (path, path.with_name(f"{path.name}.data"))
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,4 +1,4 @@
-"""`quark-fx presets`: what there is by name."""
+"""`quark-fx presets`: list the presets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quark_fx.quantization import needs_data
 
 
 def presets(json: Json = False) -> None:
-    """List the presets: their number formats, the passes that rescale, rotate or learn, and what stays in float."""
+    """List the presets: their number formats, passes that rescale, rotate, or learn, and operators in float."""
     header = ("preset", "weights", "activations", "passes", "stays in float", "data", "target")
     rows = [
         (

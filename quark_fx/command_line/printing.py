@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs."""
+"""Output of commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 _PIPED = 200
-"""Columns of a table that no terminal limits."""
+"""Width of a table, in columns, if stdout is not a terminal."""
 
 
 def show(as_json: bool, data: Any, *parts: Table | str) -> None:
@@ -27,12 +27,12 @@ def show(as_json: bool, data: Any, *parts: Table | str) -> None:
 
 
 def say(text: str) -> None:
-    """Tell the user on stderr how far a command is."""
+    """Print the progress of a command on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> Table:
-    """Return a table; columns in `right` are set to the right."""
+    """Return a table; columns in `right` are aligned to the right."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(header):
         made.add_column(name, justify="right" if index in right else "left", overflow="fold")
@@ -42,7 +42,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Ite
 
 
 def size(count: int) -> str:
-    """Return a number of bytes as one reads it.
+    """Return a number of bytes in readable units.
 
     >>> size(999), size(1536), size(3 << 30)
     ('999 B', '1.5 KiB', '3.00 GiB')
@@ -58,7 +58,7 @@ def _plain(cell: object) -> str:
 
 
 def _finite(data: Any) -> Any:
-    """Return data with `null` for what JSON has no number for."""
+    """Return data with `null` for numbers that JSON does not support."""
     if isinstance(data, dict):
         return {str(key): _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

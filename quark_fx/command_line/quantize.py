@@ -1,4 +1,4 @@
-"""`quark-fx quantize`: from a float model to files."""
+"""`quark-fx quantize`: quantize a float model and write it to files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def quantize(
         plan = Plan(source, chosen, batches, outputs, dtype)
         opened = _opened(source, dtype, scratch)
         learns = any(map(learns_from_data, chosen.passes))
-        # Files of weights have no place for some models; ONNX files are quick to write after calibration.
+        # Some models do not fit files of weights; ONNX files are quick to write after calibration.
         asked = [one for one in outputs if learns or dry_run or (one.kind != "ONNX" and needs_data(chosen))]
         _require_formats(opened, chosen, batches, asked)
         if dry_run:
@@ -131,7 +131,7 @@ def quantize(
 
 
 def _require_quantized(report: Report) -> None:
-    """Raise if a file would be the float model: the warning of `quantize` is overlooked in a script."""
+    """Raise if no operator was quantized: a script would overlook the warning of `quantize`."""
     if not report.totals["quantized"]:
         reasons = ", ".join(sorted({row.reason for row in report})[:3]) or "it has none with weights"
         raise ConfigError(
@@ -142,7 +142,7 @@ def _require_quantized(report: Report) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call is going to do."""
+    """The steps of a call."""
 
     source: Subject
     config: QuantConfig
@@ -151,7 +151,7 @@ class Plan:
     dtype: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the plan as plain data."""
         return {
             "model": self.source.name,
             "dtype": self.dtype or self.source.dtype or None,
@@ -161,7 +161,7 @@ class Plan:
         }
 
     def table(self) -> Any:
-        """Return it as a table."""
+        """Return the plan as a table."""
         c = self.config
         learning = [pass_name(p) for p in c.passes if learns_from_data(p)]
         rows = [
@@ -178,7 +178,7 @@ class Plan:
 
 
 def _too_narrow(source: Subject, outputs: Iterable[Output]) -> bool:
-    """Tell whether a checkpoint is stored in what ONNX Runtime's kernels do not compute in."""
+    """Tell whether a checkpoint is stored in a dtype in which ONNX Runtime's kernels do not compute."""
     return source.dtype.endswith("bfloat16") and any(output.kind == "ONNX" for output in outputs)
 
 
@@ -193,7 +193,7 @@ def _opened(source: Subject, dtype: str | None, scratch: str) -> Any:
 
 
 def _require_formats(model: Any, config: QuantConfig, batches: list[Any], outputs: Iterable[Output]) -> None:
-    """Raise if a format cannot hold the result, before calibration."""
+    """Raise if a format does not support the result, before calibration."""
     for output in outputs:
         if output.checked is not None:
             say(f"checking that {output} can hold the result")
@@ -203,7 +203,7 @@ def _require_formats(model: Any, config: QuantConfig, batches: list[Any], output
 def _finished(
     qmodel: qfx.QuantizedModel, output: Output, tokenizer: Any, stream: bool, opset: int | None, batch: Any
 ) -> dict[str, Any]:
-    """Write an output; return where it lies, its size, and how far it is from torch."""
+    """Write an output; return its path, its size, and its difference from torch."""
     path = output.path
     if not stream:
         say(f"writing {output}")
@@ -223,7 +223,7 @@ def _finished(
 
 
 def _runtime(qmodel: qfx.QuantizedModel, output: Output) -> Runtime | None:
-    """Return the runtime that an output is written for if it is another than the default, and is installed."""
+    """Return the runtime of an output if it is not the default one and is installed."""
     wanted = output.kind == "ONNX" and qmodel.config.target.onnx.runtime == "openvino"
     return "openvino" if wanted and find_spec("openvino") is not None else None
 

@@ -1,4 +1,4 @@
-"""The batches that `--data` and its options ask for."""
+"""The batches that `--data` and its options select."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_batches(reading: Reading, subject: Subject) -> list[Any]:
     """Return batches of inputs for a model.
 
     Raises:
-        CalibrationError: if there is no data, it cannot be read, or text has no tokenizer.
+        CalibrationError: If data is missing or cannot be read, or text comes without a tokenizer.
     """
     path = _existing(reading)
     if path.is_dir():
@@ -34,10 +34,10 @@ def read_batches(reading: Reading, subject: Subject) -> list[Any]:
 
 
 def calibration(reading: Reading, subject: Subject, *, needed: bool) -> list[Any]:
-    """Return what is calibrated on; where values do not matter, what the model can be captured with.
+    """Return calibration data or, if values do not matter, a batch to capture the model with.
 
     Raises:
-        CalibrationError: as `read_batches` does, or if there is no data where it is needed.
+        CalibrationError: If data is required and missing, or cannot be read (see `read_batches`).
     """
     if reading.data is not None:
         return read_batches(reading, subject)
@@ -53,10 +53,10 @@ def calibration(reading: Reading, subject: Subject, *, needed: bool) -> list[Any
 
 
 def read_labeled(reading: Reading, subject: Subject) -> list[tuple[Any, torch.Tensor]]:
-    """Return pairs of batches and labels: of images in a folder for each class, or of arrays, one called `labels`.
+    """Return pairs of batches and labels: from images in one folder per class, or from arrays with one named `labels`.
 
     Raises:
-        CalibrationError: if there are no labels, or as for `read_batches`.
+        CalibrationError: If labels are missing, or data cannot be read (see `read_batches`).
     """
     path = _existing(reading)
     if path.is_dir():
@@ -71,7 +71,7 @@ def read_labeled(reading: Reading, subject: Subject) -> list[tuple[Any, torch.Te
 
 
 def has_labels(reading: Reading) -> bool:
-    """Tell whether the data says which class each sample is of."""
+    """Tell whether the data contains the class of each sample."""
     path = _existing(reading)
     if path.is_dir():
         return any(file.parent != path for file in image_files(path))
@@ -87,10 +87,10 @@ def is_text(reading: Reading) -> bool:
 
 
 def find_tokenizer(reading: Reading, subject: Subject) -> Any:
-    """Return the tokenizer that was named, or lies beside the model or in its file; `None` if there is none.
+    """Return the tokenizer of the options, the model's folder, or the model's file; `None` if it is missing.
 
     Raises:
-        CalibrationError: if one was named and is not there, or cannot be read.
+        CalibrationError: If a tokenizer is requested and missing, or cannot be read.
     """
     folder = reading.tokenizer or subject.folder
     if folder is None or not has_tokenizer(folder):
@@ -103,7 +103,7 @@ def find_tokenizer(reading: Reading, subject: Subject) -> Any:
 
 
 def _apart(batch: Any) -> tuple[Any, torch.Tensor | None]:
-    """Return a batch of arrays and the labels that were in it."""
+    """Split a batch of arrays into inputs and labels."""
     if not isinstance(batch, dict) or "labels" not in batch:
         return batch, None
     inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -123,11 +123,11 @@ def _existing(reading: Reading) -> Path:
 
 
 _OF_IMAGES, _OF_TEXT = ("image_size", "mean", "std"), ("lines",)
-"""Options that say how one kind of data is read."""
+"""Options that apply to one kind of data only."""
 
 
 def _require_used(reading: Reading, path: Path) -> None:
-    """Raise `CalibrationError` for options of another kind of data than there is."""
+    """Raise `CalibrationError` for options that apply to another kind of data."""
     for what, names, fits in (
         ("a folder of images", _OF_IMAGES, path.is_dir()),
         ("text", _OF_TEXT, not path.is_dir() and path.suffix not in ARRAY_SUFFIXES),
@@ -170,7 +170,7 @@ def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
 
 
 def _images(reading: Reading, subject: Subject) -> dict[str, Any]:
-    """Return the options of `image_folder`: a checkpoint says itself how it reads images."""
+    """Return the options of `image_folder`; a checkpoint's own processor takes precedence."""
     folder = subject.folder
     asked = reading.image_size or reading.mean or reading.std
     if folder is not None and (folder / "preprocessor_config.json").is_file() and not asked:
@@ -200,6 +200,6 @@ def _pretrained(kind: str, folder: Path, **options: Any) -> Any:
     place = folder / options.get("gguf_file", "")
     try:
         return getattr(transformers, kind).from_pretrained(folder, **options)
-    except Exception as error:  # whatever transformers raises about its files
+    except Exception as error:  # any error of transformers about its files
         hint = "; give --tokenizer DIRECTORY" if kind == "AutoTokenizer" else ""
         raise CalibrationError(f"transformers cannot read what {place} says of its inputs: {error}{hint}") from error

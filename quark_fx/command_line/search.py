@@ -1,4 +1,4 @@
-"""`quark-fx search`: a format for each operator, under a budget."""
+"""`quark-fx search`: choose a format for each operator under a budget."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def search(
     html: Html = None,
     json: Json = False,
 ) -> None:
-    """Choose a format for each operator, so that the error is least and a budget is kept."""
+    """Choose a format for each operator to minimize the error under a budget."""
     if [bits, size, latency, error].count(None) != 3:
         raise typer.BadParameter("give one budget: --bits 4.5, --size 60MiB, --latency 0.6 or --error 0.01")
     for place in filter(None, (html, output)):
@@ -57,7 +57,7 @@ def search(
     source = float_subject(model)
     batches = calibration(reading, source, needed=True)
     found = qfx.search(source.model, candidates, budget=budget, data=batches, metric=metric)
-    show(json, found.to_dict(), str(found))  # before a file that cannot be written
+    show(json, found.to_dict(), str(found))  # before a file that may fail to be written
     if html is not None:
         found.html(html)
     if output is not None:
@@ -65,7 +65,7 @@ def search(
 
 
 def _number(text: str | None) -> float | str | None:
-    """Return a share as a number, and a time as it is."""
+    """Return a share as a number, and a time as text."""
     try:
         return None if text is None else float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A model as the command line names it: a path, or the function of a module that makes one."""
+"""A model on the command line: a path, or a function in a module that returns one."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model and what is known of how it is called.
+    """A model with the information needed to call it.
 
     Attributes:
-        name: as it was given.
-        model: the module, quantized model or ONNX file; the path of a checkpoint that has not been opened.
-        folder: where its tokenizer may lie.
-        gguf: a file that may hold its tokenizer.
-        config: of a checkpoint.
-        inputs: their names, where they are known.
-        example: a batch that a factory returned with its model.
+        name: Name on the command line.
+        model: Module, quantized model, or ONNX file; path of a checkpoint that is not opened yet.
+        folder: Folder that may contain its tokenizer.
+        gguf: File that may contain its tokenizer.
+        config: Configuration of a checkpoint.
+        inputs: Names of the inputs, if known.
+        example: Batch that a factory returned with its model.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def reads_lines(self) -> bool:
-        """Whether samples of text are padded lines, as encoders read them."""
+        """Tell whether text samples are padded lines, the input of encoders."""
         if self.config is not None:
             architecture = str(self.config["architectures"][0])
             return not architecture.endswith(("ForCausalLM", "LMHeadModel"))
@@ -65,16 +65,16 @@ class Subject:
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that it reads, where a checkpoint says that."""
+        """The largest number of tokens that it reads, if a checkpoint contains it."""
         return context_length(self.config or {})
 
     @property
     def dtype(self) -> str:
-        """What a checkpoint stores its weights in, empty if it does not say."""
+        """The dtype of a checkpoint's weights; empty if it does not contain it."""
         return str((self.config or {}).get("dtype") or (self.config or {}).get("torch_dtype") or "")
 
     def completed_by(self, other: Subject | None) -> Subject:
-        """Return it with what is known of the other of how it is called: an exported file has no tokenizer."""
+        """Return the subject with missing information from `other`: an exported file does not have a tokenizer."""
         if other is None:
             return self
         folder = self.folder if self.folder is not None and has_tokenizer(self.folder) else other.folder
@@ -82,7 +82,7 @@ class Subject:
         return replace(self, folder=folder, config=self.config or other.config, example=example)
 
     def made_up(self) -> dict[str, Tensor] | None:
-        """Return a batch of tokens for a model to be captured with, `None` if it is no model of text."""
+        """Return a generated batch of tokens for capture; `None` if it is not a text model."""
         vocabulary = (self.config or {}).get("vocab_size")
         if not isinstance(vocabulary, int):
             return None
@@ -91,15 +91,15 @@ class Subject:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Tell whether a folder holds the files of a tokenizer."""
+    """Tell whether a folder contains the files of a tokenizer."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def float_subject(name: str) -> Subject:
-    """Return the float model that is to be quantized; a checkpoint is not opened yet.
+    """Return the float model to quantize; a checkpoint is not opened yet.
 
     Raises:
-        QuarkError: if it is neither a checkpoint nor a factory, or is quantized already.
+        QuarkError: If it is neither a checkpoint nor a factory, or already quantized.
     """
     if _is_factory(name):
         return _made(name)
@@ -109,7 +109,7 @@ def float_subject(name: str) -> Subject:
             f"{name} is no float model of PyTorch; give the directory of a checkpoint, or a function as "
             "package.module:name"
         )
-    if not os.path.exists(path):  # also of names that are too long, for which Path.exists raises
+    if not os.path.exists(path):  # also for names that are too long, for which Path.exists raises
         raise CheckpointError(
             f"{name} does not exist; give the directory of a checkpoint, or a function as package.module:name"
         )
@@ -123,7 +123,7 @@ def subject(name: str) -> Subject:
     """Return a model in any form, ready to run.
 
     Raises:
-        QuarkError: if it cannot be read or made.
+        QuarkError: If it cannot be read or created.
     """
     if _is_factory(name):
         return _made(name)
@@ -144,7 +144,7 @@ def _is_factory(name: str) -> bool:
 
 
 def _made(name: str) -> Subject:
-    """Return the model that a function returns, with a batch of example inputs where it returns a pair."""
+    """Return the result of a factory: a model, with a batch of example inputs if it returns a pair."""
     module_name, _, path = name.partition(":")
     module = _imported(module_name)
     factory: Any = module
@@ -160,11 +160,11 @@ def _made(name: str) -> Subject:
             inspect.signature(factory).bind()
         except TypeError as error:
             raise ConfigError(f"{name} is called without arguments: {error}; give each a default") from error
-        except ValueError:  # written in C, and silent about its arguments
+        except ValueError:  # a C function without a signature
             pass
         try:
             made = factory()
-        except Exception as error:  # the user's own code
+        except Exception as error:  # an error of the user's code
             raise CaptureError(f"{name} raised {_described(error)}") from error
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -181,7 +181,7 @@ def _imported(name: str) -> ModuleType:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # the user's own code
+    except Exception as error:  # an error of the user's code
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"there is no module {error.name!r}, neither in {here} nor installed; a factory is package.module:name"
@@ -190,7 +190,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _described(error: BaseException) -> str:
-    """Return an error with the line it comes from."""
+    """Return the description of an error with its source line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

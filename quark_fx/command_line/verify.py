@@ -1,4 +1,4 @@
-"""`quark-fx verify`: an exported file or checkpoint against the model it was made of."""
+"""`quark-fx verify`: compare an exported file or checkpoint with its model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def verify(
     ] = 32,
     json: Json = False,
 ) -> None:
-    """Run the same data in torch and in what reads the file, and compare outputs in quantization steps."""
+    """Run the same data in torch and in the runtime of the file, and compare outputs in quantization steps."""
     made_of = subject(model)
     if not isinstance(made_of.model, QuantizedModel) and not is_generation_folder(file):
         raise ExportError(f"{model} is no quantized model of quark_fx; give the directory that quantize wrote")

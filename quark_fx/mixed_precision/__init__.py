@@ -1,1 +1,1 @@
-"""One number format for each operator, under a budget."""
+"""Mixed precision: one number format per operator, under a budget."""

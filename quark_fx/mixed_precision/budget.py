@@ -1,4 +1,4 @@
-"""What a search may spend."""
+"""The budget of a search."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One limit: of bits, of bytes, of the time a call takes, or of the error.
+    """One limit: on bits, bytes, the latency of a call, or the error.
 
     Args:
-        bits: on average, of each weight that at least one candidate quantizes.
-        size: Limit in bytes, or text such as `"60MiB"`, of what `output` names.
-        output: What `size` limits. `"report"`: the weights in `QuantizedModel.report()`, packed codes, scales, and zero
+        bits: Average number of bits over all weights that at least one candidate quantizes.
+        size: Limit in bytes, or text such as `"60MiB"`, on the size that `output` selects.
+        output: Size to limit. `"report"`: the weights in `QuantizedModel.report()`, packed codes, scales, and zero
             points, each weight once; files can be larger, because formats differ in how they pack codes, store a tied
             table twice, and hold norms and a graph. `"onnx"`, `"checkpoint"` (Hugging Face), `"gguf"`, or `"saved"`
             (`qmodel.save`): all bytes that this export writes with its default arguments, without a tokenizer. Each
             configuration that is tried is written once to a temporary directory.
-        latency: of one call in the runtime of the target on this machine: a share of at most 1 of what the float
-            model takes there, as `0.6`, or a time, as `"12ms"`.
-        error: the largest that is accepted, in the metric of the search; the size is then the smallest that keeps it.
+        latency: Limit on the latency of one call in the target's runtime on this machine: a share of the float
+            model's latency there, at most 1, such as `0.6`; or a time, such as `"12ms"`.
+        error: Largest accepted error, in the metric of the search; the search then minimizes the size.
 
     Raises:
-        ConfigError: unless exactly one limit is given, for an output without a size, and for a latency above that of
-            float.
+        ConfigError: If there is not exactly one limit, `output` comes without a size, or the latency is above the float
+            model's.
 
     >>> print(Budget(bits=4.5), Budget(size="1KiB"), Budget(error=0.01), sep="; ")
     at most 4.5 bits per weight; at most 1,024 bytes of weights in the report; an error of at most 0.01
@@ -67,10 +67,10 @@ class Budget:
         return parse_bytes(self.size, "size")
 
     def milliseconds(self, of_float: float) -> float:
-        """Return the latency that is allowed, in milliseconds; infinite if latency is not the budget.
+        """Return the largest latency in milliseconds; infinite if latency is not the budget.
 
         Args:
-            of_float: the latency of the float model, in milliseconds.
+            of_float: Latency of the float model, in milliseconds.
         """
         if self.latency is None:
             return math.inf
@@ -90,10 +90,10 @@ class Budget:
 
 
 def _parse_latency(given: float | str | None) -> tuple[float, bool]:
-    """Return a latency and whether it is a share of that of float; otherwise it is in milliseconds.
+    """Return a latency, and whether it is a share of the float model's latency; otherwise, it is in milliseconds.
 
     Raises:
-        ConfigError: for text without a unit, a share above 1, and what is not above zero.
+        ConfigError: If text lacks a unit, a share is above 1, or the latency is not positive.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", given) if isinstance(given, str) else None
     if isinstance(given, str) and match is None:

@@ -1,4 +1,4 @@
-"""The configurations a search chooses from, and the one that gives each operator that of a candidate."""
+"""The configurations that a search chooses from, and the mixed configuration that it builds from them."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from quark_fx.quantization import resolve
 from quark_fx.system.names import unknown
 
 FLOAT = "float"
-"""The candidate that quantizes nothing."""
+"""Name of the candidate that quantizes nothing."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that operators may have.
+    """A configuration that an operator may get.
 
     Attributes:
-        name: of the preset or format, or of its weights.
-        config: for all operators.
+        name: Name of the preset or format, or description of its weights.
+        config: Configuration for all operators.
     """
 
     name: str
     config: QuantConfig
 
     def specs(self, operator: Named) -> OperatorSpecs | None:
-        """Return the specs of an operator, `None` if it stays in float."""
+        """Return the specs of an operator; `None` if it stays in float."""
         return specs_of(self.config, operator)
 
     @property
     def preset(self) -> str:
-        """The name of the preset that it is, empty if it is none."""
+        """The name of the preset with this configuration; empty if it is not a preset."""
         return self.name if PRESETS.get(self.name) == self.config else ""
 
 
 def specs_of(config: QuantConfig, operator: Named) -> OperatorSpecs | None:
-    """Return the specs of an operator, `None` if it stays in float."""
+    """Return the specs of an operator; `None` if it stays in float."""
     if config.exclusion(operator.name, *operator.kinds):
         return None
     return config.specs_for(operator.name, *operator.kinds)
 
 
 def float_config(config: QuantConfig) -> QuantConfig:
-    """Return a configuration that quantizes no operator, the same in what a model has once."""
+    """Return a configuration that quantizes no operator, with the same settings for the whole model."""
     return config.replace(exclude=("*",), overrides=())
 
 
 def candidates_of(given: Sequence[Any]) -> list[Candidate]:
-    """Return the candidates that are presets' names, configurations, number formats, specs of weights, or `"float"`.
+    """Return the candidates for names of presets, configurations, number formats, specs of weights, or `"float"`.
 
-    A format or a spec takes the place of that of the weights in the first configuration, or in `int8_weight_only`.
+    A format or spec replaces the spec of the weights in the first configuration, or in `int8_weight_only`.
 
     Raises:
-        ConfigError: if there are fewer than two, two are the same, or they differ in what is not per operator.
+        ConfigError: If there are fewer than two, two are equal, or their settings for the whole model differ.
     """
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise ConfigError(f'candidates is a list, as ["w4a16_rtn", "int8"], not {given!r}')
@@ -90,7 +90,7 @@ def candidates_of(given: Sequence[Any]) -> list[Candidate]:
 
 
 def _configuration(given: Any) -> QuantConfig | None:
-    """Return what is a whole configuration, `None` for what is part of one."""
+    """Return a whole configuration; `None` if the argument is a part of one."""
     preset = isinstance(given, str) and given in PRESETS
     if not preset and (isinstance(given, TensorSpec) or given == FLOAT or as_format(given) is not None):
         return None
@@ -116,25 +116,25 @@ def _candidate(given: Any, whole: QuantConfig | None, first: QuantConfig) -> Can
 
 
 def is_expressible(candidate: Candidate, operators: Sequence[Named]) -> bool:
-    """Whether overrides by name can express this candidate: operators with the same name must get the same specs."""
+    """Tell whether overrides can express a candidate: operators with the same name must have the same specs."""
     known: dict[str, OperatorSpecs | None] = {}
     return all(known.setdefault(op.name, specs) == specs for op in operators for specs in [candidate.specs(op)])
 
 
 def base_of(candidates: Sequence[Candidate], chosen: Sequence[int]) -> Candidate:
-    """Return the candidate that is chosen most."""
+    """Return the most frequent candidate."""
     return candidates[Counter(chosen).most_common(1)[0][0]]
 
 
 def mixed(candidates: Sequence[Candidate], operators: Sequence[Named], chosen: Sequence[int]) -> QuantConfig:
     """Return the configuration that gives each operator the specs of its candidate.
 
-    It is that of the candidate chosen most, with overrides for the other operators, one for each module.
+    It is the most frequent candidate's configuration, with overrides for the other operators, one per module.
 
     Args:
-        candidates: which are the same in what is not per operator.
-        operators: of the model.
-        chosen: the candidate of each.
+        candidates: Candidates with the same settings for the whole model.
+        operators: Operators of the model.
+        chosen: Index of each operator's candidate.
     """
     base = base_of(candidates, chosen).config
     wanted = [(op, candidates[i].specs(op)) for op, i in zip(operators, chosen, strict=True)]
@@ -159,7 +159,7 @@ def mixed(candidates: Sequence[Candidate], operators: Sequence[Named], chosen: S
 
 
 def _patterns(names: Sequence[str], operators: Sequence[Named]) -> list[str]:
-    """Return globs for modules and no others: one for those whose names differ in numbers alone, where that is true."""
+    """Return globs that match only these modules; one glob for names that differ only in numbers, where possible."""
     wanted = {*names}
     alike = {name: without_numbers(name) for name in names}
     only = {one: all(op.name in wanted for op in operators if matches(one, op.name)) for one in {*alike.values()}}

@@ -1,4 +1,4 @@
-"""Operators that get one format together."""
+"""Operators that get the same format."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quark_fx.plan.siblings import shared_with_siblings
 
 @dataclass(frozen=True)
 class Group:
-    """Operators that get one candidate together. A stack of experts is one operator.
+    """Operators that get the same candidate. A stack of experts is one operator.
 
     Attributes:
-        places: of its operators in the plan, in order.
-        names: of their modules, each once.
-        weights: by the parameter's name, how many each has.
+        places: Positions of its operators in the plan, in order.
+        names: Names of their modules, without duplicates.
+        weights: Number of values of each named weight.
     """
 
     places: tuple[int, ...]
@@ -29,19 +29,19 @@ class Group:
     weights: dict[str, int]
 
     def size(self, rows: Sequence[Row]) -> int:
-        """Return the bytes of its weights, as a report counts them.
+        """Return the size of its weights in bytes, counted like a report.
 
         Args:
-            rows: of all operators of the plan.
+            rows: Rows of all operators of the plan.
         """
         return stored_size([rows[i] for i in self.places])
 
 
 def groups_of(gm: GraphModule) -> tuple[list[PlannedOperator], list[Group]]:
-    """Return the operators of a float graph, and its groups, in graph order.
+    """Return the operators of a float graph, and their groups, in graph order.
 
-    A group holds operators that have the same name, so that patterns cannot tell them apart; operators that share a
-    weight; and siblings, which servers fuse, as query, key and value, or the stacks of experts of one module.
+    A group contains operators with the same name, which patterns cannot distinguish; operators that share a weight; and
+    siblings, which servers fuse, such as query, key, and value, or the stacks of experts of one module.
     """
     operators = plan_quantization(gm, QuantConfig(), quiet=True).operators
     owner = list(range(len(operators)))
@@ -63,7 +63,7 @@ def groups_of(gm: GraphModule) -> tuple[list[PlannedOperator], list[Group]]:
 
 
 def _shared(op: PlannedOperator) -> Iterator[Hashable]:
-    """Yield what an operator has in common with those of its group."""
+    """Yield keys that an operator shares with the others of its group."""
     yield "name", op.name
     weight = getattr(op, "weight_node", None)
     if weight is not None:

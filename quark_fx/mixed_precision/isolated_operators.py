@@ -1,4 +1,4 @@
-"""One operator as a model of its own, with the inputs that it reads in the whole one."""
+"""A single operator as a model, with the inputs that it reads in the whole model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class IsolatedOperator:
     """An operator as a model.
 
     Attributes:
-        module: computes its result from what depends on the inputs of the whole model.
-        inputs: that it read.
-        key: equal for operators that do the same to tensors of the same shapes and types.
+        module: Model that computes the operator's result from values that depend on the inputs of the whole model.
+        inputs: Values that it read.
+        key: Key that is equal for operators with the same computation on tensors of the same shapes and types.
     """
 
     module: GraphModule
@@ -31,12 +31,12 @@ class IsolatedOperator:
 
 
 def isolate_operators(gm: GraphModule, nodes: Iterable[Node], leaves: Sequence[Any]) -> dict[Node, IsolatedOperator]:
-    """Return operators of a graph, each as a model; one model, with the inputs of the first, for those of equal keys.
+    """Return operators of a graph as separate models; equal keys share one model, with the inputs of the first.
 
     Args:
-        gm: a float graph.
-        nodes: its operators.
-        leaves: flat inputs of the graph.
+        gm: Float graph.
+        nodes: Operators of the graph.
+        leaves: Flat inputs of the graph.
     """
     constant = _constants(gm)
     extractor = _Extractor(gm, {node: _part(node, constant) for node in nodes}, constant)
@@ -46,7 +46,7 @@ def isolate_operators(gm: GraphModule, nodes: Iterable[Node], leaves: Sequence[A
 
 
 class _Extractor(Interpreter):
-    """Extracts operators as a graph runs, while what they read is there."""
+    """Extract operators while a graph runs and their inputs exist."""
 
     def __init__(self, gm: GraphModule, parts: Mapping[Node, Sequence[Node]], constant: set[Node]) -> None:
         super().__init__(gm)
@@ -61,7 +61,7 @@ class _Extractor(Interpreter):
 
 
 def _constants(gm: GraphModule) -> set[Node]:
-    """Return the nodes that depend on no input."""
+    """Return the nodes that do not depend on inputs."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         computed = node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)
@@ -71,7 +71,7 @@ def _constants(gm: GraphModule) -> set[Node]:
 
 
 def _part(node: Node, constant: set[Node]) -> list[Node]:
-    """Return the operator, what computes its weights, and what it reads, in the order of the graph."""
+    """Return an operator, the nodes that compute its weights, and its inputs, in graph order."""
     found, pending = {node}, [node]
     while pending:
         for source in pending.pop().all_input_nodes:
@@ -97,7 +97,7 @@ def _extracted(
                 copies[n] = graph.placeholder(f"x{len(copies)}")
                 inputs.append(value)
                 shapes.append(_shape(value))
-            else:  # a size, which is the same at every call with these inputs
+            else:  # a size, which is the same in every call with these inputs
                 copies[n] = value
         else:
             arguments = map_arg((n.args, n.kwargs), lambda source: copies[source])

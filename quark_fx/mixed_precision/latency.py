@@ -1,4 +1,4 @@
-"""How long a call takes in the runtime of a target: of a whole model, and of each operator as each candidate has it."""
+"""Latency of a call in a target's runtime, for whole models and for each operator in each candidate's formats."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from quark_fx.session import Session
 from quark_fx.system.isolation import without_warnings
 
 _ROUNDS = 11
-"""Rounds, in each of which every model is timed once: other work on the machine slows some, which a median ignores."""
+"""Number of rounds. Each times every model once; the median ignores rounds that other work on the machine slows."""
 
 _TIME_SLICE = 4e-3
-"""Seconds of a time slice, which a model has in each round. The fastest of its calls counts."""
+"""Seconds per model in each round; the fastest call in this time slice counts."""
 
 _CALLS = 20
-"""Calls in a time slice, at most."""
+"""Largest number of calls in a time slice."""
 
 Call = Callable[[], object]
-"""Runs a model once."""
+"""Function that runs a model once."""
 
 
 @dataclass
 class Clock:
-    """Times a model, as configurations say, with the same inputs.
+    """Times configurations of a model with the same inputs.
 
     Attributes:
-        session: the model and its data.
-        leaves: flat inputs of a call.
-        config: of a candidate, whose target runs the models.
-        milliseconds: a call of the float model takes.
+        session: Model and its data.
+        leaves: Flat inputs of a call.
+        config: Configuration of a candidate, whose target runs the models.
+        milliseconds: Latency of the float model.
     """
 
     session: Session
@@ -61,7 +61,7 @@ class Clock:
         """Prepare the float model.
 
         Raises:
-            ConfigError: for a target whose runtime is not here.
+            ConfigError: If the target's runtime is not available.
         """
         require_timed(self.config.target)
         self._float = self._call(quietly(self.session, float_config(self.config).replace(passes=())))
@@ -69,10 +69,10 @@ class Clock:
         self.milliseconds = statistics.median(found)
 
     def time(self, qmodel: QuantizedModel) -> float:
-        """Return the milliseconds a call of the model takes.
+        """Return the latency of a model in milliseconds.
 
-        Its time slices alternate with those of the float model, whose latency is multiplied by the median of their
-        ratio: so all models that are timed compare with each other, however busy the machine is meanwhile.
+        Its time slices alternate with those that time the float model, whose latency is multiplied by the median of
+        their ratios. This makes all timed models comparable, even on a busy machine.
         """
         of_float, found = time_interleaved([self._float, self._call(qmodel)])
         return self.milliseconds * statistics.median(b / a for a, b in zip(of_float, found, strict=True))
@@ -82,7 +82,7 @@ class Clock:
 
 
 def require_timed(target: Target) -> None:
-    """Raise `ConfigError` for a target whose runtime is not on this machine."""
+    """Raise `ConfigError` if the target's runtime is not on this machine."""
     if target.latency_runtime not in _OPENED:
         raise ConfigError(
             f"cannot measure latency for target {target.name!r} on this machine; give a budget of bits, size or error, "
@@ -91,16 +91,17 @@ def require_timed(target: Target) -> None:
 
 
 def quietly(model: Any, config: QuantConfig, data: Any = None) -> QuantizedModel:
-    """Quantize without a progress bar and warnings: the user did not ask for these runs."""
+    """Quantize without a progress bar and warnings, because the user did not request these runs."""
     with without_warnings():
         return quantize(model, config, data, progress=False)
 
 
 def call_of(qmodel: QuantizedModel, leaves: Sequence[Any]) -> Call:
-    """Return what runs a model once in the runtime of its target, on as many threads as torch has.
+    """Return a function that runs a model once in the runtime of its target, on as many threads as torch uses.
 
-    Threads of an ONNX Runtime session sleep between calls here, where by default they spin for a while and would slow
-    the next model. On several threads every call therefore wakes them, unlike calls in close succession elsewhere.
+    Here, the threads of an ONNX Runtime session sleep between calls; by default, they spin for a while, which would
+    slow the next model. With several threads, every call therefore wakes them, unlike in applications whose calls
+    follow each other closely.
     """
     return _OPENED[qmodel.config.target.latency_runtime](qmodel, leaves)
 
@@ -126,14 +127,14 @@ _OPENED: Mapping[str, Callable[[QuantizedModel, Sequence[Any]], Call]] = {
     "onnxruntime": _in_onnxruntime,
     "compile": _compiled,
 }
-"""What opens a model, by `Target.latency_runtime`."""
+"""Functions that open a model, by `Target.latency_runtime`."""
 
 
 def time_interleaved(calls: Sequence[Call]) -> list[list[float]]:
-    """Return the milliseconds of each call, one figure a round: the fastest in its time slice."""
+    """Return the milliseconds of each call, one value per round: the fastest in its time slice."""
     counts = []
     for call in calls:
-        call()  # the first one allocates
+        call()  # the first call allocates memory
         counts.append(min(_CALLS, max(2, int(_TIME_SLICE / max(_timed(call), 1e-6)))))
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(_ROUNDS):
@@ -143,7 +144,7 @@ def time_interleaved(calls: Sequence[Call]) -> list[list[float]]:
 
 
 def _timed(call: Call) -> float:
-    """Return the seconds of a call; on one thread its CPU time, which leaves out other work on the machine."""
+    """Return the seconds of a call; on one thread, the CPU time, which excludes other work on the machine."""
     now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = now()
     call()
@@ -157,17 +158,17 @@ def operator_latencies(
     operators: Sequence[PlannedOperator],
     groups: Sequence[Group],
 ) -> list[list[float]]:
-    """Return the milliseconds of the operators of each group as each candidate has them.
+    """Return the latency of each group's operators with each candidate, in milliseconds.
 
-    Each runs as a model of its own, interleaved with the same one of other candidates, and those that do the same to
-    tensors of the same shapes run once. Conversions at its ends count, too.
+    Each operator runs as a separate model, interleaved with the same one in other candidates' formats. Operators with
+    the same computation on tensors of the same shapes run once. The times include conversions of inputs and outputs.
 
     Args:
-        gm: the float graph.
-        leaves: its flat inputs.
-        candidates: that there are.
-        operators: of the graph.
-        groups: of these.
+        gm: Float graph.
+        leaves: Flat inputs of the graph.
+        candidates: Candidates.
+        operators: Operators of the graph.
+        groups: Groups of these operators.
     """
     places = sorted({place for group in groups for place in group.places})
     parts = isolate_operators(gm, dict.fromkeys(operators[place].node for place in places), leaves)
@@ -199,7 +200,7 @@ def _times(
 
 
 def _config_of(config: QuantConfig, specs: OperatorSpecs | None) -> QuantConfig:
-    """Return the configuration of a model that is one operator."""
+    """Return the configuration of a model with a single operator."""
     if specs is None:
         return float_config(config).replace(passes=())
     return config.replace(

@@ -1,4 +1,4 @@
-"""The integer program: one option of each group, of least cost, that a limit allows."""
+"""The integer program: one option per group with the least total cost under a limit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from quark_fx.errors import QuarkError
 
 _CUTS = 32
-"""Choices that may be forbidden one by one: the solver computes in floats, and may exceed a limit by its tolerance."""
+"""Number of choices to forbid one by one; the solver computes in floats and may exceed a limit by its tolerance."""
 
 _SLACK = 1e-4
-"""Share of the limit that is left free if that does not help."""
+"""Share of the limit that stays unused if that does not suffice."""
 
 _SECONDS = 60.0
-"""Time after which the best that is known is taken."""
+"""Time limit of the solver, which then returns the best solution so far."""
 
 
 def choose(
@@ -26,16 +26,16 @@ def choose(
     """Return one option per group: the least total cost whose weights add up to at most `limit`.
 
     Args:
-        costs: of each group's options; infinite for one that must not be taken.
-        weights: likewise; at least 0.
-        limit: of their sum.
-        gap: share of the costs by which they may miss the least.
+        costs: Costs of each group's options; infinite for forbidden options.
+        weights: Weights of each group's options, at least 0.
+        limit: Largest sum of weights.
+        gap: Accepted excess over the least cost, as a share of it.
 
     Returns:
-        An option for each group; `None` if no choice keeps the limit.
+        One option per group; `None` if no choice meets the limit.
 
     Raises:
-        QuarkError: without scipy.
+        QuarkError: If scipy is not installed.
     """
     lightest = [min(range(len(row)), key=lambda i: (math.isinf(costs[g][i]), row[i])) for g, row in enumerate(weights)]
     if _total(weights, lightest) > limit or math.isinf(_total(costs, lightest)):
@@ -71,7 +71,7 @@ def _solved(
     forbidden = np.zeros((len(cuts), len(flat)))
     for row, cut in zip(forbidden, cuts, strict=True):
         row[starts + np.asarray(cut)] = 1
-    # Figures near 1 are what the tolerances of the solver are made for.
+    # The tolerances of the solver are designed for numbers near 1.
     (cost, weight), unit = np.where(allowed, (flat, weight), 0.0), limit or 1.0
     found = milp(
         cost / (np.abs(cost).max() or 1.0),
@@ -90,10 +90,10 @@ def _solved(
 
 
 def find_solver() -> tuple[Any, Any, Any]:
-    """Return `milp`, `LinearConstraint` and `sparse` of scipy.
+    """Return `milp`, `LinearConstraint`, and `sparse` of scipy.
 
     Raises:
-        QuarkError: if it is not installed.
+        QuarkError: If it is not installed.
     """
     try:
         from scipy import sparse

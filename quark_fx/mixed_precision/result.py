@@ -1,4 +1,4 @@
-"""What a search found: a configuration, what else fits, and what more bits would buy."""
+"""The result of a search: a configuration, the alternatives, and the benefit of more bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quark_fx.plan.page import Table
 
 MIXED = "mixed"
-"""The name of what is no candidate by itself."""
+"""Name of a configuration that is not a single candidate."""
 
 _VALIDATION = "validation data, which calibrates nothing and decides among the configurations tried"
 _MEASURED = f"Measured on {_VALIDATION}"
@@ -30,16 +30,17 @@ _MEASURED = f"Measured on {_VALIDATION}"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What one group of operators gets.
+    """The result for one group of operators.
 
     Attributes:
-        operators: their modules.
-        candidate: the name of what they get.
-        weight: format of their weights, empty for float.
-        bits: on average, of a weight.
-        size: bytes of their weights, in the budget's `output`.
-        errors: estimated, of each candidate, in the order of `Search.candidates`: what their roundings would add.
-        latencies: likewise, of a budget of latency: their part of a call, in milliseconds; otherwise empty.
+        operators: Names of their modules.
+        candidate: Name of their candidate.
+        weight: Format of their weights; empty for float.
+        bits: Average number of bits of a weight.
+        size: Size of their weights in bytes, in the budget's `output`.
+        errors: Estimated increase in error from rounding them, for each candidate, in the order of
+            `Search.candidates`.
+        latencies: Estimated share of a call in milliseconds, for each candidate; empty unless the budget is a latency.
     """
 
     operators: tuple[str, ...]
@@ -52,20 +53,20 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Their modules in few words."""
+        """The names of their modules, shortened."""
         first, *others = self.operators
         return first + "".join(f", {other.rpartition('.')[2]}" for other in others)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The best choice of one size, or of one latency where that is the budget.
+    """The best choice for one size, or for one latency if that is the budget.
 
     Attributes:
-        bits: on average, of each weight that at least one candidate quantizes.
-        size: bytes of all weights, or of the files of the budget's `output`.
-        error: estimated, on data that calibrates.
-        latency: estimated milliseconds of a call; `None` unless the budget is a latency.
+        bits: Average number of bits over all weights that at least one candidate quantizes.
+        size: Size in bytes of all weights, or of the files of the budget's `output`.
+        error: Error, estimated on calibration data.
+        latency: Estimated milliseconds of a call; `None` unless the budget is a latency.
     """
 
     bits: float
@@ -76,15 +77,15 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified(Point):
-    """A configuration that was really quantized, and measured on validation data.
+    """A configuration that was quantized and measured on validation data.
 
-    That calibrates nothing and decides among the configurations tried.
+    Validation data does not calibrate; it decides among the configurations tried.
 
     Attributes:
-        name: of the candidate, or `"mixed"`.
-        error: measured; infinite if an output is not finite that is so in float.
-        latency: measured milliseconds of a call; `None` unless the budget is a latency.
-        fits: whether it keeps the budget.
+        name: Name of the candidate, or `"mixed"`.
+        error: Measured error; infinite if an output is not finite that is finite in float.
+        latency: Measured milliseconds of a call; `None` unless the budget is a latency.
+        fits: Whether it meets the budget.
     """
 
     name: str
@@ -96,19 +97,20 @@ class Search:
     """The best configuration for a budget; `str(search)` is a table. See `quark_fx.search`.
 
     Attributes:
-        config: the winner's, for `quantize`; as text: `to_yaml`.
-        winner: `"mixed"`, or the name of the candidate that is as good for all operators.
-        preset: that `config` starts from, empty if from none.
-        budget: that it keeps.
-        metric: `"error"`, squared over the square of the float outputs, `"kl"`, in nats, or the name of a function.
-        candidates: their names.
-        verified: what was really quantized and measured, the winner first.
-        curve: from the smallest size, or latency, to the largest, each better than those before.
-        choices: of each group of operators that could be chosen for, in graph order.
-        samples: that errors were estimated on.
-        verified_on: samples that were measured on.
-        float_latency: milliseconds of a call of the float model; `None` unless the budget is a latency.
-        seconds: what it took.
+        config: Configuration of the winner, for `quantize`; `to_yaml` returns it as text.
+        winner: `"mixed"`, or the name of a candidate that is as good for all operators.
+        preset: Name of the preset that `config` starts from; empty if none.
+        budget: Budget that it meets.
+        metric: `"error"` (squared, relative to the square of the float outputs), `"kl"` (in nats), or the name of a
+            function.
+        candidates: Names of the candidates.
+        verified: Configurations that were quantized and measured, the winner first.
+        curve: Points from the smallest size or latency to the largest, each better than all before.
+        choices: Results of all groups of operators with a choice, in graph order.
+        samples: Number of samples on which errors were estimated.
+        verified_on: Number of samples on which configurations were measured.
+        float_latency: Milliseconds of a call of the float model; `None` unless the budget is a latency.
+        seconds: Duration of the search.
     """
 
     config: QuantConfig
@@ -133,20 +135,20 @@ class Search:
 
     @property
     def uniform(self) -> bool:
-        """Whether one candidate for all operators is as good as any mixture that was found."""
+        """Tell whether one candidate for all operators is as good as the best mixture found."""
         return self.winner != MIXED
 
     @property
     def found(self) -> Verified:
-        """The winner, measured."""
+        """The measurements of the winner."""
         return self.verified[0]
 
     def to_yaml(self) -> str:
-        """Return `config` as text for `QuantConfig.from_yaml`: what differs from the preset it starts from."""
+        """Return `config` as text for `QuantConfig.from_yaml`, as differences from the preset it starts from."""
         return yaml_of(self.config, self.preset)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, the configuration as `to_yaml` has it."""
+        """Return plain data, with the configuration in the form of `to_yaml`."""
         return asdict(self) | {"config": yaml.safe_load(self.to_yaml()), "budget": str(self.budget)}
 
     def to_rows(self) -> list[dict[str, Any]]:
@@ -154,7 +156,7 @@ class Search:
         return [asdict(point) for point in self.curve]
 
     def facts(self) -> dict[str, str]:
-        """Return what to know first, for a page."""
+        """Return the main facts for a page."""
         facts = {
             "budget": str(self.budget),
             "winner": self.winner,
@@ -167,20 +169,20 @@ class Search:
         return facts
 
     def _speed(self, one: Point) -> tuple[float, float] | None:
-        """Return milliseconds, and the share of what float takes; `None` unless the budget is a latency."""
+        """Return the milliseconds, and the share of the float model's; `None` unless the budget is a latency."""
         if self.float_latency is None or one.latency is None:
             return None
         return one.latency, one.latency / self.float_latency
 
     def _across(self, one: Point) -> float:
-        """Return what the curve has from left to right."""
+        """Return the coordinate of the curve's horizontal axis."""
         return one.bits if one.latency is None else one.latency
 
     def figures(self) -> dict[str, Figure]:
-        """Return figures for notebooks by name: `"curve"`, the error by bits or latency, and `"bits"` by operator.
+        """Return plots for notebooks: `"curve"`, the error by bits or latency, and `"bits"` by operator.
 
         Raises:
-            QuarkError: without matplotlib.
+            QuarkError: If matplotlib is not installed.
         """
         from quark_fx.plan.page import bars, frontier
 
@@ -196,7 +198,7 @@ class Search:
         }
 
     def tables(self) -> list[Table]:
-        """Return what a page lists: what was measured, operators, and the curve."""
+        """Return the tables of a page: measurements, operators, and the curve."""
         from quark_fx.plan.page import Table
 
         timed = self.float_latency is not None
@@ -219,25 +221,25 @@ class Search:
         ]
 
     def texts(self) -> dict[str, str]:
-        """Return what a page has to copy: the configuration."""
+        """Return the text to copy from a page: the configuration."""
         return {"Configuration": self.to_yaml()}
 
     @checked_call
     def html(self, path: str | Path) -> None:
-        """Write one page that needs nothing else; `Report.html(path, search)` has it with the report of a model.
+        """Write one self-contained page; `Report.html(path, search)` adds it to the report of a model.
 
         Raises:
-            QuarkError: without matplotlib (`pip install 'quark_fx[report]'`), or if the file cannot be written.
+            QuarkError: If matplotlib is missing (`pip install 'quark_fx[report]'`), or the file cannot be written.
         """
         from quark_fx.plan.page import write_page
 
         write_page(path, "Best bits", self.facts(), [*self.figures().values()], self.tables(), self.texts())
 
     def table(self, rows: int | None = 12) -> str:
-        """Return operators as text, those with most to lose first.
+        """Return operators as text, those with the largest possible error first.
 
         Args:
-            rows: how many groups of operators, `None` for all.
+            rows: Number of groups of operators; `None` for all.
         """
         most = sorted(self.choices, key=lambda choice: -max(filter(math.isfinite, choice.errors), default=0.0))
         header = ("operators", "gets", "bits", *(f"error of {name}" for name in self.candidates))

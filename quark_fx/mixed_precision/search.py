@@ -1,4 +1,4 @@
-"""`search`: the formats of least error that a budget allows, operator by operator."""
+"""`search`: find the formats with the least error under a budget, operator by operator."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from quark_fx.session import Session, divisible, flat_batches, peek
 from quark_fx.system.isolation import isolated
 
 _BETTER = 0.98
-"""Error (or size) of a mixture over that of a uniform candidate below which it is better; the rest may be luck."""
+"""Ratio of errors (or sizes) below which a mixture is better than a uniform candidate; the margin excludes luck."""
 
 _ROUNDS = 5
-"""Mixtures that are tried for a ceiling of error or latency: what is measured says how far the estimate is off."""
+"""Number of mixtures to try for a limit on error or latency; each measurement corrects the next estimate."""
 
 _NEAR = 0.9
-"""Share of the ceiling that a measured error or latency has to reach for no larger one to be tried."""
+"""Share of the limit from which a measured error or latency is close enough to stop."""
 
 _SAFE = 0.99
-"""Share of the latency still allowed that the next mixture aims at, as times vary; of a file's size that is enough."""
+"""Share of the remaining latency that the next mixture aims at, because times vary; for file sizes, close enough."""
 
 _NOTHING = 1e-3
-"""Share of the ceiling below which a measured error is not told from none."""
+"""Share of the limit below which a measured error counts as zero."""
 
 _Judge = Callable[[str, QuantConfig], Verified]
-"""Quantizes as a configuration says, and measures."""
+"""Function that quantizes with a configuration and measures the result."""
 
 
 @isolated
@@ -65,47 +65,50 @@ def search(
     dynamic_shapes: Any = None,
     progress: bool = True,
 ) -> Search:
-    """Return the configuration of least error that a budget allows, each operator with the formats of one candidate.
+    """Return the configuration of least error under a budget; each operator gets the formats of one candidate.
 
-    One forward and backward pass for each candidate estimates what every operator's roundings would add to the error,
-    as in `analyze`; an integer program chooses. Operators that servers fuse, those of one module that read the same
-    value, get the same candidate, and so do the stacks of experts of one module and what shares a weight. The result is
-    quantized as `quantize` does it, with the passes that learn codes, and measured on validation data, which calibrates
-    nothing and decides among the configurations tried: the mixture and the candidates that keep the budget for all
-    operators. If one of these is within 2 % of the mixture, it is returned instead. With a budget of the error,
-    validation data also says how much the next mixture may cost, so judge the result on data of your own.
+    One forward and backward pass per candidate estimates the increase in error from each operator's roundings, like
+    `analyze`; an integer program chooses. Operators that servers fuse, which are in one module and read the same value,
+    get the same candidate, and so do the stacks of experts of one module and operators that share a weight.
 
-    With a budget of latency, every candidate is timed whole in the runtime of the target, the ONNX file that
-    `export.onnx` writes in ONNX Runtime or what `compile()` returns, on as many threads as torch has
+    The result is quantized like by `quantize`, including passes that learn codes, and measured on validation data,
+    which does not calibrate but decides among the configurations tried: the mixture, and the candidates that meet the
+    budget for all operators. A candidate within 2 % of the mixture is returned instead. With a budget of the error,
+    validation data also corrects the error allowed for the next mixture, so evaluate the result on other data.
+
+    With a budget of latency, every candidate is timed as a whole in the runtime of the target: the ONNX file of
+    `export.onnx` in ONNX Runtime, or the result of `compile()`, on as many threads as torch uses
     (`torch.get_num_threads()`). Each operator is timed alone in the formats of each candidate, once for all operators
-    of the same shapes; the program takes these times, scaled so that those of a candidate add up to its whole model.
-    Mixtures are then timed whole, and what the estimate was off by corrects the next one. The winner is timed once
-    more, because the first time of what just fits may be luck; what then does not fit is not returned. All times are
-    ratios to the float model, whose calls alternate with those of what is timed. They are of this machine. On
-    several threads those of ONNX Runtime sleep between calls, so every call wakes them, where an application that calls
-    in close succession finds them spinning.
+    of the same shapes. The program uses these times, scaled so that their sum for a candidate is the time of its whole
+    model. Mixtures are then timed as a whole, and the error of the estimate corrects the next one. The winner is timed
+    again, because the first time of a configuration that barely meets the budget may be luck; it is not returned if it
+    then exceeds the budget.
+
+    All times are relative to the float model, whose calls alternate with calls of the timed model, and are valid for
+    this machine. With several threads, ONNX Runtime's threads sleep between calls, so every call wakes them; in an
+    application whose calls follow each other closely, they still spin.
 
     Args:
-        model: as for `quantize`.
-        candidates: presets' names, `QuantConfig`s, number formats or `TensorSpec`s, which take the place of the
-            weights' in the first configuration (default: `int8_weight_only`), or `"float"`. They have the same passes,
-            biases and target.
-        budget: what to keep.
-        data: as `calibration_data` of `quantize`; a `Session` has its own.
-        validation_data: batches that calibrate nothing and decide among the configurations tried; default: the last
+        model: Model; see `quantize`.
+        candidates: Names of presets, `QuantConfig`s, `"float"`, or number formats or `TensorSpec`s, which replace the
+            weights' in the first configuration (default: `int8_weight_only`). All have the same passes, biases, and
+            target.
+        budget: Limit to meet.
+        data: Batches; see `calibration_data` of `quantize`. A `Session` has its own.
+        validation_data: Batches that do not calibrate but decide among the configurations tried; default: the last
             quarter of `data`.
-        metric: as for `analyze`.
-        samples: that errors are estimated on, the last ones of those that calibrate.
-        timed_batch: what a call is timed with, for a budget of latency; default: the first batch of validation data.
-        resources: As for `quantize`; only `device` and `cache` apply.
-        dynamic_shapes: as for `quantize`.
-        progress: show how many configurations were measured, and what runs.
+        metric: Metric; see `analyze`.
+        samples: Number of samples on which errors are estimated, the last ones of the calibration data.
+        timed_batch: Batch to time calls with, for a budget of latency; default: the first batch of validation data.
+        resources: Resources; see `quantize`. Only `device` and `cache` apply.
+        dynamic_shapes: Sizes that vary; see `quantize`.
+        progress: Whether to show the number of configurations measured, and the current step.
 
     Raises:
-        ConfigError: for candidates that do not go together or make no finite outputs, a budget that nothing keeps, and
-            as `analyze`.
-        CalibrationError: if there is no data, none is left to judge by, or the float model's outputs are not finite.
-        QuarkError: without scipy (`pip install 'quark_fx[search]'`).
+        ConfigError: If candidates are incompatible or their outputs are not finite, or no mixture meets the budget; see
+            also `analyze`.
+        CalibrationError: If data is missing, no validation data is left, or outputs of the float model are not finite.
+        QuarkError: If scipy is not installed (`pip install 'quark_fx[search]'`).
     """
     start = time.perf_counter()
     require_usable(resources, "search", OF_SESSION)
@@ -143,7 +146,7 @@ def search(
     with bar, session.run(found[0].config) as context:
         bar.set_postfix_str("estimating errors")
         judge = Trials(session, context, measure, judging, names)
-        judge.targets()  # what cannot be judged is said before anything takes long
+        judge.targets()  # raise early if the float model cannot be compared with
         parts, of_batches = parts_of(context, samples, divisible=divisible(captured))
         space = Space.measure(Trials(session, context, measure, parts, of_batches), found)
 
@@ -203,7 +206,7 @@ def search(
 
 
 def _divided(data: Any, validation_data: Any) -> tuple[list[Any], list[Any]]:
-    """Return batches to calibrate and estimate on, and others to judge by."""
+    """Return batches for calibration and estimates, and batches for validation."""
     _, batches = peek(data)
     batches, (_, held_out) = [*batches], peek(validation_data, "validation")
     held_out = [*held_out]
@@ -214,11 +217,11 @@ def _divided(data: Any, validation_data: Any) -> tuple[list[Any], list[Any]]:
 
 
 _Tried = list[tuple[Verified, list[int]]]
-"""What was measured, each with the candidate of every group; the winner first."""
+"""Measurements with the candidate of every group, the winner first."""
 
 
 def _by_size(space: Space, budget: Budget, judged: _Judge) -> _Tried:
-    """Return what keeps a budget of bits or bytes, the one of least error first."""
+    """Return configurations that meet a budget of bits or bytes, the one with the least error first."""
     count = sum(space.weights.values())
     limit = math.floor(budget.bits * count / 8) if budget.bits is not None else (budget.nbytes or 0) - space.fixed
     choices = [chosen for chosen in _uniform(space) if space.total(chosen) <= limit]
@@ -238,9 +241,9 @@ def _by_size(space: Space, budget: Budget, judged: _Judge) -> _Tried:
 
 
 def _by_written_size(space: Space, budget: Budget, judged: _Judge) -> tuple[Space, _Tried]:
-    """Return the space with written sizes, and what was measured, the one of least error that keeps the budget first.
+    """Return the space with written sizes, and the measurements, with the least error within the budget first.
 
-    Files of candidates say how much larger weights are when written; the file of a mixture corrects the next one.
+    The candidates' files show how much larger weights are when written; the file of a mixture corrects the next one.
     """
     limit = budget.nbytes or 0
     tried = [(_judged(space, chosen, judged), chosen) for chosen in _uniform(space)]
@@ -270,22 +273,22 @@ def _by_written_size(space: Space, budget: Budget, judged: _Judge) -> tuple[Spac
 def _by_latency(
     space: Space, alone: Sequence[Sequence[float]], budget: Budget, limit: float, judged: _Judge
 ) -> tuple[Space, _Tried]:
-    """Return the space with latencies, and what was measured, what keeps the budget at the least error first.
+    """Return the space with latencies, and the measurements, with the least error within the budget first.
 
-    The first one was timed twice, and its second latency counts: that it came first favors a first one that is too low.
+    The winner is timed twice, and its second latency counts: ranking first favors a first latency that is too low.
 
     Args:
-        space: without latencies.
-        alone: milliseconds of what each group's operators take alone, by candidate.
-        budget: of latency.
-        limit: the same in milliseconds.
-        judged: measures.
+        space: Space without latencies.
+        alone: Latencies of each group's operators alone, in milliseconds, by candidate.
+        budget: Budget of latency.
+        limit: The same in milliseconds.
+        judged: Function that measures a configuration.
     """
     tried = [(_judged(space, chosen, judged), chosen) for chosen in _uniform(space)]
     space = space.timed(alone, [one.latency or 0.0 for one, _ in tried])
     target, mixtures, again = limit, _Tried(), list[list[int]]()
     for _ in range(_ROUNDS):
-        # What the estimate was off by may ask for less than there is: the fastest mixture is tried then.
+        # The corrected target may be below the fastest mixture, which is then tried.
         found = choose(space.errors, space.latencies, max(target, least(space.latencies, space.errors) * (1 + 1e-9)))
         if (settled := _untried(space, found, [*tried, *mixtures])) is None:
             break
@@ -317,7 +320,7 @@ def _by_latency(
 
 
 def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
-    """Return what was measured for a ceiling of the error, the smallest that keeps it first."""
+    """Return the measurements for a limit on the error, with the smallest size within the limit first."""
     tried: _Tried = []
     target, floor = ceiling, sum(min(row) for row in space.errors)
     for _ in range(_ROUNDS):
@@ -353,7 +356,7 @@ def _uniform(space: Space) -> Iterator[list[int]]:
 
 
 def _untried(space: Space, found: Sequence[int] | None, tried: _Tried) -> list[int] | None:
-    """Return the candidate of every group that was found, `None` if there is none or it was measured."""
+    """Return the choice, with its most frequent candidate where equivalent; `None` if it is missing or measured."""
     settled = None if found is None else space.settled(found)
     return None if any(settled == chosen for _, chosen in tried) else settled
 
@@ -373,7 +376,7 @@ def _require_finite(tried: _Tried) -> None:
 
 
 def _ranked(tried: _Tried, figure: Callable[[Verified], float]) -> _Tried:
-    """Return what keeps the budget first, by a figure; the mixture before others only if it is clearly better."""
+    """Sort by the budget, then by `figure`; a mixture comes before others only if it is clearly better."""
 
     def key(pair: tuple[Verified, list[int]]) -> tuple[bool, float]:
         one, _ = pair

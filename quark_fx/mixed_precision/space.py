@@ -1,4 +1,4 @@
-"""What there is to choose from: groups of operators, and the size and the error of each with each candidate."""
+"""The search space: groups of operators, with the size and error of each group for each candidate."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ from quark_fx.plan.report import Row, stored_size
 from quark_fx.system.isolation import without_warnings
 
 _HALF = 0.5
-"""How far everything is rounded where the slope of the error is taken.
+"""Share of the roundings at which the slope of the error is computed.
 
-Of an error that is quadratic in the roundings, any share says what each adds. Where 2 bits are far from that, the slope
-half way is nearer to what an operator adds beside others of more bits than the slope at the end, which is too steep.
+If the error is quadratic in the roundings, the contribution of each follows from the slope at any share. 2 bits are far
+from that: the slope at half the roundings is then closer to the contribution of an operator among others with more bits
+than the slope at the end, which is too steep.
 """
 
 _POINTS = 24
-"""Sizes at which the curve is computed."""
+"""Number of sizes at which the curve is computed."""
 
 _GAP = 1e-3
-"""Share of the error by which a point of the curve may miss the least."""
+"""Accepted excess of a point of the curve over the least error, as a share of it."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """Candidates, operators, and what each group of these costs with each of those.
+    """Candidates, operators, and the costs of each group for each candidate.
 
     Attributes:
-        candidates: that there are.
-        operators: of the float graph.
-        groups: that at least one candidate quantizes.
-        rows: of a report, by candidate.
-        errors: estimated, by group and candidate; infinite where no configuration can say it, or nothing finite comes
-            out.
-        float_graph: that operators are of.
-        latencies: measured, by group and candidate, in milliseconds; empty unless the budget is a latency.
-        shares: Written over reported bytes of the weights, by candidate; empty where the report counts.
-        overhead: Bytes of a file that no weight accounts for, whatever the candidate.
+        candidates: Candidates.
+        operators: Operators of the float graph.
+        groups: Groups that at least one candidate quantizes.
+        rows: Rows of a report, by candidate.
+        errors: Estimated errors, by group and candidate; infinite if no configuration can express the choice, or its
+            outputs are not finite.
+        float_graph: Graph of the operators.
+        latencies: Measured latencies in milliseconds, by group and candidate; empty unless the budget is a latency.
+        shares: Ratios of written to reported bytes of the weights, by candidate; empty if the report counts.
+        overhead: Number of bytes of a file that do not depend on weights or candidate.
     """
 
     candidates: Sequence[Candidate]
@@ -66,7 +67,7 @@ class Space:
 
     @classmethod
     def measure(cls, trials: Trials, candidates: Sequence[Candidate]) -> Self:
-        """Convert a model as each candidate says; run it once forward and back as each."""
+        """Convert a model with each candidate, and run each once forward and backward."""
         trials.targets()
         float_graph = trials.convert(candidates[0].config).float_graph
         operators, groups = groups_of(float_graph)
@@ -98,24 +99,24 @@ class Space:
         return cls(candidates, operators, [groups[g] for g in free], rows, known, float_graph)
 
     def timed(self, alone: Sequence[Sequence[float]], whole: Sequence[float]) -> Self:
-        """Return a space with the latencies of groups: those of a candidate add up to that of the model it makes.
+        """Return a space with latencies of groups; for each candidate, they add up to the latency of its model.
 
-        What operators take alone says how they share that. Alone they convert what they read and return, which
-        neighbors of the same formats do without.
+        The latencies of operators alone only determine how they share this sum: alone, they convert their inputs and
+        outputs, which neighbors of the same formats do not need.
 
         Args:
-            alone: milliseconds of each group's operators, by group and candidate.
-            whole: milliseconds of the model that each candidate makes.
+            alone: Milliseconds of each group's operators alone, by group and candidate.
+            whole: Milliseconds of each candidate's model.
         """
         sums = [sum(of_candidate) for of_candidate in zip(*alone, strict=True)]
         shares = [one / total for one, total in zip(whole, sums, strict=True)]
         return replace(self, latencies=[[a * s for a, s in zip(row, shares, strict=True)] for row in alone])
 
     def written(self, whole: Sequence[int]) -> Self:
-        """Return a space with the sizes of written weights: those of a candidate add up to the file it makes.
+        """Return a space with the sizes of written weights; for each candidate, they add up to the size of its file.
 
         Args:
-            whole: Bytes of the file that each candidate makes.
+            whole: Size of each candidate's file in bytes.
         """
         totals = [sum(of_candidate) for of_candidate in zip(*self.sizes, strict=True)]
         more = [size - self.fixed - total for size, total in zip(whole, totals, strict=True)]
@@ -124,19 +125,19 @@ class Space:
 
     @cached_property
     def sizes(self) -> list[list[int]]:
-        """Bytes of the weights, by group and candidate."""
+        """The sizes of weights in bytes, by group and candidate."""
         shares = self.shares or [1.0] * len(self.rows)
         columns = [*zip(self.rows, shares, strict=True)]
         return [[math.ceil(group.size(rows) * share) for rows, share in columns] for group in self.groups]
 
     @cached_property
     def weights(self) -> dict[str, int]:
-        """By the parameter's name, how many there are of each that at least one candidate quantizes."""
+        """The number of values of each named weight that at least one candidate quantizes."""
         return {name: count for group in self.groups for name, count in group.weights.items()}
 
     @cached_property
     def fixed(self) -> int:
-        """Bytes of the other weights, and what else a file holds."""
+        """The size of all other weights and parts of a file, in bytes."""
         return self.overhead + stored_size(self.rows[0]) - sum(group.size(self.rows[0]) for group in self.groups)
 
     def bits(self, size: float) -> float:
@@ -148,11 +149,11 @@ class Space:
         return self.bits(stored_size([row for row in rows if row.parameter in self.weights]))
 
     def total(self, chosen: Sequence[int]) -> int:
-        """Return the bytes that the weights of all groups take under a choice."""
+        """Return the size in bytes of the weights of all groups for a choice."""
         return sum(row[i] for row, i in zip(self.sizes, chosen, strict=True))
 
     def latency(self, chosen: Sequence[int]) -> float | None:
-        """Return the estimated milliseconds of a call, `None` unless the budget is a latency."""
+        """Return the estimated milliseconds of a call; `None` unless the budget is a latency."""
         if not self.latencies:
             return None
         return sum(row[i] for row, i in zip(self.latencies, chosen, strict=True))
@@ -162,7 +163,7 @@ class Space:
         return sum(row[i] for row, i in zip(self.errors, chosen, strict=True))
 
     def settled(self, chosen: Sequence[int]) -> list[int]:
-        """Return an equivalent choice: the most frequent candidate wherever its specs are the same."""
+        """Return an equivalent choice, with the most frequent candidate wherever its specs are the same."""
         most = max(range(len(self.candidates)), key=[*chosen].count)
         pairs = zip(self.groups, chosen, strict=True)
         return [most if self._specs(group, most) == self._specs(group, i) else i for group, i in pairs]
@@ -175,19 +176,19 @@ class Space:
         return mixed(self.candidates, self.operators, self._by_place(chosen))
 
     def preset(self, chosen: Sequence[int]) -> str:
-        """Return the name of the preset that `config` starts from, empty if it starts from none."""
+        """Return the name of the preset that `config` starts from; empty if none."""
         return base_of(self.candidates, self._by_place(chosen)).preset
 
     def _by_place(self, chosen: Sequence[int]) -> list[int]:
         most = max(range(len(self.candidates)), key=[*chosen].count)
-        found = [most] * len(self.operators)  # what no candidate quantizes goes with the most
+        found = [most] * len(self.operators)  # operators that no candidate quantizes follow the most frequent one
         for group, i in zip(self.groups, chosen, strict=True):
             for place in group.places:
                 found[place] = i
         return found
 
     def curve(self) -> list[Point]:
-        """Return the least error of sizes, or of latencies, from the smallest to that of the least error."""
+        """Return the least errors for sizes or latencies, from the smallest to the one with the least error."""
         figures = self.latencies or self.sizes
         low = least(figures, self.errors)
         best = [min(range(len(row)), key=row.__getitem__) for row in self.errors]
@@ -206,7 +207,7 @@ class Space:
         return Point(bits=self.bits(reported), size=self.fixed + self.total(chosen), error=error, latency=latency)
 
     def choices(self, chosen: Sequence[int]) -> list[Choice]:
-        """Return what each group gets."""
+        """Return the result for each group."""
         found = []
         latencies = self.latencies or [()] * len(self.groups)
         columns = zip(self.groups, chosen, self.sizes, self.errors, latencies, strict=True)
@@ -228,13 +229,13 @@ class Space:
 
 
 def least(figures: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]) -> float:
-    """Return the sum of the smallest figures of all groups whose errors are finite."""
+    """Return the sum over all groups of the smallest value among options with a finite error."""
     pairs = (zip(*rows, strict=True) for rows in zip(figures, errors, strict=True))
     return sum(min(figure for figure, error in row if math.isfinite(error)) for row in pairs)
 
 
 def _by_operator(rounded: Sequence[RoundedValue], added: Tensor) -> dict[str, float]:
-    """Return what the roundings of each operator add, by its node; those of a value in equal parts to its operators."""
+    """Return the error that each operator's roundings add, by node; a value's error is split evenly among operators."""
     found: dict[str, float] = {}
     for value, error in zip(rounded, added.tolist(), strict=True):
         for name in value.operators:
@@ -246,7 +247,7 @@ def _error(group: Group, candidate: Candidate, operators: Sequence[PlannedOperat
     members = [operators[i] for i in group.places]
     if not is_expressible(candidate, members):
         return math.inf
-    # Below zero it is what roundings of other operators happen to do to it: no gain, and not nothing.
+    # A negative estimate comes from interactions with other operators' roundings: it is neither a gain nor zero.
     return abs(sum(added.get(name, 0.0) for name in dict.fromkeys(op.node.name for op in members)))
 
 

@@ -23,10 +23,10 @@ _WRITERS: Mapping[str, Callable[[QuantizedModel, Path], object]] = {
 
 
 def written_size(qmodel: QuantizedModel, output: str) -> int:
-    """Return the bytes of all files that an export writes.
+    """Return the size in bytes of all files that an export writes.
 
     Raises:
-        QuarkError: If the export refuses the model, or the temporary directory has no room for it.
+        QuarkError: If the export refuses the model, or it does not fit the temporary directory.
     """
     try:
         with tempfile.TemporaryDirectory() as folder, without_warnings():
