@@ -1,4 +1,4 @@
-"""Judge a scale by the sums of squares of channels, in activations and in weights."""
+"""Evaluate scales by the sums of squares of channels, in activations and in weights."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from quark_fx.rescale.planned_sites import NOT_WHOLE, SHARED_SCALE, PlannedSite,
 from quark_fx.solvers.scaling import ScaleOf, Trial
 
 _Squares = Mapping[tuple[Node, int], Tensor]
-"""The sums of squares of each channel, of calibration and of validation data, by value and dimension of the channels;
+"""Sums of squares of each channel, of calibration and of validation data, by value and dimension of the channels;
 shape (2, channels)."""
 
 
 class EnergyTrial(Trial[Linear]):
-    """A site and the squares of its channels, in activations `x` and weights `w`.
+    """A site and the sums of squares of its channels, in activations `x` and weights `w`.
 
     Suppose rounding adds an error of the same size to every channel, proportional to the root mean square over all
     channels. With scales `s`, the squared error of the output is then proportional to `sum (s w)**2 * sum (x / s)**2`,
-    whether activations or weights are rounded. Behind a rotation this holds; with a range for each token or small group
-    it holds roughly. The error here is that product over `n * sum (w x)**2`, for n channels. For one operator, it is
-    smallest at `s = sqrt(x / w)`: 1 if all channels contribute alike, less otherwise. Padding does not count.
+    whether activations or weights are rounded. After a rotation this holds; with a range per token or small group it
+    holds approximately. The error here is that product over `n * sum (w x)**2`, for n channels. For one operator, it is
+    smallest at `s = sqrt(x / w)`: 1 if all channels contribute equally, less otherwise. Padding is excluded.
 
     Source:
-        Ours; Chen et al. 2025 (WUSH) minimize the same over all matrices, of which this is the diagonal one.
+        Ours; Chen et al. 2025 (WUSH) minimize the same error over all matrices, and this is the diagonal case.
     """
 
     unread = NOT_WHOLE
@@ -51,7 +51,7 @@ class EnergyTrial(Trial[Linear]):
 
     @classmethod
     def reads(cls, operator: Coded) -> Linear | None:
-        """Return an operator whose weights have codes and read all channels, `None` for another."""
+        """Return an operator's linear map if its weight is quantized and it reads all channels, else `None`."""
         return reads_whole(operator)
 
     @classmethod
@@ -67,8 +67,8 @@ class EnergyTrial(Trial[Linear]):
         with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):
             run_batches(gm, context)
         found = dict[tuple[Node, int], Tensor]()
-        del gm  # what scales replace is not kept
-        for key in sorted(watches, key=lambda key: (key[0].name, key[1])):  # alike on all ranks
+        del gm  # a scaled site replaces tensors, and `gm` would keep the old ones alive
+        for key in sorted(watches, key=lambda key: (key[0].name, key[1])):  # in the same order on all ranks
             seen, channels = watches[key].squares, key[0].meta["val"].shape[key[1]]
             zero = torch.zeros(int(channels), dtype=torch.float32, device=context.device)
             found[key] = torch.stack([zero if part is None else part for part in seen])
@@ -77,7 +77,7 @@ class EnergyTrial(Trial[Linear]):
 
     @classmethod
     def needs(cls, sizes: Sizes) -> Need:
-        """Return what a run takes: one forward pass, and the squares of a weight."""
+        """Return the needs of a run: one forward pass, and the squares of a weight."""
         tried = max((2 * FLOAT32 * m.values for m in sizes.matrices.values()), default=0)
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
@@ -99,12 +99,12 @@ class EnergyTrial(Trial[Linear]):
 
 @dataclass(frozen=True, eq=False)
 class _Squared:
-    """The sums of squares of what one operator reads and of its weight, by channel.
+    """Sums of squares of an operator's input and weight, by channel.
 
     Attributes:
-        labels: the scale's component of each channel.
-        activation: of calibration and of validation data, shape (2, channels), on the CPU as all here.
-        weight: shape (channels,).
+        labels: Component of the scale for each channel.
+        activation: Sums of calibration and of validation data, shape (2, channels); all tensors here are on the CPU.
+        weight: Sums of the weight, shape (channels,).
     """
 
     labels: Tensor
@@ -113,13 +113,13 @@ class _Squared:
 
     @classmethod
     def of(cls, gm: GraphModule, reader: Reader[Linear], found: _Squares) -> _Squared:
-        """Return those of a reader, from what was measured."""
+        """Return the sums of a reader, from the measurements."""
         scaled = reader.scaled
         weight = reader.value(gm).float().square().movedim(scaled.linear.input_axis, 0).flatten(1).sum(1)
         return cls(scaled.labels, found[scaled.value, scaled.axis].cpu(), weight.cpu())
 
     def error(self, scale: Tensor, part: int) -> float:
-        """Return `EnergyTrial`'s error with a scale, on a part of the data."""
+        """Return the error of `EnergyTrial` for a scale, on one part of the data."""
         x, s = self.activation[part].double(), per_element(self.labels, scale).double().square()
         w = self.weight.double()
         alike = len(x) * (w * x).sum()
@@ -128,11 +128,11 @@ class _Squared:
 
 @dataclass(frozen=True, eq=False)
 class EnergySite:
-    """What is seen of a site, by squares; tensors of shape (components,), each up to a common factor.
+    """Measurements of a site from sums of squares; tensors of shape (components,), each up to a common factor.
 
     Attributes:
-        components: of the site.
-        readers: what reads it.
+        components: Number of components of the site.
+        readers: Sums of squares of each reader.
     """
 
     components: int
@@ -140,12 +140,12 @@ class EnergySite:
 
     @property
     def activation(self) -> Tensor:
-        """The root mean square of the activation."""
+        """Root mean square of the activation."""
         return self._root([(reader.labels, reader.activation[0]) for reader in self.readers])
 
     @property
     def weight(self) -> Tensor:
-        """The root mean square of the weights."""
+        """Root mean square of the weights."""
         return self._root([(reader.labels, reader.weight) for reader in self.readers])
 
     def _root(self, found: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -156,15 +156,15 @@ class EnergySite:
 
 
 class _Watch(nn.Module):
-    """Sums the squares of each channel as batches run, which come in order.
+    """Sums the squares of each channel while batches run in order.
 
     Args:
-        axis: dimension of the channels.
-        parts: the numbers of the batches of each part of the data.
-        context: of the run.
+        axis: Dimension of the channels.
+        parts: Numbers of the batches in each part of the data.
+        context: Context of the run.
 
     Attributes:
-        squares: of each part, float32, shape (channels,); `None` before the first batch of it.
+        squares: Sums of each part, float32, shape (channels,); `None` before its first batch.
     """
 
     def __init__(self, axis: int, parts: list[frozenset[int]], context: Context) -> None:

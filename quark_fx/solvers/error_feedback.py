@@ -1,10 +1,9 @@
-"""Round a weight column by column, each column making up for the errors of those before it: the solver of GPTQ.
+"""Round a weight column by column; each column compensates for the errors of earlier columns (the solver of GPTQ).
 
-The squared error of an operator's output, `tr((W - Q) H (W - Q)')` with `H` the sum of `x x'`, is a sum over columns
-once `H` is factored into triangles: with `H = R R'` and `R` upper triangular, column `k` of `(W - Q) R` holds column
-`k` of the error and those before it, nothing behind it. Rounding `w_k` plus what the earlier ones left makes that
-column as small as it can be. No inverse of `H` is formed, rows are independent, and the work that does not have to
-wait is done in matrix products.
+The squared error of an operator's output is `tr((W - Q) H (W - Q)')`, where `H` is the sum of `x x'`. With the factor
+`H = R R'`, `R` upper triangular, it is a sum over columns: column `k` of `(W - Q) R` depends only on the errors of
+columns up to `k`. Rounding `w_k` plus the errors that earlier columns pass on minimizes that column. `H` is never
+inverted, rows are independent, and most of the work is in matrix products.
 """
 
 from __future__ import annotations
@@ -22,42 +21,42 @@ from quark_fx.numbers.layout import Columns
 from quark_fx.system import accelerator
 
 DAMPING = 0.01
-"""Share of a Hessian's mean diagonal that is added to it before it is factored, unless a pass says otherwise."""
+"""Fraction of a Hessian's mean diagonal that is added to the diagonal before factoring; passes can override it."""
 
 _LEAF = 16
-"""Columns that are rounded one by one before one matrix product adds their errors to the columns after them."""
+"""Columns rounded one by one before one matrix product adds their errors to later columns."""
 
 _AT_ONCE = 1 << 21
-"""Weights that are rounded together on a processor, about: more need memory, and fall out of its caches. A GPU takes
-128 times as many, of which five copies are a few gigabytes."""
+"""Approximate number of weights rounded together on a processor; more would need memory and miss its caches. A GPU
+takes 128 times as many, and five copies of them are a few gigabytes."""
 
 _FACTORED = 1 << 22
-"""Elements of the Hessians, about, that are factored together."""
+"""Approximate number of Hessian elements that are factored together."""
 
 _ARRAYS = 6
-"""Arrays of the size of a piece that there are at once while it is rounded."""
+"""Arrays of the size of a piece that exist at once while it is rounded."""
 
 _ROWS = 64
-"""Rows of a Hessian that are moved at once."""
+"""Rows of a Hessian that are permuted at once."""
 
 _LARGEST_CODE = 1 << 22
-"""Integer codes that the kernel for GPUs rounds to are below it."""
+"""Exclusive limit on the magnitude of integer codes in the kernel for GPUs."""
 
 _DAMPING_STEP = 10.0
-"""Damping that does not make `H` positive definite is raised by this factor, up to the mean diagonal itself."""
+"""Factor applied to damping that does not make `H` positive definite, up to the mean diagonal itself."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """`H`, damped and in the order of rounding, as `(I + feedback) diag(curvature) (I + feedback)'`.
+    """Factors of the damped `H`, in rounding order: `(I + feedback) diag(curvature) (I + feedback)'`.
 
     Attributes:
-        order: columns of the weight in the order of rounding, shape (groups, inputs).
-        feedback: strictly upper triangular: `feedback[j, k]` is the share of the error of column `j` that is added to
-            column `k`.
-        curvature: squared error of the output per squared error of a column, shape (groups, inputs).
-        damping: that each matrix needed, as a share of its mean diagonal, shape (groups,).
-        level: the largest of them, known to the host.
+        order: Columns of the weight in the order of rounding, shape (groups, inputs).
+        feedback: Strictly upper triangular matrices: `feedback[j, k]` is the fraction of column `j`'s error that is
+            added to column `k`.
+        curvature: Squared error of the output per squared error of a column, shape (groups, inputs).
+        damping: Damping of each matrix, as a fraction of its mean diagonal, shape (groups,).
+        level: Largest damping, on the host.
     """
 
     order: Tensor
@@ -74,15 +73,14 @@ class Factor:
     def left_over(self, *others: Tensor) -> list[Tensor]:
         """Return the squared error of the output, on some data, per squared rounding error of a column.
 
-        The rounding errors `u`, each of a column that made up for those before it, change the weight by
-        `u (I + feedback)^-1`. If they are independent, each counts by the diagonal of
-        `(I + feedback)^-1 H (I + feedback)^-T`.
+        The rounding errors `u`, taken after feedback, change the weight by `u (I + feedback)^-1`. If they are
+        independent, each has the weight of its entry on the diagonal of `(I + feedback)^-1 H (I + feedback)^-T`.
 
         Args:
             others: Hessians of the data, shape (groups, inputs, inputs).
 
         Returns:
-            For each, shape (groups, inputs), in the order of the weight's columns.
+            A tensor for each Hessian, shape (groups, inputs), in the order of the weight's columns.
         """
         one = torch.eye(self.order.shape[-1], device=self.order.device, dtype=torch.float32).expand_as(self.feedback)
         off = torch.linalg.solve_triangular(self.feedback, one, upper=True, unitriangular=True)
@@ -102,18 +100,19 @@ def factor(
     sharing: Columns | None = None,
     failures: list[Tensor] | None = None,
 ) -> Factor:
-    """Factor `h`; waits for the device once, unless `failures` is given or a matrix needs more damping.
+    """Factor `h`; waits for the device once, or more often if a matrix needs more damping; never with `failures`.
 
     Args:
-        h: sum of `x x'`, float32, shape (groups, inputs, inputs).
-        damping: share of the mean diagonal that is added to the diagonal.
-        by_activation: round the columns that matter most first, while the others can still make up for them.
-        sharing: round columns that share a scale one after the other; those that together matter most first.
-        failures: gets a flag, shape (), that is true if the factor is wrong because `h` needs more damping or is not
-            finite; the caller reads it.
+        h: Sum of `x x'`, float32, shape (groups, inputs, inputs).
+        damping: Fraction of the mean diagonal that is added to the diagonal.
+        by_activation: Round columns with the largest diagonal first, while the others can still compensate.
+        sharing: Columns of each scale; columns that share a scale are rounded one after another, and `by_activation`
+            then sorts scales by the sum of their diagonal.
+        failures: List that gets a flag, shape (), true if the factor is invalid because `h` needs more damping or is
+            not finite; the caller reads it.
 
     Raises:
-        CalibrationError: if `h` is not finite.
+        CalibrationError: If `h` is not finite, or not positive definite even when damped.
 
     Source:
         Frantar et al. 2023 (GPTQ), section 3.3; the triangular form is LDLQ of Chee et al. 2023 (QuIP), theorem 6.
@@ -127,17 +126,17 @@ def factor(
     if sharing is not None:
         order = _together_in(order, sharing, diagonal if by_activation else None)
     mean = _mean(diagonal)
-    # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
+    # Reversing the order of rows and columns turns the lower triangle into the upper one.
     turned = order.flip(-1)
     diagonal = diagonal.gather(-1, turned)
     level, share = damping, torch.full_like(mean, damping)
-    # Matrices of this size are what memory goes to: one beside `h` has to do.
+    # Matrices of this size dominate memory, so there is only one besides `h`.
     found = torch.empty_like(h, memory_format=torch.contiguous_format)
     failed = torch.empty(h.shape[:-2], dtype=torch.int32, device=h.device)
     while True:
         _permute(h, turned, found)
         found.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
-        # LAPACK counts columns first: to it, the lower triangle of what lies here by rows is an upper one.
+        # LAPACK stores matrices by columns: the lower triangle of this matrix, stored by rows, is its upper triangle.
         torch.linalg.cholesky_ex(found.mT, upper=True, out=(found.mT, failed))
         bad = failed.bool().unsqueeze(-1)
         if failures is not None:
@@ -158,7 +157,7 @@ def factor(
 
 
 def _together_in(order: Tensor, sharing: Columns, matters: Tensor | None) -> Tensor:
-    """Return `order` with the columns of a scale together, scales by the sums of their Hessian diagonals."""
+    """Return `order` with the columns of each scale together; `matters` sorts scales by its sums over their columns."""
     numbers = sharing.spread(torch.arange(sharing.count, device=order.device))
     if matters is not None:
         ranked = sharing.gather(matters).sum(-1).argsort(dim=-1, descending=True, stable=True)
@@ -167,7 +166,12 @@ def _together_in(order: Tensor, sharing: Columns, matters: Tensor | None) -> Ten
 
 
 def damped(h: Tensor, share: Tensor) -> Tensor:
-    """Return a copy of `h`, shape (groups, inputs, inputs), its diagonal raised by a share, (groups,), of its mean."""
+    """Return a copy of `h`, shape (groups, inputs, inputs), with `share` of the mean added to its diagonal.
+
+    Args:
+        h: Hessians.
+        share: Fraction of the mean diagonal, shape (groups,).
+    """
     found = h.clone()
     diagonal = found.diagonal(dim1=-2, dim2=-1)
     diagonal += share.unsqueeze(-1) * _mean(diagonal)
@@ -175,14 +179,14 @@ def damped(h: Tensor, share: Tensor) -> Tensor:
 
 
 def _mean(diagonal: Tensor) -> Tensor:
-    """Return the mean Hessian diagonal, or 1 where that is zero, shape (groups, 1)."""
-    # Inputs that are always zero have no curvature of their own: damping rounds them to nearest.
+    """Return the mean Hessian diagonal, or 1 if that is zero, shape (groups, 1)."""
+    # Inputs that are always zero have zero curvature; with damping they round to nearest.
     mean = diagonal.mean(-1, keepdim=True)
     return torch.where(mean > 0, mean, 1.0)
 
 
 def _permute(h: Tensor, order: Tensor, out: Tensor) -> None:
-    """Write the rows and columns of `h` in `order` to `out`, some rows at a time."""
+    """Write the rows and columns of `h` in `order` to `out`, a few rows at a time."""
     for first in range(0, h.shape[-1], _ROWS):
         rows = order[..., first : first + _ROWS, None]
         some = h.gather(-2, rows.expand(*rows.shape[:-1], h.shape[-1]))
@@ -190,7 +194,7 @@ def _permute(h: Tensor, order: Tensor, out: Tensor) -> None:
 
 
 def _reverse(x: Tensor) -> None:
-    """Reverse the elements along the last dimension in place, some at a time."""
+    """Reverse the elements along the last dimension in place, a few at a time."""
     size, some = x.shape[-1], _ROWS << 10
     for first in range(0, size // 2, some):
         last = min(first + some, size // 2)
@@ -201,7 +205,7 @@ def _reverse(x: Tensor) -> None:
 
 
 def at_once(h: Tensor) -> list[slice]:
-    """Return which matrices of a stack `h`, shape (groups, inputs, inputs), are worth factoring together."""
+    """Split a stack `h`, shape (groups, inputs, inputs), into slices to factor together."""
     groups, inputs, _ = h.shape
     most = max(1, accelerator.values_at_once(h, _FACTORED, 6) // inputs**2)
     return [slice(first, first + most) for first in range(0, groups, most)]
@@ -215,19 +219,19 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch
     """Choose codes for `weight`, column by column.
 
     Args:
-        weight: shape (groups, outputs, inputs).
-        factor: of the Hessian of what it multiplies.
-        grid: what codes stand for; it does not change on the way (static groups).
-        dtype: of the result, one that holds all codes.
+        weight: Weight of shape (groups, outputs, inputs).
+        factor: Factors of the Hessian of the operator's input.
+        grid: Scales, zero points, and format of the codes; fixed while rounding (static groups).
+        dtype: Dtype of the result; it must hold all codes.
 
     Returns:
-        Codes, the shape of `weight`.
+        Codes of the shape of `weight`.
 
     Source:
         Frantar et al. 2023 (GPTQ), algorithm 1.
     """
     codes = torch.empty_like(weight, dtype=dtype)
-    room: list[Tensor] = []  # for all pieces in turn: new memory costs the system's zeroing of it
+    room: list[Tensor] = []  # reused for all pieces, because the system zeroes newly allocated memory
     for groups, rows in pieces(weight):
         piece = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
         room = room or [weight.new_empty(piece[0].numel(), dtype=torch.float32) for _ in range(4)]
@@ -237,11 +241,11 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch
 
 
 def pieces(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
-    """Yield ranges of groups and of rows that are worth rounding at once: they need not know of each other.
+    """Yield ranges of groups and rows to round together; ranges are independent of each other.
 
     Args:
-        weight: shape (groups, outputs, inputs).
-        least: values that a row takes, if they are more than its inputs.
+        weight: Weight of shape (groups, outputs, inputs).
+        least: Values that a row takes, if more than its inputs.
     """
     groups, rows, inputs = weight.shape
     inputs = max(inputs, least)
@@ -253,14 +257,14 @@ def pieces(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
 
 
 def working_bytes(groups: int, outputs: int, inputs: int, tried: int = 0) -> int:
-    """Return the bytes that rounding a weight of this shape on a processor takes, beside the Hessian.
+    """Return the bytes needed on a processor to round a weight of this shape, in addition to the Hessian.
 
     Args:
-        groups, outputs, inputs: of the weight.
-        tried: scales that each group of inputs is rounded with, if several are.
+        groups, outputs, inputs: Shape of the weight.
+        tried: Number of scales tried per group of inputs, if more than one.
     """
     together, values = min(groups, _together(inputs)), outputs * inputs
-    # The factor, spread scales, codes as they are made and as they are stored, and a piece at work.
+    # The factor, expanded scales, codes as computed and as stored, and the piece being rounded.
     at_work = min(together * values, _AT_ONCE) + min(together * values * tried, _AT_ONCE)
     return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * at_work
 
@@ -268,14 +272,14 @@ def working_bytes(groups: int, outputs: int, inputs: int, tried: int = 0) -> int
 def _round_piece(
     piece: Sequence[Tensor], order: Tensor, feedback: Tensor, grid: Grid, room: Sequence[Tensor]
 ) -> Tensor:
-    """Return the codes, of the grid's kind, of a piece: weight, scale and zero point (groups, rows, inputs).
+    """Return the codes of one piece.
 
     Args:
-        piece: these three.
-        order: columns in the order of rounding, shape (groups, 1, inputs).
-        feedback: of the columns in that order.
-        grid: what codes there are.
-        room: four float32 vectors of at least the size of the piece, overwritten.
+        piece: Weight, scale, and zero point, each of shape (groups, rows, inputs).
+        order: Columns in the order of rounding, shape (groups, 1, inputs).
+        feedback: Feedback of the columns in that order.
+        grid: Format of the codes.
+        room: Four float32 vectors, each at least as large as the piece, overwritten.
     """
     groups, rows, inputs = piece[0].shape
     # Inputs first: a column of the weight is then contiguous.
@@ -290,7 +294,7 @@ def _round_piece(
         round_run([part[:, run] for part in columns], feedback[:, run, run], grid)
 
     in_runs(wanted, feedback, rounded, longest)
-    return real.mT.gather(-1, order.argsort(-1).expand_as(piece[0]))  # codes by now
+    return real.mT.gather(-1, order.argsort(-1).expand_as(piece[0]))  # `real` now holds the codes
 
 
 def in_runs(
@@ -301,30 +305,30 @@ def in_runs(
     whole: int = 1,
     some: tuple[int, int] | None = None,
 ) -> None:
-    """Round columns in runs, and add the errors of each to the columns after it.
+    """Round columns in runs, and add the errors of each run to later columns.
 
     Args:
-        wanted: what is to be rounded, shape (groups, columns, outputs). It becomes what the codes leave of the weight.
-        feedback: of the columns on each other, shape (groups, columns, columns).
-        round_run: rounds a run of columns in place, which the errors of those before it are in.
-        longest: columns of a run.
-        whole: columns that are in one run; it divides `longest` and the columns.
-        some: first column and the one after the last; default: all.
+        wanted: Values to round, shape (groups, columns, outputs); overwritten with the weight minus its rounded values.
+        feedback: Feedback between the columns, shape (groups, columns, columns).
+        round_run: Function that rounds a run of columns in place, after the errors of earlier columns were added.
+        longest: Largest number of columns in a run.
+        whole: Number of columns that must be in one run; divides `longest` and the number of columns.
+        some: First column and the one after the last; default: all.
     """
     first, last = some or (0, wanted.shape[1])
     if last - first <= longest:
         round_run(slice(first, last))
         return
     middle = (first + last) // 2 // whole * whole
-    # A function in here that calls itself would keep all tensors until garbage is collected.
+    # A nested function that calls itself would keep all tensors alive until garbage collection.
     in_runs(wanted, feedback, round_run, longest, whole, (first, middle))
     wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, wanted[:, first:middle])
     in_runs(wanted, feedback, round_run, longest, whole, (middle, last))
 
 
 def _runs(like: Tensor, grid: Grid) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
-    """Return what rounds a run of columns to a grid where `like` is, and how long one may be."""
-    # The kernel computes the nearest code: it has no table to look one up in, and sums of no more than 22 bits.
+    """Return the function that rounds a run of columns on the device of `like`, and the longest run it takes."""
+    # The kernel computes the nearest code: it uses no lookup table, and sums of at most 22 bits.
     fmt, largest = grid.format, max(map(abs, grid.limits))
     computed = fmt.is_float or (fmt.is_integer and largest < _LARGEST_CODE)
     if computed and like.is_cuda and importlib.util.find_spec("triton") is not None:
@@ -337,13 +341,13 @@ def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
     """Round a run of columns in place, one by one.
 
     Args:
-        columns: what is wanted, the weight, the scale and the zero point, each float32, shape (groups, columns,
-            outputs). What is wanted becomes what the codes leave of the weight, and the weight becomes the codes.
-        feedback: of these columns on each other, shape (groups, columns, columns).
-        grid: what codes there are; its scales are not used.
+        columns: Values to round, weight, scale, and zero point, each float32, shape (groups, columns, outputs). The
+            values to round are overwritten with the weight minus its rounded values, the weight with the codes.
+        feedback: Feedback between these columns, shape (groups, columns, columns).
+        grid: Format of the codes; its scales are not used.
     """
     wanted, real, scale, zero_point = columns
-    # real - (code - zero_point) * scale, as one product to be subtracted
+    # real - (code - zero_point) * scale, a single product to subtract
     offset = torch.addcmul(real, zero_point, scale)
     parts = (wanted, real, scale.reciprocal(), zero_point, offset, scale)
     for k, (want, code, inverse, zero, start, step) in enumerate(zip(*(p.unbind(1) for p in parts), strict=True)):
@@ -354,12 +358,12 @@ def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
 
 
 def made_up_for(target: Tensor, value: Tensor, factor: Factor) -> Tensor:
-    """Return what was rounded: the target plus, in each column, the correction for the errors of earlier columns.
+    """Return the values that were rounded: the target plus, in each column, the feedback of earlier columns.
 
     Args:
-        target: the weight aimed at, shape (groups, outputs, inputs).
-        value: what its codes stand for, of the same shape.
-        factor: as `round_with_feedback` had it.
+        target: Weight to approximate, shape (groups, outputs, inputs).
+        value: Dequantized codes, of the same shape.
+        factor: Factors that `round_with_feedback` used.
     """
     columns = factor.order.unsqueeze(-2).expand_as(target)
     lost = (target - value).gather(-1, columns)

@@ -1,4 +1,4 @@
-"""The inner loop of `quark_fx.solvers.error_feedback` as one kernel: a run of columns is rounded in registers."""
+"""Inner loop of `quark_fx.solvers.error_feedback` as one kernel, which rounds a run of columns in registers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from quark_fx.numbers.grid import Grid
 
 COLUMNS = 64
-"""Columns of a run. Longer ones do not fit into the registers of a block."""
+"""Columns of a run; longer runs do not fit into the registers of a block."""
 
 _ROWS = 32
-"""Rows of the weight, which are independent, in one block."""
+"""Rows of the weight in one block; rows are independent."""
 
 OPTIONS: dict[str, Any] = {"columns": COLUMNS, "rows": _ROWS, "enable_fp_fusion": True}
-"""Of a launch. Fused, a product and a sum are rounded once, as `torch.addcmul` does on most processors."""
+"""Launch options. With fusion, a product and a sum are rounded once, like `torch.addcmul` on most processors."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -41,7 +41,7 @@ def _round_run(
     columns: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
-    """Round `count` columns of `rows` outputs. All but `feedback` are (inputs, outputs), from the first of the run."""
+    """Round `count` columns of `rows` outputs. Tensors but `feedback` start at the run, shape (inputs, outputs)."""
     group = tl.program_id(1).to(tl.int64)
     k = tl.arange(0, columns)
     o = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -58,8 +58,8 @@ def _round_run(
         this = k[:, None] == j
         position = tl.sum(tl.where(this, w * i + z, 0.0), 0)
         code = tl.minimum(tl.maximum(position, low), high)
-        # Adding and taking away 1.5 * 2**23 steps rounds a float32 of up to 22 bits half to even. The step of a small
-        # float grows with the power of two below it, which the bits of the exponent alone are.
+        # Adding and subtracting 1.5 * 2**23 steps rounds a float32 of up to 22 bits half to even. The step of a small
+        # float grows with the power of two below its magnitude, which the exponent bits alone represent.
         power = (code.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         far = tl.minimum(tl.maximum(power, lowest_power), highest_power) * shift
         code = (code + far) - far
@@ -74,21 +74,21 @@ def _round_run(
 
 
 def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
-    """Round a run of columns in place, as `quark_fx.solvers.error_feedback.round_run` does.
+    """Round a run of columns in place, like `quark_fx.solvers.error_feedback.round_run`.
 
-    Of `columns`, each is a slice of a contiguous tensor, with at most `COLUMNS` columns.
+    Each of `columns` is a slice of a contiguous tensor, with at most `COLUMNS` columns.
     """
     groups, count, outputs = columns[0].shape
     padding = COLUMNS - count
     square = F.pad(feedback, (0, padding, 0, padding)).contiguous()
     launch: Any = _round_run[triton.cdiv(outputs, _ROWS), groups]
     strides = outputs, columns[0].stride(0), count
-    with torch.cuda.device_of(columns[0]):  # which need not be the current one
+    with torch.cuda.device_of(columns[0]):  # may differ from the current device
         launch(*columns, square, *strides, *map(float, grid.limits), *_steps(grid), **OPTIONS)
 
 
 def _steps(grid: Grid) -> tuple[float, float, float]:
-    """Return the powers of two between which steps grow, and 1.5 * 2**23 steps per power."""
+    """Return the smallest and the largest power of two at which steps grow, and 1.5 * 2**23 steps per power."""
     fmt = grid.format
     return 2.0**fmt.min_exponent, 2.0**fmt.max_exponent, 1.5 * 2.0 ** (23 - fmt.mantissa)
 

@@ -1,4 +1,4 @@
-"""Which parts of a graph a solver may choose, block by block; for the others the reason is noted."""
+"""Find the values in a graph that a solver may choose, block by block; report the reasons for skipping others."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from quark_fx.solvers.proposals import Activation, Bias
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 
 Find = Callable[[BlockRun], Iterator[Sequence[Place]]]
-"""Yields the places of a block in order; those of operators that read one value together."""
+"""Function that yields the places of a block in order; operators with the same input are yielded together."""
 
 
 def places_of(
     kind: type[QuantizedMatrix | Bias | Activation], gm: GraphModule, context: Context, chooser: Selective
 ) -> Find:
-    """Return what finds the places where something of this kind is chosen.
+    """Return the function that finds the places for values of a kind.
 
     Args:
-        kind: `QuantizedMatrix`, `Bias` or `Activation`.
-        gm: the quantized graph.
-        context: of the run, where the reasons for what is left are noted.
-        chooser: says which operators are selected.
+        kind: `QuantizedMatrix`, `Bias`, or `Activation`.
+        gm: Quantized graph.
+        context: Context of the run, which collects the reasons for skipping.
+        chooser: Selection of operators.
     """
     return {QuantizedMatrix: _weights, Bias: _biases, Activation: _activations}[kind](gm, context, chooser)
 
@@ -57,7 +57,7 @@ def _weights(gm: GraphModule, context: Context, chooser: Selective) -> Find:
 
 
 def own_biases(gm: GraphModule, context: Context, chooser: Selective) -> list[tuple[QuantizedWeight, StoredBias]]:
-    """Return the selected operators with a stored bias that no other operator adds, and it; note the others."""
+    """Return selected operators whose stored bias no other operator adds, with the bias; report the skipped ones."""
     shared, found = shared_tensors(gm), []
     for weight in quantized_weights(gm, context.plan):
         if not chooser.selects(weight.operator):

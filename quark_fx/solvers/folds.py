@@ -1,4 +1,4 @@
-"""What a solver reads of the data: folds over the batches, merged over the ranks."""
+"""Data for solvers: folds over the batches, merged over the ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from quark_fx.system.untrusted import brief
 
 
 class Fold(Protocol):
-    """What holds what was seen so far; every observer is one."""
+    """Summary of the data observed so far; every observer is one."""
 
     def observe(self, x: Tensor) -> Self:
-        """Return the fold after it saw `x`, shape `(channels, values)`."""
+        """Return the fold that includes `x`, shape `(channels, values)`."""
         ...
 
     def merge(self, other: Self) -> Self:
-        """Return the fold that saw what `self` saw and then what `other` saw; either may have seen nothing."""
+        """Return the fold of the data of `self`, then of `other`; either may be empty."""
         ...
 
 
@@ -42,11 +42,11 @@ def _require_fold(reading: Input | OutputError) -> None:
 
 
 class Reading(ABC):
-    """What a solver reads: how it is measured for a place, over the data of all ranks.
+    """Data of a solver, measured for a place, over the batches of all ranks.
 
     Attributes:
-        shared: operators that multiply one value get the same.
-        choices: what can be chosen by it.
+        shared: True if operators with the same input get the same data.
+        choices: Types that can be chosen from this data.
     """
 
     shared: ClassVar[bool] = True
@@ -54,27 +54,27 @@ class Reading(ABC):
 
     @abstractmethod
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> object:
-        """Return what `Solver.solve` gets, equal on all ranks.
+        """Return the data for `Solver.solve`, equal on all ranks.
 
         Args:
-            places: what is chosen: of several operators that read one value if it is `shared`, one otherwise.
-            context: of the run.
-            batches: those of this rank that count.
+            places: Places to choose for: all operators with the same input if the data is `shared`, one otherwise.
+            context: Context of the run.
+            batches: Batches of this rank to include.
 
         Raises:
-            CalibrationError, ValueError: for data that cannot be learned from.
+            CalibrationError, ValueError: For data that cannot be used.
         """
 
 
 @dataclass(frozen=True)
 class InputHessian(Reading):
-    """The `Hessian` of a weight: of what its operator multiplies, everything before it quantized.
+    """The `Hessian` of a weight, measured on its operator's input with everything before it quantized.
 
     Args:
-        shifted: with `Hessian.shift`, which takes a second forward pass.
-        guided: weight each row by how sensitive the end loss is to an error there (`quark_fx.engine.guidance`). It
-            takes a forward and a backward pass of the float model, and each operator has a Hessian of its own.
-        two_sided: judge weights by which output channels' errors add up in the end loss, too
+        shifted: Measure `Hessian.shift`, which takes a second forward pass.
+        guided: Weight each row by the sensitivity of the end loss to an error there (`quark_fx.engine.guidance`). It
+            takes a forward and a backward pass of the float model, and each operator gets its own Hessian.
+        two_sided: Evaluate weights also by how errors of output channels add up in the end loss
             (`QuantizedMatrix.outputs`). It takes the same passes.
     """
 
@@ -85,16 +85,16 @@ class InputHessian(Reading):
 
     @property
     def shared(self) -> bool:  # type: ignore[override]
-        """Whether operators that multiply one value get the same."""
+        """True if operators with the same input get the same Hessian."""
         return not self.guided
 
     def guidance(self, context: Context) -> Guidance | None:
-        """Return what it reads of the end loss; every rank has to ask for it."""
+        """Return the measurements of the end loss; collective: every rank must call it."""
         asked = self.guided or self.two_sided
         return guidance_of(context, outputs=self.two_sided) if asked else None
 
     def now(self, part: Part, context: Context) -> QuantizedMatrix:
-        """Return a weight as it is quantized, with what says how its errors count; it measures nothing."""
+        """Return the current quantized weight, with the weighting of its errors; measures nothing."""
         if not self.two_sided or context.guidance is None:
             return part.now
         outputs, why = context.guidance.together(part.weight.linear)
@@ -109,16 +109,16 @@ class InputHessian(Reading):
 
 @dataclass(frozen=True)
 class Input(Reading):
-    """A fold of what an operator reads, or of what is rounded to an activation; without padding, as one channel.
+    """A fold of an operator's input, or of the values rounded to an activation, in a single channel without padding.
 
-    Operators read what everything before them, quantized, makes of the data. Activations are seen in float, as
-    calibration sees them.
+    An operator's input comes from the quantized graph, with everything before it quantized. Activations are observed in
+    float, like in calibration.
 
     Args:
-        fold: with its options: any observer.
+        fold: Observer with its options, or another fold.
 
     Raises:
-        ConfigError: for something else, or a class without the parentheses.
+        ConfigError: For anything else, or for a class instead of an instance.
     """
 
     fold: Fold
@@ -133,22 +133,22 @@ class Input(Reading):
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of each channel.
+    """Mean of each channel.
 
     Attributes:
-        total: float64, shape `(channels,)`; `None` before the first tensor.
-        count: values in a channel.
+        total: Sum per channel, float64, shape `(channels,)`; `None` before the first tensor.
+        count: Number of values per channel.
     """
 
     total: Tensor | None = None
     count: int = 0
 
     def observe(self, x: Tensor) -> Self:
-        """Return the mean after it saw `x`, shape `(channels, values)`."""
+        """Return the mean that includes `x`, shape `(channels, values)`."""
         return self.merge(replace(self, total=x.sum(1).double(), count=x.shape[1]))
 
     def merge(self, other: Self) -> Self:
-        """Return the mean of what both saw."""
+        """Return the mean of the data of both."""
         if self.total is None or other.total is None:
             return other if self.total is None else self
         return replace(self, total=self.total + other.total, count=self.count + other.count)
@@ -158,7 +158,7 @@ class Mean:
         """The mean, float32.
 
         Raises:
-            ValueError: if nothing was observed.
+            ValueError: If nothing was observed.
         """
         if self.total is None:
             raise ValueError("nothing was observed")
@@ -167,13 +167,13 @@ class Mean:
 
 @dataclass(frozen=True)
 class OutputError(Reading):
-    """A fold of what the float model makes less what the quantized one makes, per output channel of an operator.
+    """A fold of the float output minus the quantized output, per output channel of an operator.
 
     Args:
-        fold: with its options; by default the mean.
+        fold: Observer or another fold, with its options; default: the mean.
 
     Raises:
-        ConfigError: as `Input`.
+        ConfigError: For anything else, like `Input`.
     """
 
     fold: Fold = field(default_factory=Mean)

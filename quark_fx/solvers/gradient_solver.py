@@ -1,7 +1,7 @@
-"""A gradient solver says how a weight is learned on its way to codes; the engine does everything else.
+"""A gradient solver defines how a weight is learned until it becomes codes; the engine does everything else.
 
-Block by block, the engine chooses the codes to start from, draws mini-batches, adds gradients over ranks, and stores
-what is better on validation data. It reports the errors, resumes, and predicts memory.
+For each block, the engine chooses initial codes, draws mini-batches, adds gradients over ranks, and stores results that
+are better on validation data. It reports errors, resumes interrupted runs, and predicts memory.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from quark_fx.solvers.trainable import LearnedWeight
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSolver(Schedule, ABC):
-    """What learns codes by gradient steps on what operators or blocks make.
+    """Base class of passes that learn codes by gradient steps on the outputs of operators or blocks.
 
     A subclass is a frozen dataclass of options with `begin`, decorated with `quark_fx.solvers.solver.solver`. It is a
-    pass of the quantized stage, by its class's name.
+    pass of the quantized stage, named after its class.
     """
 
     @abstractmethod
     def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> LearnedWeight:
-        """Return codes that can be learned.
+        """Return learnable codes.
 
         Args:
-            grid: what codes stand for.
-            weight: what they should be nearest to, in the shape of the stored weight: the float weight, or, from error
-                feedback, that with what makes up for the errors of other inputs.
-            start: the codes to start from, float32; not always the nearest.
+            grid: Scales, zero points, and format of the codes.
+            weight: Weight to stay nearest to, in the shape of the stored weight: the float weight or, after error
+                feedback, the float weight compensated for the errors of other inputs.
+            start: Initial codes, float32; not always the nearest.
         """
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Learn the codes of `gm`; return how many weights changed.
 
         Raises:
-            CalibrationError: if the error of a block is NaN or infinite; the message names its operators.
+            CalibrationError: If the error of a block is NaN or infinite; the message names its operators.
         """
         own = own_weights(gm, context, self)
         learns_scales = self.scale_rate > 0 and _free_scales(context)
@@ -61,7 +61,7 @@ class GradientSolver(Schedule, ABC):
         for run in walk_blocks(gm, context, unit=self.unit, label=type(self).__name__):
             if run.finished or not (weights := self._learnable(run, own(run.module), context)):
                 continue
-            # Of a pass that is limited, only what the operators themselves read.
+            # With `only`, learn just the scales of the selected operators' own inputs.
             read = {weight.input_scale for weight in weights} if self.only else set(run.free_scales)
             scales = [name for name in run.free_scales if name in read] if learns_scales else []
             with naming_failures(self, run.operators):
@@ -69,14 +69,14 @@ class GradientSolver(Schedule, ABC):
         return sum(change.changed for change in context.changes)
 
     def _learnable(self, run: BlockRun, weights: list[QuantizedWeight], context: Context) -> list[QuantizedWeight]:
-        """Return the weights that the error of a block tells something about; note the others."""
+        """Return the weights that the block's error depends on; report the skipped ones."""
         targets = with_room(context, partial(run.targets, 0))
         reasons, numbers = {}, any(isinstance(t, Tensor) and t.is_floating_point() for t in targets)
         for weight in weights:
             if not numbers:
                 reasons[weight.node] = "what it makes is no number"
             elif self.unit is Unit.OPERATOR and weight.linear.offsets_at is not None:
-                # The quantized model may send a token elsewhere than the float one: the rows of both are no pairs then.
+                # The quantized model may route a token differently from the float model, so rows would not correspond.
                 reasons[weight.node] = (
                     "data chooses the rows it multiplies; unit='block' learns it with what chooses them"
                 )
@@ -87,7 +87,7 @@ class GradientSolver(Schedule, ABC):
 
 
 def _free_scales(context: Context) -> bool:
-    """Tell whether activation scales may take any value."""
+    """Return whether activation scales may take any value."""
     quantized = (op for op in context.plan.values() if isinstance(op, Quantized))
     specs = (spec for op in quantized for spec in (op.input, op.output) if spec is not None)
     return all(spec.scale == FLOAT32 for spec in specs)

@@ -1,4 +1,4 @@
-"""Gradient steps on the codes, biases and activation scales of a block, the same on every rank."""
+"""Take gradient steps on the codes, biases, and activation scales of a block, identical on every rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Learned:
     """The tensors that gradient steps change.
 
     Attributes:
-        codes: of each weight.
-        biases: of each weight, `None` where they are not learned.
-        scales: of activations, by name.
+        codes: Learnable codes of each weight.
+        biases: Bias of each weight, `None` if it is not learned.
+        scales: Names and scales of activations.
     """
 
     codes: Sequence[LearnedWeight]
@@ -35,11 +35,11 @@ class Learned:
 
     @property
     def others(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Biases and scales, as `Trainable` takes them."""
+        """Biases and scales, in the form that `Trainable` takes."""
         return [bias for bias in self.biases if bias is not None], list(self.scales.values())
 
     def groups(self, schedule: Schedule) -> list[dict[str, Any]]:
-        """Return what the optimizer changes, and how fast."""
+        """Return the optimizer's parameter groups, with learning rates."""
         biases, scales = self.others
         groups: list[dict[str, Any]] = [{"params": [p for c in self.codes for p in c.parameters], "lr": schedule.rate}]
         for bias in biases:
@@ -49,16 +49,16 @@ class Learned:
 
 
 class Steps:
-    """Gradient steps on what a block makes.
+    """Gradient steps on the output error of a block.
 
     Args:
-        run: the block.
-        context: with the calibration batches, and the ranks that share them.
-        schedule: of the steps.
-        block: it, as a function of what is learned.
-        learned: what that is.
-        limits: of each activation scale, how small and how large it may become.
-        seed: of the samples, and of what is dropped.
+        run: Block to learn.
+        context: Context with the calibration batches, and the ranks that share them.
+        schedule: Schedule of the steps.
+        block: The block as a function of the learned tensors.
+        learned: Learned tensors.
+        limits: Lower and upper limit of each activation scale.
+        seed: Seed of the samples, and of dropped values.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Steps:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def taken(self, every: int) -> Iterator[tuple[int, Tensor]]:
-        """Take the steps; yield how many were taken, and the last error, after each `every` of them and at the end.
+        """Take the steps; yield the number taken and the last error after each `every` steps and at the end.
 
-        The device is not waited for: whoever reads the error has to see that it is finite.
+        Does not wait for the device: the caller must check that the error is finite.
         """
         last = self.schedule.iterations
         for first in range(1, last + 1, every):
@@ -97,7 +97,7 @@ class Steps:
             yield steps[-1], error
 
     def _differentiate(self, pieces: Sequence[Piece], progress: float) -> Tensor:
-        """Make the gradients of the parameters those of a mini-batch of all ranks; return what they are of."""
+        """Compute the gradients of a mini-batch of all ranks; return its error."""
         targets, signals = with_room(self.context, partial(self._targets, pieces))
         if signals is not None:
             self.context.ranks.add(signals)
@@ -108,7 +108,7 @@ class Steps:
     def _differentiate_here(
         self, pieces: Sequence[Piece], targets: Sequence[Sequence[Any]], signals: Tensor | None, progress: float
     ) -> Tensor:
-        """Do the same for the pieces of this rank; the first rank adds the penalties."""
+        """Compute the gradients for the pieces of this rank; the first rank adds the penalties."""
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.context.device, dtype=torch.float32)
         with torch.enable_grad():
@@ -128,7 +128,7 @@ class Steps:
         return total
 
     def _targets(self, pieces: Sequence[Piece]) -> tuple[list[list[Any]], Tensor | None]:
-        """Return the targets of pieces, and the sums of their squares; `None` where a mini-batch is one piece."""
+        """Return the targets of pieces, and their sums of squares; `None` if the mini-batch is a single piece."""
         targets = [self.batches.targets(piece) for piece in pieces]
         if self.context.ranks.alone and len(targets) == 1:
             return targets, None
@@ -138,7 +138,7 @@ class Steps:
         return targets, signals
 
     def _add_over_ranks(self, total: Tensor) -> None:
-        """Replace gradients, and `total`, by their sums over the ranks, in one call."""
+        """Replace gradients and `total` by their sums over the ranks, in one call."""
         if self.context.ranks.alone:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]

@@ -1,8 +1,8 @@
-"""Error feedback that chooses the scale of a group of inputs when it comes to it: GPTQ without static groups.
+"""Error feedback that chooses the scale of each group of inputs just before rounding it: GPTQ without static groups.
 
-What there is to round when a group's turn comes holds what makes up for the errors before, and the group is rounded
-with each scale that is tried: what is compared is the error that is left, not one that is expected. The inputs of a
-group are therefore rounded one after the other, which leaves less to `by_activation`.
+At that point, the values to round include the feedback of earlier errors. The group is rounded with each candidate
+scale, and the actual remaining errors are compared, not expected ones. The inputs of a group are therefore rounded
+consecutively, which makes `by_activation` less effective.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def round_groups(
     """Choose codes for `weight` column by column, and the scale of each group before its first column.
 
     Args:
-        weight: shape (groups, outputs, inputs).
-        factor: of the Hessian of what it multiplies, with the columns of a scale one after the other.
-        grid: what codes stand for now.
-        free: which scales can be stored.
-        sharing: columns of a scale, as many of each.
-        ratios: to be tried of each scale, first the one that is kept if none is better.
-        dtype: of the codes.
+        weight: Weight of shape (groups, outputs, inputs).
+        factor: Factors of the input's Hessian; columns that share a scale are consecutive.
+        grid: Current scales, zero points, and format of the codes.
+        free: Scales that can be stored.
+        sharing: Columns of each scale, the same number for each.
+        ratios: Candidate ratios for each scale; the first is kept if no other is better.
+        dtype: Dtype of the codes.
 
     Returns:
-        Codes, the shape of `weight`, and the ratios that were chosen, shape (groups, outputs, scales of a row).
+        Codes of the shape of `weight`, and the chosen ratios, shape (groups, outputs, scales of a row).
 
     Source:
-        Frantar et al. 2023 (GPTQ), section 4, grouping: parameters of a group are taken of the weights as they are when
-        it is reached. The search is ours.
+        Frantar et al. 2023 (GPTQ), section 4, grouping: parameters of a group are computed from the updated weights
+        when the group is reached. The search is ours.
     """
     size = sharing.even
     assert size is not None
@@ -67,14 +67,14 @@ def round_groups(
 def _round_piece(
     piece: Sequence[Tensor], factor: Factor, grid: Grid, steps_of: Callable[[Tensor], Tensor], size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes of a piece, and which scale each group has, in the order of their turns.
+    """Return the codes of a piece, and the index of each group's scale, in the order of rounding.
 
     Args:
-        piece: weight, scale and zero point, shape (groups, rows, inputs).
-        factor: of its matrices.
-        grid: what codes there are.
-        steps_of: returns the scales to be tried in the place of some, as the first of more dimensions.
-        size: columns of a group.
+        piece: Weight, scale, and zero point, each of shape (groups, rows, inputs).
+        factor: Factors of its matrices.
+        grid: Format of the codes.
+        steps_of: Function that returns the candidates for given scales, stacked along a new first dimension.
+        size: Columns of a group.
     """
     order, best = factor.order.unsqueeze(-2).expand_as(piece[0]), list[Tensor]()
     # Inputs first: a column of the weight is then contiguous.
@@ -94,24 +94,24 @@ def _round_piece(
 def _round_group(
     columns: Sequence[Tensor], steps: Tensor, feedback: Tensor, curvature: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, of the scale that loses least, what its codes leave of the weight, the codes, and its number.
+    """Return, for the scale with the smallest error, the remaining errors, the codes, and the index of the scale.
 
     Args:
-        columns: of the group: what is wanted, the weight and the zero point, as `round_run` takes them.
-        steps: scales to be tried, shape (scales, groups, 1, outputs).
-        feedback: of the columns on each other.
-        curvature: of the columns, shape (groups, columns).
-        grid: what codes there are.
+        columns: Values to round, weight, and zero point of the group, in the form that `round_run` takes.
+        steps: Candidate scales, shape (scales, groups, 1, outputs).
+        feedback: Feedback between the columns.
+        curvature: Curvature of the columns, shape (groups, columns).
+        grid: Format of the codes.
     """
     wanted, real, zero = columns
     count, outputs = len(steps), wanted.shape[-1]
-    spread = steps.movedim(0, -2).flatten(-2).expand(-1, wanted.shape[1], -1)  # outputs of each scale beside each other
+    spread = steps.movedim(0, -2).flatten(-2).expand(-1, wanted.shape[1], -1)  # the outputs of all scales, concatenated
     errors, codes, offset = (part.repeat(1, 1, count) for part in (wanted, real, zero))
     round_run((errors, codes, spread, offset), feedback, grid)
-    # A column lost what was to be rounded, the weight and what made up for the errors before, less what its code is.
+    # The error of a column is the value to round (weight plus feedback of earlier errors) minus its rounded value.
     lost = (wanted - real).repeat(1, 1, count).add_(errors).baddbmm_(feedback.mT, errors)
     total = lost.square_().mul_(curvature.unsqueeze(-1)).sum(1).unflatten(-1, (count, outputs))
-    best = total.argmin(1)  # the first of equal ones
+    best = total.argmin(1)  # the first on ties
     place = best[:, None, None].expand(-1, wanted.shape[1], 1, -1)
     errors, codes = (part.unflatten(-1, (count, outputs)).gather(2, place)[:, :, 0] for part in (errors, codes))
     return errors, codes, best

@@ -1,4 +1,4 @@
-"""Half the Hessian of an operator's squared error: the sum of `x x'` over what enters it."""
+"""Half the Hessian of an operator's squared error: the sum of `x x'` over the rows of its input."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from quark_fx.numbers.layout import Columns
 from quark_fx.solvers.error_feedback import Factor, at_once, factor, solve
 
 _TILE, _DEVICE_TILE = 128, 1024
-"""Rows of `x' x` that one product computes, on and above the diagonal: few rows do not fill the processors of a GPU."""
+"""Rows of `x' x` per product, on and above the diagonal; a GPU needs more rows to use all of its processors."""
 
 
 @dataclass
 class Hessian:
-    """Sums over the rows that enter an operator: half the Hessian of its squared output error by its weight.
+    """Sums over an operator's input rows: half the Hessian of its squared output error with respect to its weight.
 
     Attributes:
-        h: sum of `x x'`, float32, shape (groups, inputs, inputs); the upper triangle until `finish`. With guidance each
-            row counts by its weight, here and in `shift`.
-        shift: sum of `(r - x) x'` with `r` the row in float, the shape of `h`; `None` if it was not asked for.
-        rows: how many, shape (groups,), on the host.
-        failures: flags that a caller of `factors` has to read: a factor is wrong where one is true, and
-            `wait_for_factors` makes the next ones right. `None`: the device is waited for instead.
-        unguided: a note on why all rows count alike although guidance was asked for; otherwise empty.
+        h: Sum of `x x'`, float32, shape (groups, inputs, inputs); only the upper triangle until `finish`. With
+            guidance, rows are weighted, here and in `shift`.
+        shift: Sum of `(r - x) x'`, where `r` is the row in float, of the shape of `h`; `None` if not requested.
+        rows: Number of rows, shape (groups,), on the host.
+        failures: Flags that a caller of `factors` must read: if one is true, a factor is invalid, and
+            `wait_for_factors` makes the next ones valid. `None`: every factor is checked at once, which waits for the
+            device.
+        unguided: Reason that rows are not weighted although guidance was requested; empty otherwise.
     """
 
     h: Tensor
@@ -51,16 +52,16 @@ class Hessian:
     def factors(
         self, *, damping: float, by_activation: bool, sharing: Columns | None = None
     ) -> Iterator[tuple[slice, Factor]]:
-        """Yield the factors of `h`, each with the matrices of a stack that it is of.
+        """Yield the factors of `h`, each with the slice of the stack it belongs to.
 
-        They are kept for the next operator that reads the same values, unless a stack is long: its factors would fill
-        the memory, and are made as they come.
+        Factors are cached for the next operator that has the same input, except for a long stack: its factors would
+        fill memory, so they are computed one at a time.
 
         Args:
-            damping, by_activation, sharing: as `quark_fx.solvers.error_feedback.factor` takes them.
+            damping, by_activation, sharing: Arguments of `quark_fx.solvers.error_feedback.factor`.
 
         Raises:
-            CalibrationError: if `h` has no factor.
+            CalibrationError: If `h` cannot be factored.
         """
         slices = [slice(None)] if self.shift is not None else at_once(self.h)
         key = damping, by_activation, None if sharing is None else tuple(sharing.numbers.tolist())
@@ -75,12 +76,12 @@ class Hessian:
         yield from self._factors[key]
 
     def target(self, real: Tensor, share: float, factors: Iterable[tuple[slice, Factor]]) -> Tensor:
-        """Return the weight to round: `real`, moved towards what the float model makes of its own inputs.
+        """Return the weight to round: `real`, moved toward the float model's outputs on its own inputs.
 
         Args:
-            real: float weight, shape (groups, outputs, inputs).
-            share: of the way, 0 to 1; where `shift` was not measured there is none to go.
-            factors: of the Hessian.
+            real: Float weight, shape (groups, outputs, inputs).
+            share: Fraction of the correction, 0 to 1; without `shift` there is nothing to correct.
+            factors: Factors of the Hessian.
         """
         if self.shift is None:
             return real
@@ -89,7 +90,7 @@ class Hessian:
 
     @classmethod
     def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> Hessian:
-        """Return the sums over no rows."""
+        """Return sums without rows."""
         h = torch.zeros(groups, inputs, inputs, device=device, dtype=torch.float32)
         rows = torch.zeros(groups, dtype=torch.int64)
         return cls(h, torch.zeros_like(h) if shifted else None, rows)
@@ -107,11 +108,12 @@ class Hessian:
         """Return the sums over calibration batches.
 
         Args:
-            context: with the batches.
-            entrance: where the rows come from.
-            reference: where the same rows come from in float, for `shift`.
-            batches: which; default: all.
-            weights: of a batch's rows, the shape of the operator's output without channels; default: equal ones.
+            context: Context with the batches.
+            entrance: Source of the rows.
+            reference: Source of the same rows in float, for `shift`.
+            batches: Indices of the batches; default: all.
+            weights: Function that returns the row weights of a batch, of the shape of the operator's output without
+                channels; default: all equal.
         """
         here = range(len(context.data.batches)) if batches is None else batches
 
@@ -136,7 +138,7 @@ class Hessian:
 
     @classmethod
     def of_parts(cls, context: Context, entrance: Entrance) -> tuple[Hessian, Hessian]:
-        """Return the sums over the batches to learn from, and over those that judge; without any, the same ones."""
+        """Return the sums over calibration and over validation batches; without validation data, the same object."""
         learned = cls.measure(context, entrance, batches=context.data.calibration)
         judged = context.data.has_validation
         return learned, cls.measure(context, entrance, batches=context.data.validation) if judged else learned
@@ -145,9 +147,9 @@ class Hessian:
         """Add the rows of a batch.
 
         Args:
-            mapping: of the operator.
-            values: what enters it, quantized.
-            reals: the same in float, where `shift` is wanted.
+            mapping: Mapping of the operator.
+            values: Quantized input of the operator.
+            reals: The same input in float, if `shift` is requested.
         """
         if mapping.kernel:
             assert values.output is not None
@@ -165,10 +167,10 @@ class Hessian:
                 self.shift[group].addmm_((next(exact_rows) - x).T, x)
 
     def finish(self, *, routed: bool) -> None:
-        """Mirror the upper triangle, and where data chooses rows, let groups that saw few borrow from the others.
+        """Mirror the upper triangle; if rows are routed by data, let groups with few rows borrow from the others.
 
-        A matrix of `n` inputs that saw fewer than about `n` rows leaves directions open which its rows do not reach.
-        The average of the stack counts as `n` rows more.
+        With fewer than about `n` rows, a matrix of `n` inputs is singular: some directions have zero curvature. The
+        average of the stack is added with the weight of `n` rows.
         """
         inputs = self.h.shape[-1]
         for start in range(0, inputs, _TILE):  # a copy of a stack of matrices would be large
@@ -184,9 +186,9 @@ class Hessian:
         self.h += self._borrowed
 
     def add_rows_of(self, other: Hessian) -> None:
-        """Add the rows that another Hessian of the same operator was measured on.
+        """Add the rows of another Hessian of the same operator.
 
-        With more rows a matrix needs no more damping, so on a device its factors are not waited for (`failures`).
+        More rows never require more damping, so on a device factors are not waited for (`failures`).
         """
         self._factors.clear()
         self.put_off_failures()
@@ -199,29 +201,29 @@ class Hessian:
             self._borrow()
 
     def not_finite(self) -> Tensor:
-        """Return whether a sum of squares is not finite, shape (), bool."""
+        """Return whether any sum of squares is not finite, shape (), bool."""
         return ~self.h.diagonal(dim1=-2, dim2=-1).isfinite().all()
 
     def put_off_failures(self) -> None:
-        """Do not wait for the factors to come on a device, most of which are right: see `failures`."""
+        """On a device, check factors later, since most are valid; see `failures`."""
         self.failures = None if self.h.is_cpu else []
 
     def wait_for_factors(self) -> None:
-        """Drop factors that may be wrong, and let those to come be read as they are made."""
+        """Drop factors that may be invalid, and check the next ones as they are computed."""
         self._factors.clear()
         self.failures = None
 
 
 @dataclass(frozen=True)
 class Entering:
-    """What enters an operator for one batch.
+    """Input of an operator for one batch.
 
     Attributes:
-        x: its activation.
-        output: what it makes, for a convolution.
-        offsets: where the rows of each expert end.
-        kept: which positions count; `None`: all. Rows that are routed to experts all count, those of padding too.
-        roots: square roots of the weights of the rows, float32, the shape of the operator's output without channels;
+        x: Activation of the operator.
+        output: Output of a convolution.
+        offsets: End of each expert's rows.
+        kept: Positions that count; `None`: all. Rows routed to experts all count, padding included.
+        roots: Square roots of the row weights, float32, of the shape of the operator's output without channels;
             `None`: all are 1.
     """
 
@@ -232,11 +234,11 @@ class Entering:
     roots: Tensor | None = None
 
     def weighted(self, weights: Tensor | None) -> Entering:
-        """Return the same with weights of rows."""
+        """Return the input with row weights."""
         return self if weights is None else replace(self, roots=weights.sqrt())
 
     def columns(self, mapping: LinearMap, output: Tensor) -> Tensor:
-        """Return what each value of a convolution's output is the product of, float32, (groups, inputs, positions)."""
+        """Return the input patch of each output position of a convolution, float32, (groups, inputs, positions)."""
         found, _ = mapping.rows(self.x, output, most=output[:, 0].numel(), seed=0)
         return found.float() if self.roots is None else found.float() * self.roots.flatten()
 
@@ -253,17 +255,17 @@ class Entering:
 
 
 class Entrance:
-    """Where rows enter an operator of a block.
+    """Source of the rows that enter an operator of a block.
 
     Args:
-        module: the block.
-        linear: the operator.
-        mapping: how it multiplies.
-        inputs: returns what enters the block for a batch.
+        module: Module of the block.
+        linear: Operator in the block.
+        mapping: Mapping from the operator to matrix products.
+        inputs: Function that returns the block's inputs for a batch.
 
     Attributes:
-        mapping: how the operator multiplies.
-        shape: groups, and inputs of each.
+        mapping: Mapping from the operator to matrix products.
+        shape: Number of groups, and of inputs per group.
     """
 
     def __init__(
@@ -280,11 +282,11 @@ class Entrance:
 
     @staticmethod
     def key(linear: Linear, mapping: LinearMap) -> object:
-        """Return what is equal for operators that multiply the same rows; arguments as above."""
+        """Return a key that is equal for operators with the same rows; arguments as above."""
         return linear.activation, replace(mapping, transposed=False)
 
     def values(self, batch: int, kept: Positions | None) -> Entering:
-        """Return what enters for one batch; `kept` says which positions are no padding."""
+        """Return the operator's input for one batch; `kept` marks the positions that are not padding."""
         with running(batch):
             x, *more = self._part(*self._inputs(batch))
         output = more[0] if self.mapping.kernel else None
@@ -292,7 +294,7 @@ class Entrance:
 
 
 def _add_upper(h: Tensor, x: Tensor) -> None:
-    """Add the tiles of `x' x` on and above the diagonal to `h`; a third less work than all of it."""
+    """Add the tiles of `x' x` on and above the diagonal to `h`; this saves about a third of the work."""
     tile = _TILE if h.is_cpu else _DEVICE_TILE
     for start in range(0, h.shape[-1], tile):
         h[start : start + tile, start:].addmm_(x[:, start : start + tile].T, x[:, start:])

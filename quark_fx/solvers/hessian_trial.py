@@ -1,4 +1,4 @@
-"""Judge a scale by the Hessian of what operators read: their weights in codes, activations in float."""
+"""Evaluate scales by the Hessian of the operators' input: weights are quantized, activations stay in float."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ from quark_fx.solvers.scaling import Point, ScaleOf, Trial, foresee
 from quark_fx.system import accelerator
 
 _COPIES = 7
-"""Of a weight in float32 while a scale is tried: it, scaled, rounded, what is lost, products with the Hessian."""
+"""Copies of a weight in float32 while a scale is tried: original, scaled, rounded, error, products with the Hessian."""
 
 _WHOLE = 3
-"""The same of a weight that is tried as a whole, beside its codes: what is lost, and products with the Hessian."""
+"""The same for a weight that is tried as a whole, in addition to its codes: error and products with the Hessian."""
 
 _AT_ONCE = 1 << 20
-"""Weights that a scale is tried on together, about."""
+"""Approximate number of weights that a scale is tried on together."""
 
 _ROWS = 512
-"""Output channels, at least, that scales are judged on: every channel is scaled alike, so more add nothing."""
+"""Smallest number of output channels used to evaluate scales; all channels are scaled alike, so more add little."""
 
 _SCALES = 1 << 26
-"""Values of scales, at most, that are made before the search begins."""
+"""Largest number of scale values computed before the search begins."""
 
 _TRIES = 27
-"""Scales that are tried for a site, about, on a grid of 21 by 21 points."""
+"""Approximate number of scales tried per site, on a grid of 21 by 21 points."""
 
 
 _Index = tuple[slice | Tensor, ...]
-"""Which part of a weight."""
+"""Index of a part of a weight."""
 
 _Found = dict[Reader[LinearMap], tuple[Hessian, Hessian]]
-"""The Hessians of what operators read, of calibration and of validation data."""
+"""Hessians of each operator's input, of calibration and of validation data."""
 
 
 class HessianTrial(Trial[LinearMap]):
-    """A site and the outputs that rounded weights lose there, quadratic forms of the weights."""
+    """A site and the output error of its quantized weights, computed by quadratic forms of the weights."""
 
     unread = "not every operator that reads it has codes"
     moments: ClassVar = 2
-    """Matrices of the size of a Hessian that there are at once."""
+    """Matrices of the size of a Hessian that exist at once."""
 
     def __init__(self, gm: GraphModule, site: PlannedSite[LinearMap], found: _Found) -> None:
         weights = {reader: _Weight.of(gm, reader, found[reader][0].h.device) for reader in site.readers}
         counts = dict[int, tuple[Tensor | None, Tensor | None]]()
-        for learned, judge in found.values():  # which readers of one value share
+        for learned, judge in found.values():  # readers of one value share these objects
             try:
                 counts[id(learned)] = counts.get(id(learned)) or self.counts(learned, judge)
             except CalibrationError as error:
@@ -83,30 +83,30 @@ class HessianTrial(Trial[LinearMap]):
 
     @property
     def seen_on_host(self) -> MeasuredSite:
-        """What is seen, on the host."""
+        """Measurements of the site, on the host."""
         return self._on_host
 
     @classmethod
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor | None, Tensor | None]:
-        """Return what the squared error of a weight counts by, on calibration and on validation data, for each input.
+        """Return the weight of each input's squared error, on calibration and on validation data.
 
-        `None` stands for the quadratic form, where errors of inputs that depend on each other add up or cancel.
+        `None` stands for the quadratic form, in which errors of dependent inputs add up or cancel.
 
         Raises:
-            CalibrationError: if the Hessian has no factor.
+            CalibrationError: If the Hessian cannot be factored.
         """
         return None, None
 
     @classmethod
     def reads(cls, operator: Coded) -> LinearMap | None:
-        """Return how an operator multiplies matrices of codes, `None` if it does not."""
+        """Return how an operator multiplies matrices of codes, or `None` if it does not."""
         return None if operator.linear is None or operator.weight.is_cast else operator.linear.matrices
 
     @classmethod
     def measured(
         cls, gm: GraphModule, sites: Mapping[int, PlannedSite[LinearMap]], context: Context, label: str
     ) -> Iterator[tuple[int, _Found]]:
-        """Walk the operators in order; a site comes when the last of its readers was measured."""
+        """Walk the operators in order; yield a site when all of its readers have been measured."""
         left, found = dict(sites), _Found()
         for run in walk_float_blocks(gm, context, unit=Unit.OPERATOR, label=label):
             found |= _measured(run, [reader for site in left.values() for reader in site.readers], context)
@@ -117,7 +117,7 @@ class HessianTrial(Trial[LinearMap]):
 
     @classmethod
     def needs(cls, sizes: Sizes) -> Need:
-        """Return what a run takes: both Hessians of what is read, and copies of the weight a scale is tried on."""
+        """Return the needs of a run: both Hessians of the input, and copies of the weight that a scale is tried on."""
 
         def asked(m: Matrices) -> int:
             return m.values // m.outputs * _rows(m.outputs) if m.apart else m.values
@@ -127,9 +127,7 @@ class HessianTrial(Trial[LinearMap]):
 
         def turn(block: BlockSize) -> int:
             both = cls.moments * max((m.moment for m in block.matrices), default=0)
-            kept = sum(
-                asked(m) * m.itemsize for m in block.matrices
-            )  # or a weight that was scaled, before it is stored
+            kept = sum(asked(m) * m.itemsize for m in block.matrices)  # or a scaled weight before it is stored
             most = max((max(kept, m.target) + tried(m) for m in block.matrices), default=0)
             return both + max(most, block.entrances)
 
@@ -145,7 +143,7 @@ class HessianTrial(Trial[LinearMap]):
         return self._errors(self.calibration, scales)
 
     def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> dict[Point, float]:
-        """Return the errors at points that the search goes through on a device; waits for it once."""
+        """Return the errors at the points of the search on a device, computed in advance; waits for it once."""
         points, forms = [*itertools.product(*map(range, sizes))], self.calibration
         if forms[0].seen.h.is_cpu or len(points) * len(self.seen.mean_weight) > _SCALES:
             return {}
@@ -159,7 +157,7 @@ class HessianTrial(Trial[LinearMap]):
             table = foresee(errors, len(forms), sizes, scales.device)
         fine = torch.stack([condition for condition, _ in checks] or [table.new_ones((), dtype=torch.bool)]).all()
         *found, is_fine = torch.cat([table.flatten(), fine.to(table.dtype).view(1)]).tolist()
-        if not is_fine:  # the search may not ask for the point that fails
+        if not is_fine:  # the search may never reach the point that fails
             return {}
         rows = (found[first : first + len(forms)] for first in range(0, len(found), len(forms)))
         return {point: sum(row) for point, row in zip(points, rows, strict=True) if not math.isnan(row[0])}
@@ -177,12 +175,12 @@ class HessianTrial(Trial[LinearMap]):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredSite:
-    """What is seen of a site by Hessians: per component, averaged over what reads it.
+    """Measurements of a site from Hessians, per component, averaged over its readers.
 
     Attributes:
-        root_mean_square: of the activation, shape (components,).
-        mean_weight: mean magnitude of the weights, each over its scale, shape (components,).
-        is_finite: so are the squares of the activation.
+        root_mean_square: Root mean square of the activation, shape (components,).
+        mean_weight: Mean magnitude of the weights, each divided by its scale, shape (components,).
+        is_finite: True if the squares of the activation are finite.
     """
 
     root_mean_square: Tensor
@@ -191,7 +189,7 @@ class MeasuredSite:
 
     @classmethod
     def of(cls, components: int, forms: Sequence[_Form]) -> MeasuredSite:
-        """Return what the forms of a site's readers see; waits for the device once."""
+        """Return the measurements of a site's readers; waits for the device once."""
         squares, weights = Means.of_none(components), Means.of_none(components)
         sums: list[tuple[Means, Tensor, Tensor, int]] = []
         with accelerator.checked_later() as checks:
@@ -201,7 +199,7 @@ class MeasuredSite:
                         sums.append((means, labels, sums_along(labels, values), values.numel()))
         parts = [part.flatten() for _, _, part, _ in sums]
         flags = [condition.to(torch.float32).view(1) for condition, _ in checks]
-        # In one piece: each would make the host wait.
+        # One transfer: each one makes the host wait.
         read = torch.cat([*parts, *flags]).cpu().split([*(len(part) for part in parts), len(flags)])
         for (means, labels, part, size), on_host in zip(sums, read[:-1], strict=True):
             means.add_sums(labels, on_host.view(part.shape), size)
@@ -210,7 +208,7 @@ class MeasuredSite:
         return cls(mean, weights.means, bool(mean.isfinite().all()))
 
     def to(self, device: torch.device) -> MeasuredSite:
-        """Return the same on a device."""
+        """Return the measurements on a device."""
         if self.root_mean_square.device == device:
             return self
         return replace(self, **{name: getattr(self, name).to(device) for name in ("root_mean_square", "mean_weight")})
@@ -218,15 +216,15 @@ class MeasuredSite:
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
-    """The output channels of a weight that scales are judged on, where the Hessian of what it multiplies is.
+    """Output channels of a weight used to evaluate scales, on the device of the operator's Hessian.
 
     Attributes:
-        reader: the operator.
-        shape: of the whole weight.
-        labels: of the reader, here.
-        parts: of the weight, each with its place there: their scales do not depend on each other.
-        places: those places, with index tensors on the device.
-        largest: the largest magnitude of each label where all scales follow that of the weight, else `None`.
+        reader: Operator of the weight.
+        shape: Shape of the whole weight.
+        labels: Labels of the reader, on the device.
+        parts: Parts of the weight with their indices; the scales of different parts are independent.
+        places: The same indices, with index tensors on the device.
+        largest: Largest magnitude of each label if all scales follow the weight's largest magnitude, else `None`.
     """
 
     reader: Reader[LinearMap]
@@ -249,10 +247,10 @@ class _Weight:
         return cls(reader, weight.shape, reader.labels.to(device), parts, places, largest)
 
     def rounded(self, factor: Tensor) -> Iterator[tuple[_Index, Tensor, Tensor, QuantizedTensor]]:
-        """Yield, for each part, its place, its values, its factors, and what their product is quantized to.
+        """Yield for each part its index, its values, its factors, and the quantized product of values and factors.
 
         Args:
-            factor: of the shape of the labels.
+            factor: Factors of the shape of the labels.
         """
         op, amax = self.reader.operator, None if self.largest is None else (self.largest * factor).amax()
         factor = factor.expand(self.shape)
@@ -266,9 +264,9 @@ class _Form:
     """The squared output of one operator as a quadratic form of its weight.
 
     Attributes:
-        weight: of the operator.
-        seen: of what it reads.
-        count: what the squared error of a weight counts by (`HessianTrial.counts`), shape (groups, inputs).
+        weight: Weight of the operator.
+        seen: Hessian of its input.
+        count: Weight of each input's squared error (`HessianTrial.counts`), shape (groups, inputs).
     """
 
     weight: _Weight
@@ -277,22 +275,22 @@ class _Form:
 
     @property
     def squared(self) -> tuple[Tensor, Tensor]:
-        """The component of each channel of what it reads, and its mean square, shape `(channels of the value,)`."""
+        """The component of each input channel, and its mean square, shape `(channels of the value,)`."""
         found, rows, reader = self.seen.h.diagonal(dim1=-2, dim2=-1), self.seen.rows, self.weight.reader
-        # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another,
-        # and all of them see every row.
+        # An input of a convolution is a channel at one position of the kernel; groups of channels are stored one after
+        # another, and each group sees all rows.
         found, count = (found, rows[0]) if reader.how.kernel else (found.sum(0), rows.sum())
         return reader.scaled.labels, found.reshape(len(reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
 
     def ratios(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for parts of the weight, the component of each value and its magnitude over that of its scale."""
+        """Yield, for parts of the weight, the component of each value and its magnitude divided by its scale."""
         reader = self.weight.reader
         labels, ones = reader.labels.expand(self.weight.shape), torch.ones(reader.labels.shape, dtype=torch.float32)
         for index, real, _, rounded in self.weight.rounded(ones.to(self.seen.h.device)):
             yield labels[index], (real / rounded.layout.spread(rounded.scale)).abs()
 
     def error(self, scale: Tensor) -> Tensor:
-        """Return the relative squared error of the operator's output if its site is scaled by `scale`, shape ()."""
+        """Return the relative squared error of the operator's output with its site scaled by `scale`, shape ()."""
         factors = per_element(self.weight.labels, scale.to(self.weight.labels.device))
         noise = torch.zeros((), device=factors.device, dtype=torch.float32)
         for index, real, s, rounded in self.weight.rounded(factors):
@@ -300,7 +298,7 @@ class _Form:
         return noise / self._signal
 
     def _noise(self, index: _Index, lost: Tensor) -> Tensor:
-        """Return the squared error of the output where rounding to nearest adds `lost` to a part of the weight."""
+        """Return the squared error of the output if rounding to nearest adds `lost` to a part of the weight."""
         if self.count is None:
             return self._square(index, lost)
         mapping = self.weight.reader.how
@@ -309,7 +307,7 @@ class _Form:
 
     @cached_property
     def _signal(self) -> Tensor:
-        """The squared output of the weight as it is."""
+        """Squared output of the unscaled float weight."""
         signal = torch.zeros((), device=self.seen.h.device, dtype=torch.float32)
         for index, part in self.weight.parts:
             signal += self._square(index, part.float())
@@ -323,22 +321,22 @@ class _Form:
 
 
 class FeedbackTrial(HessianTrial):
-    """A site and the outputs that error feedback loses there.
+    """A site and the output error after error feedback.
 
-    Its rounding errors are taken to be as large as those of rounding to nearest, and independent. Order and damping are
-    those of the Hessian before a scale is applied, which changes them a little.
+    Rounding errors are assumed independent and as large as with rounding to nearest. Order and damping come from the
+    Hessian of the unscaled input; a scale changes them a little.
     """
 
     moments = 5
 
     @property
     def seen_on_host(self) -> MeasuredSite:
-        """What is seen, on the host."""
+        """Measurements of the site, on the host."""
         return self._on_host
 
     @classmethod
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor, Tensor]:
-        """Return what is left of each error after error feedback, which is learned from the calibration data."""
+        """Return the part of each error that remains after error feedback, learned from the calibration data."""
         parts = [
             factor(learned.h[some], damping=DAMPING, by_activation=True).left_over(learned.h[some], judge.h[some])
             for some in at_once(learned.h)
@@ -348,7 +346,7 @@ class FeedbackTrial(HessianTrial):
 
 
 def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[_Index]:
-    """Yield the places of parts of a weight whose scales do not depend on each other."""
+    """Yield indices of parts of a weight whose scales are independent."""
     whole: list[slice | Tensor] = [slice(None)] * weight.dim()
     if not has_scales_apart(reader.operator.weight, reader.how):
         yield tuple(whole)
@@ -365,7 +363,7 @@ def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[_Index]:
 
 
 def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Context) -> _Found:
-    """Return the Hessians of the readers in a block."""
+    """Return the Hessians of the readers in a block, of calibration and validation data."""
     found, known = _Found(), dict[object, tuple[Hessian, Hessian]]()
     nodes = named_nodes(run.module)
     for reader in readers:
@@ -380,7 +378,7 @@ def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Cont
 
 
 def _rows(outputs: int) -> int:
-    """Return how many output channels scales are judged on."""
+    """Return the number of output channels used to evaluate scales."""
     return outputs // max(1, outputs // _ROWS)
 
 

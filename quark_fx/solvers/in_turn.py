@@ -1,4 +1,4 @@
-"""Choose a tensor for one site of a float graph after another, and apply it; an interrupted run goes on."""
+"""Choose and apply a tensor for each site of a float graph, one after another; an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quark_fx.graph.pass_manager import Change
 S = TypeVar("S")
 
 Chosen = tuple[int, Tensor | None, Change]
-"""The number of a site, what was chosen, `None` if it is left alone, and what to note."""
+"""Number of a site, the chosen tensor (`None` to leave the site alone), and the change to report."""
 
 
 def choose_in_turn(
@@ -24,16 +24,16 @@ def choose_in_turn(
     choose: Callable[[Mapping[int, S]], Iterable[Chosen]],
     apply: Callable[[S, Tensor], None],
 ) -> int:
-    """Choose something for every site; return how many changed.
+    """Choose a tensor for each site; return the number of sites that changed.
 
-    What an interrupted run chose is read from its checkpoint and applied first.
+    Choices in the checkpoint of an interrupted run are applied first.
 
     Args:
-        sites: of a graph.
-        context: of the run.
-        choose: called before the graph changes; yields what it chooses for some of the sites, by number, in any order
-            that is the same in every run.
-        apply: changes the graph at a site.
+        sites: Sites of a graph.
+        context: Context of the run.
+        choose: Function that is called before the graph changes and yields choices for some of the sites, by number, in
+            an order that is the same in every run.
+        apply: Function that changes the graph at a site.
     """
     numbered, walk = dict(enumerate(sites)), context.next_walk()
     known = list(_known(walk, context))
@@ -51,7 +51,7 @@ def choose_in_turn(
 
 
 def _known(walk: int, context: Context) -> Iterator[Chosen]:
-    """Yield what an interrupted run chose, in its order."""
+    """Yield the choices of an interrupted run, in their order."""
     if context.checkpoint is not None:
         for index in itertools.count():
             if (stored := context.checkpoint.load(walk, index)) is None:

@@ -1,4 +1,4 @@
-"""Whether a proposal is better, and what becomes of it then: two judges."""
+"""Accept or reject proposals on validation data, and store the accepted ones: by quadratic form, or by block output."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ Solve = Callable[[Any, Any], Proposal | Skip]
 """`Solver.solve`."""
 
 _PLENTY = 64
-"""Calibration rows per input that are enough: the excess error over infinite data is about inputs / rows, so an eighth
-more rows changes the error by less than 0.3 %. With fewer rows, an accepted operator is solved once more with the
-validation rows included; the report keeps the errors measured before that."""
+"""Calibration rows per input that suffice: the excess error over infinite data is about inputs / rows, so an eighth
+more rows changes the error by less than 0.3 %. With fewer, an accepted operator is solved again with the validation
+rows included; the report keeps the errors measured before that."""
 
 _DAMPING = 1e-3
-"""Of the Hessian of the validation rows, where a target is solved for."""
+"""Damping of the Hessian of the validation rows when a target is solved for."""
 
 
 @dataclass
 class FormJudge:
-    """Judges weights by the quadratic form of the operator's error on validation data; ranks divide the operators.
+    """Evaluates weights by the quadratic form of the operator's error on validation data; ranks divide the operators.
 
-    On a device the host waits once for the errors of all operators that read one value, and once for what changed.
+    On a device, the host waits once for the errors of all operators with the same input, and once for the changes.
 
     Args:
-        solve: proposes weights.
-        reading: measures their Hessian.
-        context: of the run.
+        solve: Function that proposes weights.
+        reading: Reading that measures their Hessian.
+        context: Context of the run.
     """
 
     solve: Solve
@@ -56,7 +56,7 @@ class FormJudge:
     _loads: list[float] = field(default_factory=list)
 
     def choose(self, run: BlockRun, places: Sequence[Place]) -> None:
-        """Choose the weights of operators that read one value."""
+        """Choose the weights of operators that have the same input."""
         context, began = self.context, time.perf_counter()
         parts = [place for place in places if isinstance(place, Part)]
         seen = judge = self.reading.measure(parts, context, context.data.calibration)
@@ -87,7 +87,7 @@ class FormJudge:
             context.note(replace(change, seconds=seconds))
 
     def _answer(self, part: Part, seen: Hessian, judge: Hessian) -> _Answer | Skip:
-        """Return the proposal for an operator and its errors, which are not read from the device."""
+        """Return the proposal for an operator and its errors, which stay on the device."""
         give_back()
         now = self.reading.now(part, self.context)
         with accelerator.checked_later() as checks:
@@ -101,7 +101,7 @@ class FormJudge:
         return _Answer(answer, errors, checks)
 
     def _judged(self, own: Sequence[Part], seen: Hessian, judge: Hessian) -> list[tuple[Part, _Judged | Change]]:
-        """Return each proposal that is better on validation data, else what to note.
+        """Return each proposal that is better on validation data, or the rejection to report.
 
         Waits for the device once, unless a factor needs more damping.
         """
@@ -130,7 +130,7 @@ class FormJudge:
         return found
 
     def _require(self, checks: Sequence[tuple[Part, Tensor, Callable[[], Exception]]], wrong: Sequence[float]) -> None:
-        """Raise the error of the first check that a solver put off and that failed."""
+        """Raise the error of the first deferred check of a solver that failed."""
         for (part, _, error), fails in zip(checks, wrong, strict=True):
             if fails:
                 with _naming(self.solve, part.name):
@@ -141,7 +141,7 @@ class FormJudge:
             return _solved(self.solve, part, self.reading.now(part, self.context), seen), checks
 
     def _kept(self, judged: Sequence[tuple[Part, _Judged | Change]], all_rows: Hessian | None) -> list[Change]:
-        """Store what was accepted, learned once more from `all_rows` if that is given; return what to note."""
+        """Store the accepted proposals, solved again from `all_rows` if given; return the changes to report."""
         wider, checks = dict[str, object](), list[tuple[Part, Tensor, Callable[[], Exception]]]()
         for part, answer in judged:
             if isinstance(answer, _Judged):
@@ -175,13 +175,13 @@ class FormJudge:
 
 
 def _stored(part: Part, judged: _Judged, wider: object, told: Mapping[int, list[str]]) -> Change:
-    """Store the first proposal that can be stored; return what to note.
+    """Store the first proposal that can be stored; return the change to report.
 
     Args:
-        part: whose weight it is.
-        judged: the proposal that was accepted.
-        wider: the one learned from all rows, which comes first.
-        told: what of the weight is new, by the identity of the proposal.
+        part: Operator of the weight.
+        judged: Accepted proposal.
+        wider: Proposal solved from all rows, tried first.
+        told: Parts of the weight that are new, by the identity of the proposal.
     """
     reason = ""
     for answer in (wider, judged.answer):
@@ -202,7 +202,7 @@ def _stored(part: Part, judged: _Judged, wider: object, told: Mapping[int, list[
 class _Answer:
     """A proposal, and the errors without and with it on validation data, shape (2,).
 
-    `checks` are conditions of the proposal that are not read yet.
+    `checks` are deferred conditions of the proposal.
     """
 
     proposal: Proposal
@@ -212,7 +212,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Judged:
-    """A proposal that is better on validation data, and the errors there."""
+    """A proposal that is better on validation data, with the errors there."""
 
     answer: Proposal
     before: float
@@ -221,14 +221,14 @@ class _Judged:
 
 @dataclass
 class BlockJudge:
-    """Judges anything by what the block makes of validation data with it, and with what was accepted before.
+    """Evaluates any proposal by the block's output on validation data, with earlier accepted proposals applied.
 
-    The first rank solves, all of them judge.
+    The first rank solves; all ranks evaluate.
 
     Args:
-        solve: proposes.
-        reading: measures what it reads.
-        context: of the run.
+        solve: Function that proposes values.
+        reading: Reading that measures its data.
+        context: Context of the run.
     """
 
     solve: Solve
@@ -238,7 +238,7 @@ class BlockJudge:
     _error: float = math.inf
 
     def choose(self, run: BlockRun, places: Sequence[Place]) -> None:
-        """Choose for places that read one value, one after the other."""
+        """Choose for places that have the same input, one after the other."""
         if run is not self._run:
             self._run, self._error = run, run.validation_error()
         began = time.perf_counter()
@@ -255,7 +255,7 @@ class BlockJudge:
             began = now
 
     def _tried(self, run: BlockRun, place: Place, seen: object, before: float) -> Change:
-        """Store a proposal if the block is better with it; return what to note."""
+        """Store a proposal if it improves the block; return the change to report."""
         give_back()
         answer = self.context.ranks.first(lambda: with_room(self.context, lambda: self._answer(place, seen)))
         if isinstance(answer, Skip):
@@ -267,7 +267,7 @@ class BlockJudge:
         return Change(place.name, what if better else refused, better, before, after)
 
     def _answer(self, place: Place, seen: object) -> tuple[dict[str, Tensor], str] | Skip:
-        """Return the tensors that a proposal changes, and what to note if it is accepted."""
+        """Return the tensors that a proposal changes, and the text to report if it is accepted."""
         try:
             answer = _proposed(_solved(self.solve, place, place.now, seen), place.now)
             if isinstance(answer, Skip):
@@ -290,10 +290,10 @@ def _naming(solve: Solve, operator: str) -> AbstractContextManager[None]:
 
 
 def _proposed(answer: object, now: object) -> Proposal | Skip:
-    """Return what a solver answered.
+    """Return a solver's answer after checking its type.
 
     Raises:
-        PassError: if that is no answer.
+        PassError: If it is neither a `Skip` nor a `Proposal` of the right type.
     """
     if isinstance(answer, Skip) or (isinstance(answer, Proposal) and type(answer.value) is type(now)):
         return answer
@@ -306,7 +306,7 @@ def _skipped(place: Place, answer: Skip) -> Change:
 
 
 def _what(changed: Sequence[str], answer: Proposal) -> str:
-    """Say what changed, and what the solver says of it."""
+    """Return a description of the change, with the solver's remark."""
     return "; ".join(filter(None, (" and ".join(changed) or "nothing", answer.remark)))
 
 

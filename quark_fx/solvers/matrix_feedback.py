@@ -1,4 +1,4 @@
-"""Error feedback on the weight of an operator: its codes, the scales it loses least with, and what was rounded."""
+"""Error feedback on an operator's weight: its codes, the scales with the smallest error, and the rounded values."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from quark_fx.solvers.scale_search import around, fit_scales_to_feedback
 from quark_fx.system import accelerator
 
 Factors = Iterable[tuple[slice, Factor]]
-"""The factors of a Hessian, each with the matrices of a stack that it is of."""
+"""Factors of a Hessian, each with the slice of the stack it belongs to."""
 
 _ROWS, _STEPS = 32, 8
-"""The most rows of a run that are rounded together where rows make up for each other, and the fewest steps of a run."""
+"""Largest number of rows of a run that are rounded together if rows compensate for each other, and fewest steps."""
 
 
 def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor]:
-    """Return `weight` with the codes of `target` by error feedback, and the damping of each matrix, shape (groups,).
+    """Return `weight` with codes of `target` by error feedback, and the damping of each matrix, shape (groups,).
 
-    With `weight.outputs`, rows make up for the errors of earlier rows as well.
+    With `weight.outputs`, rows compensate for the errors of earlier rows as well.
 
     Args:
-        weight: says what codes there are.
-        target: what to round, shape (groups, outputs, inputs).
-        factors: of the Hessian of what is multiplied.
+        weight: Quantized weight that defines scales and format of the codes.
+        target: Weight to round, shape (groups, outputs, inputs).
+        factors: Factors of the input's Hessian.
     """
     codes, damping = torch.empty_like(weight.codes), list[Tensor]()
     for matrices, found in factors:
@@ -47,21 +47,24 @@ def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> t
 
 
 def round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the codes of a matrix, some rows at a time: each row makes up for the errors of those before it.
+    """Return the codes of a matrix, rounding a few rows at a time; each row compensates for errors of earlier rows.
 
-    The error `tr(outputs E h E')` is a sum over rows once `outputs` is factored as `h` is: that of a row is its own
-    error plus its shares of those of earlier rows, whatever `h` is. Rows that are rounded together do not make up for
-    each other.
+    The error `tr(outputs E h E')` is a sum over rows once `outputs` is factored like `h`: each term is the error of a
+    row plus its fractions of the errors of earlier rows, for any `h`. Rows that are rounded together do not compensate
+    for each other.
 
     Args:
-        target: shape (1, outputs, inputs).
-        factor_: of the Hessian of what is multiplied.
-        grid: what codes stand for.
-        outputs: shape (runs, n, n), for runs of `n` rows.
-        dtype: of the codes.
+        target: Weight to round, shape (1, outputs, inputs).
+        factor_: Factors of the input's Hessian.
+        grid: Scales, zero points, and format of the codes.
+        outputs: Hessian of the outputs, shape (runs, n, n), for runs of `n` rows.
+        dtype: Dtype of the codes.
+
+    Raises:
+        CalibrationError: If `outputs` is not positive definite.
 
     Source:
-        Tseng et al. 2025 (YAQA), whose rounding goes along diagonals: the same feedback in another order.
+        Tseng et al. 2025 (YAQA), who round along diagonals: the same feedback in another order.
     """
     runs, size, _ = outputs.shape
     failed: list[Tensor] = []
@@ -84,12 +87,12 @@ def round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dty
 
 
 def round_groups_of(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor]:
-    """Do what `round_matrix` does, and choose each scale just before its group is rounded.
+    """Round like `round_matrix`, and choose each scale just before its group is rounded.
 
     Args:
-        weight: with scales that may change one by one, each of as many inputs: `can_choose`.
-        target: what to round, shape (groups, outputs, inputs).
-        factors: of the Hessian of what is multiplied, with the inputs of a scale one after the other.
+        weight: Quantized weight with individually adjustable scales, each of the same number of inputs (`can_choose`).
+        target: Weight to round, shape (groups, outputs, inputs).
+        factors: Factors of the input's Hessian; inputs that share a scale are consecutive.
     """
     columns, codes, ratio, damping = weight.columns, torch.empty_like(weight.codes), list[Tensor](), list[Tensor]()
     free, tried = weight.free, around(weight.scheme)
@@ -103,19 +106,19 @@ def round_groups_of(weight: QuantizedMatrix, target: Tensor, factors: Factors) -
 
 
 def can_choose(weight: QuantizedMatrix) -> bool:
-    """Tell whether `round_groups_of` takes a weight."""
+    """Return whether `round_groups_of` accepts a weight."""
     return weight.columns is not None and weight.columns.even is not None
 
 
 def refined(weight: QuantizedMatrix, target: Tensor, h: Tensor, damping: Tensor, *, sweeps: int) -> QuantizedMatrix:
-    """Return `weight` with codes that lose less of `target` than the ones it has, by coordinate descent.
+    """Return `weight` with codes improved by coordinate descent, so that their error against `target` is smaller.
 
     Args:
-        weight: with the codes to begin with.
-        target: what was rounded, shape (groups, outputs, inputs).
-        h: Hessian of what is multiplied, shape (groups, inputs, inputs).
-        damping: share of the mean diagonal of each matrix that is added to its diagonal, shape (groups,).
-        sweeps: over the inputs, at most.
+        weight: Quantized weight with the initial codes.
+        target: Weight that was rounded, shape (groups, outputs, inputs).
+        h: Hessian of the input, shape (groups, inputs, inputs).
+        damping: Fraction of each matrix's mean diagonal that is added to its diagonal, shape (groups,).
+        sweeps: Largest number of sweeps over the inputs.
     """
     codes = weight.codes.clone()
     for some in at_once(h):
@@ -125,10 +128,10 @@ def refined(weight: QuantizedMatrix, target: Tensor, h: Tensor, damping: Tensor,
 
 
 def fitted_to_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> QuantizedMatrix:
-    """Return `weight` with the scales that `round_matrix` is expected to lose least with.
+    """Return `weight` with the scales that minimize the expected error of `round_matrix`.
 
-    Its scales have to be free to change, one by one or with offsets: `can_fit`. Those with offsets, or of two levels,
-    are fitted to the weights by the curvature of each input.
+    Its scales must be adjustable, individually or with offsets (`can_fit`). Scales with offsets, and scales of two
+    levels, are fitted to the weights with the curvature of each input.
     """
     if weight.columns is None:
         return _fitted_ranges(weight, target, factors)
@@ -140,7 +143,7 @@ def fitted_to_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors
 
 
 def can_fit(weight: QuantizedMatrix) -> bool:
-    """Tell whether `fitted_to_feedback` takes a weight."""
+    """Return whether `fitted_to_feedback` accepts a weight."""
     return weight.columns is not None or weight.ranged_columns is not None
 
 
@@ -154,7 +157,7 @@ def _fitted_ranges(weight: QuantizedMatrix, target: Tensor, factors: Factors) ->
 
 
 def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Tensor:
-    """Return the weights that error feedback rounded: the target, compensated for errors of earlier columns."""
+    """Return the values that error feedback rounded: the target, compensated for errors of earlier columns."""
     wanted, codes = torch.empty_like(target, dtype=torch.float32), weight.codes
     for matrices, found in factors:
         value = weight.grid(matrices).value(codes[matrices].float())

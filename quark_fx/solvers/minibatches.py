@@ -1,4 +1,4 @@
-"""Which calibration samples a gradient step reads: the same on every rank, each of which runs those that it holds."""
+"""Draw the calibration samples of gradient steps, identically on every rank; each rank runs the samples it holds."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from quark_fx.engine.context import Context
 from quark_fx.system.memory import is_shortage
 
 _REORDERED_SUMS = 1e-6
-"""Relative squared error by which a batch of fewer rows may differ: sums are taken in another order."""
+"""Relative squared error allowed for a batch with fewer rows, since sums are computed in another order."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The samples of a mini-batch that one calibration batch has.
+    """Samples of a mini-batch from one calibration batch.
 
     Attributes:
-        batch: its index on this rank.
-        rows: which of its samples, `None` for all.
-        seed: of what is dropped in them, whichever rank runs them.
+        batch: Index of the batch on this rank.
+        rows: Indices of its samples, `None` for all.
+        seed: Seed of the values dropped in them, the same on any rank.
     """
 
     batch: int
@@ -32,21 +32,21 @@ class Piece:
     seed: int
 
     def of(self, values: Sequence[Any]) -> list[Any]:
-        """Return the samples among values of the batch."""
+        """Return the piece's samples of a batch's values."""
         return list(values) if self.rows is None else [x[self.rows] for x in values]
 
 
 class MiniBatches:
     """Draws samples of the calibration batches of all ranks.
 
-    A mini-batch takes its samples from one batch, and from further ones where that has too few. Where samples are not
-    rows it is one whole batch.
+    A mini-batch takes its samples from one batch, and from more if that has too few. If samples are not rows, it is one
+    whole batch.
 
     Args:
-        run: the block whose inputs and targets are read.
-        context: with the calibration batches of this rank.
-        size: samples of a mini-batch.
-        seed: of the samples.
+        run: Block with the inputs and targets.
+        context: Context with the calibration batches of this rank.
+        size: Samples per mini-batch.
+        seed: Seed of the samples.
     """
 
     def __init__(self, run: BlockRun, context: Context, size: int, seed: int) -> None:
@@ -57,11 +57,11 @@ class MiniBatches:
         self._rows = [rows for batches, _ in found for rows in batches]
         self._first = sum(len(batches) for batches, _ in found[: context.ranks.index])
         self._here = len(here)
-        self._divisible = found[0][1]  # as the first batch of all is
+        self._divisible = found[0][1]  # decided by the first batch of the first rank
         self._chance = torch.Generator().manual_seed(seed)
 
     def draw(self, steps: Sequence[int]) -> list[list[Piece]]:
-        """Return what this rank holds of each step's mini-batch, which may be nothing; copies to the device once."""
+        """Return this rank's pieces of each step's mini-batch, possibly none; copies to the device once."""
         drawn = [self._drawn(step) for step in steps]
         rows = [piece.rows for pieces in drawn for piece in pieces if piece.rows is not None]
         if not rows:
@@ -84,7 +84,7 @@ class MiniBatches:
         return pieces
 
     def inputs(self, piece: Piece, generator: torch.Generator, drop: float = 0.0) -> list[Any]:
-        """Return the inputs of a piece; about that share of what enters is what enters in float."""
+        """Return the inputs of a piece; each value is taken from the float stream with probability `drop`."""
         inputs = piece.of(self._run.inputs(piece.batch))
         if drop:
             reals = piece.of(self._run.reference_inputs(piece.batch))
@@ -96,7 +96,7 @@ class MiniBatches:
         return piece.of(self._run.targets(piece.batch))
 
     def _order(self) -> Iterator[int]:
-        """Yield batches until there are samples enough."""
+        """Yield batches in random order, each once."""
         first = int(torch.randint(len(self._rows), (), generator=self._chance))
         yield first
         order = torch.randperm(len(self._rows), generator=self._chance).tolist()
@@ -104,12 +104,12 @@ class MiniBatches:
 
 
 def _divisible(run: BlockRun, batch: int, size: int) -> bool:
-    """Tell whether dimension 0 counts samples: some rows, reordered and run alone, give their own outputs again."""
+    """Return whether dimension 0 counts samples: a few rows, reordered and run alone, give the same outputs again."""
     inputs, targets = run.reference_inputs(batch), run.targets(batch)
     sizes = {len(x) if isinstance(x, Tensor) and x.dim() else None for x in (*inputs, *targets)}
     if len(sizes) != 1 or None in sizes:
         return False
-    # The last rows first, which a block that is causal along dimension 0 makes of those before; never all of them.
+    # Start with the last rows, which depend on earlier ones if the block is causal along dimension 0; never use all.
     few = torch.arange(len(targets[0]), device=targets[0].device).flip(0)[: min(size, max(1, len(targets[0]) - 1))]
     try:
         with torch.no_grad():
@@ -117,14 +117,14 @@ def _divisible(run: BlockRun, batch: int, size: int) -> bool:
     except RuntimeError as error:
         if is_shortage(error):
             raise
-        return False  # a mask, for one, does not fit fewer rows
+        return False  # for example, a mask does not fit fewer rows
     alone = [t[few] for t in targets]
     same = all(y.shape == t.shape for y, t in zip(made, alone, strict=True))
     return same and float(relative_error(made, alone)) < _REORDERED_SUMS
 
 
 def _mixed(x: Any, real: Any, share: float, generator: torch.Generator) -> Any:
-    """Return `x` with about that share of its values taken from `real`."""
+    """Return `x` with each value taken from `real` with probability `share`."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     return torch.where(torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32) < share, real, x)

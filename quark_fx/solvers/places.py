@@ -1,4 +1,4 @@
-"""Where a solver's result is stored, and the data it can be chosen from."""
+"""Storage of a solver's result, and the data the result can be chosen from."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from quark_fx.solvers.proposals import Activation, Bias
 
 
 class Place(ABC):
-    """One thing in a block that a solver chooses."""
+    """One value in a block that a solver chooses."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What the report calls it."""
+        """Name in the report."""
 
     @property
     @abstractmethod
     def now(self) -> Any:
-        """What it holds now: what `Solver.solve` is given."""
+        """Current value, passed to `Solver.solve`."""
 
     @abstractmethod
     def tensors(self, new: Any) -> dict[str, Tensor]:
-        """Return the tensors of the quantized graph, by name, with which it holds `new`, of the type of `now`.
+        """Return the tensors of the quantized graph that store `new`, of the type of `now`, with their names.
 
         Raises:
-            OverflowError: if it cannot; the message is the reason.
+            OverflowError: If `new` cannot be stored; the message is the reason.
         """
 
     @abstractmethod
     def changed(self, new: Any) -> list[str]:
-        """Say what of it is new."""
+        """Return the names of the parts that `new` changes."""
 
     @abstractmethod
     def inputs(self, context: Context, batches: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the values it works on, batch by batch, without padding, shape `(1, values)`."""
+        """Yield the input values, batch by batch, without padding, shape `(1, values)`."""
 
 
 @dataclass(frozen=True)
 class OperatorPlace(Place):
-    """Something of a weighted operator.
+    """A value of a weighted operator.
 
     Attributes:
-        run: the block it is in.
-        weight: the operator.
+        run: Block of the operator.
+        weight: Weight of the operator.
     """
 
     run: BlockRun
@@ -66,17 +66,17 @@ class OperatorPlace(Place):
 
     @property
     def name(self) -> str:
-        """The module the operator comes from."""
+        """Name of the operator's module."""
         return self.weight.name
 
     def inputs(self, context: Context, batches: Sequence[int]) -> Iterator[Tensor]:
-        """Yield what the operator reads, everything before it quantized."""
+        """Yield the operator's input, with everything before it quantized."""
         module = self.run.module
         read = extract(module, placeholders(module), [self.weight.linear.activation])
         return _values(read, self.run.inputs, context, batches)
 
     def output_errors(self, batches: Sequence[int]) -> Iterator[Tensor]:
-        """Yield its float less its quantized output, batch by batch, shape `(output channels, values)`."""
+        """Yield the operator's float output minus its quantized output, by batch, shape `(output channels, values)`."""
         run, name = self.run, self.weight.node.name
         quantized = extract(run.module, placeholders(run.module), [self.weight.node])
         real = extract(run.reference, placeholders(run.reference), [named_nodes(run.reference)[name]])
@@ -87,21 +87,21 @@ class OperatorPlace(Place):
 
 @dataclass(frozen=True)
 class BiasPlace(OperatorPlace):
-    """The bias of an operator, which no other operator adds."""
+    """Bias of an operator, added by that operator only."""
 
     bias: StoredBias
 
     @property
     def now(self) -> Bias:
-        """The bias it adds."""
+        """Current bias."""
         return Bias(self.name, self.bias.value(self.run.module))
 
     def tensors(self, new: Bias) -> dict[str, Tensor]:
-        """Return the bias, in int32 if it is stored so; what does not fit saturates."""
+        """Return the bias, in int32 if it is stored so; values out of range saturate."""
         return self.bias.tensors(self.run.module, new.value)
 
     def changed(self, new: Bias) -> list[str]:
-        """Say that it is."""
+        """Return the name of the bias."""
         return ["bias"]
 
 
@@ -110,10 +110,10 @@ class ActivationPlace(Place):
     """A static scale and zero point.
 
     Attributes:
-        run: the first block that computes with them.
-        activation: what they belong to.
-        whole: the graph that the block is of.
-        context: of the run.
+        run: First block that uses them.
+        activation: Activation they belong to.
+        whole: Graph that contains the block.
+        context: Context of the run.
     """
 
     run: BlockRun
@@ -123,34 +123,34 @@ class ActivationPlace(Place):
 
     @property
     def name(self) -> str:
-        """The value, in the captured graph."""
+        """Name of the value in the captured graph."""
         return self.activation.rounding.value
 
     @property
     def now(self) -> Activation:
-        """How the value is rounded."""
+        """Current scale and zero point of the value, with their scheme."""
         rounding, qparams = self.activation.rounding, self.activation.qparams(self.run.module)
         return Activation(self.name, rounding.spec.scheme, qparams, rounding.low, rounding.high)
 
     def tensors(self, new: Activation) -> dict[str, Tensor]:
-        """Return scale, zero point, and the int32 biases that follow."""
+        """Return scale, zero point, and the int32 biases that depend on them."""
         return self.activation.tensors(self.whole, self.context.plan, new.qparams)
 
     def changed(self, new: Activation) -> list[str]:
-        """Say which of the two."""
+        """Return which of scale and zero point are new."""
         old = self.now.qparams
         scale = [] if torch.equal(old.scale, new.qparams.scale) else ["scale"]
         return scale + ([] if torch.equal(old.zero_point, new.qparams.zero_point) else ["zero point"])
 
     def inputs(self, context: Context, batches: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the value as the float model has it."""
+        """Yield the value of the float model."""
         reference = self.run.reference
         read = extract(reference, placeholders(reference), [named_nodes(reference)[self.name]])
         return _values(read, self.run.reference_inputs, context, batches)
 
 
 def blamed(places: Iterable[Place], error: Exception) -> CalibrationError:
-    """Return an error that names the places and says what to do."""
+    """Return an error that names the places and suggests a fix."""
     names = ", ".join(place.name for place in places)
     return CalibrationError(f"{names}: {error}; check the calibration data, or exclude the operator")
 

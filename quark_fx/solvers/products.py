@@ -1,4 +1,4 @@
-"""The quantized operators of a block that read the same input."""
+"""Quantized operators of a block with the same input."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Part(OperatorPlace):
     """The weight of one operator of a product.
 
     Attributes:
-        mapping: how the operator multiplies.
-        real: the float weight as it is stored.
+        mapping: Mapping from the operator to matrix products.
+        real: Float weight in the shape it is stored in.
     """
 
     mapping: LinearMap
@@ -34,17 +34,17 @@ class Part(OperatorPlace):
 
     @property
     def now(self) -> QuantizedMatrix:
-        """The weight as it is quantized now."""
+        """Current quantized weight."""
         weight, module = self.weight, self.run.module
         stored, real = weight.stored(module), self.mapping.matrix(self.real)
         movable, ranges = weight.movable(module), weight.storable_ranges(module)
         return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, movable, weight.limited, ranges)
 
     def tensors(self, new: QuantizedMatrix) -> dict[str, Tensor]:
-        """Return the codes, scales and offsets that are new; an int32 bias follows its scales.
+        """Return the codes, scales, and offsets that are new; an int32 bias follows its scales.
 
         Raises:
-            OverflowError: if that bias does not fit its type at the new scales.
+            OverflowError: If that bias overflows at the new scales.
         """
         weight, old, found = self.weight, self.weight.stored(self.run.module), dict[str, Tensor]()
         if new.stored.scale is not old.scale:
@@ -58,22 +58,22 @@ class Part(OperatorPlace):
         return found
 
     def difference(self, new: QuantizedMatrix) -> Tensor:
-        """Return the share of the codes that are new, and whether scales are, float64, shape (2,)."""
+        """Return the fraction of codes that are new, and whether scales are, float64, shape (2,)."""
         old, stored = self.weight.stored(self.run.module), new.stored
         return torch.stack((share_changed(old.codes, stored.codes), (old.scale != stored.scale).any().double()))
 
     def changed(self, new: QuantizedMatrix) -> list[str]:
-        """Say what of it is new."""
+        """Return the names of the parts that `new` changes."""
         return changed_parts(*self.difference(new).tolist())
 
     def store(self, new: QuantizedMatrix) -> None:
-        """Let the operator multiply by another quantized weight; errors as `tensors`."""
+        """Store another quantized weight; raises the errors of `tensors`."""
         self.run.store_all(self.tensors(new))
 
 
 @dataclass(frozen=True)
 class Product:
-    """Operators that read one value and multiply it alike: what is computed of that value serves them all."""
+    """Operators that multiply the same rows, so that statistics of those rows serve them all."""
 
     parts: tuple[Part, ...]
 
@@ -85,15 +85,14 @@ class Product:
         guidance: Guidance | None = None,
         batches: Sequence[int] | None = None,
     ) -> Hessian:
-        """Return the sums over what enters the product, everything before quantized.
+        """Return the sums over the product's input rows, with everything before it quantized.
 
         Args:
-            context: of the run.
-            shifted: compare with what enters it in float, too; not where data chooses the rows: the float model may
-                route other tokens to an expert than the quantized one, and its rows have no counterparts.
-            guidance: weights of the rows; of a product of one operator.
-            batches: of calibration; default: all.
-
+            context: Context of the run.
+            shifted: Compare with the float input as well. Ignored if data chooses the rows: the float model may route
+                other tokens to an expert than the quantized model, so rows do not correspond.
+            guidance: Weights of the rows, for a product of one operator.
+            batches: Calibration batches; default: all.
         """
         first = self.parts[0]
         weight, mapping, run = first.weight, first.mapping, first.run
@@ -110,16 +109,16 @@ class Product:
 
 
 def changed_parts(share: float, scales: float) -> list[str]:
-    """Say what of a weight is new, by its `Part.difference`."""
+    """Return the names of a weight's new parts, given its `Part.difference`."""
     return ["scales"] * bool(scales) + [f"{share:.1%} of the codes"] * bool(share)
 
 
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Product]:
-    """Return the products of a block in order; operators with an unsupported weight layout are skipped.
+    """Return the products of a block in order, without operators of an unsupported weight layout.
 
     Args:
-        run: the block.
-        weights: of the operators.
+        run: Block to search.
+        weights: Weights of its operators.
     """
     found: dict[object, list[Part]] = {}
     for weight in weights:

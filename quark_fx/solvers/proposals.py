@@ -1,4 +1,4 @@
-"""What a solver is asked about, and what it answers."""
+"""Values that solvers choose, and their answers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quark_fx.system.memory import is_shortage
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """What an operator adds to its product.
+    """Bias that an operator adds.
 
     Attributes:
-        name: the module it comes from.
-        value: one per output channel, float32; an int32 bias is rounded when it is stored.
+        name: Module of the operator.
+        value: Bias of each output channel, float32; an int32 bias is rounded when it is stored.
     """
 
     name: str
@@ -30,16 +30,16 @@ class Bias:
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """How a value is rounded to integers.
+    """Static quantization of an activation to integers.
 
     Attributes:
-        name: of the value, in the captured graph.
-        scheme: which parameters there can be.
-        qparams: static scale and zero point, shape `()`.
-        low, high: bounds of a clamp that is left to saturation; a range does not go beyond.
+        name: Name of the value in the captured graph.
+        scheme: Scheme that limits scale and zero point.
+        qparams: Static scale and zero point, shape `()`.
+        low, high: Bounds of a clamp that saturation replaces; ranges are clipped to them.
 
     Raises:
-        ValueError: if the scale is no positive number, or the zero point no code.
+        ValueError: If the scale is not positive and finite, or the zero point is not a code.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Activation:
             raise ValueError(f"{self.name}: {self.scheme.format} has no scale {scale:g} with zero point {zero_point}")
 
     def with_range(self, low: Tensor | float, high: Tensor | float) -> Activation:
-        """Return it with scale and zero point for the real values from `low` to `high`, one number each."""
+        """Return the activation with scale and zero point for the real range `[low, high]`, a number each."""
         like = self.qparams.scale.double()
         low, high = (like.new_tensor(float(end)).clamp(self.low, self.high) for end in (low, high))
         return replace(self, qparams=affine_qparams(low, high, self.scheme))
@@ -62,13 +62,13 @@ class Activation:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a solver would have instead of what there is.
+    """New value proposed by a solver.
 
     Attributes:
-        value: what it was given with something else in it: a `QuantizedMatrix`, `Bias` or `Activation`.
-        remark: appended to its row in the report.
-        asymmetry: of a weight, the share of the way from what the float weight makes of the quantized inputs to what
-            the float model makes of its own, for those who read `Hessian.shift`: the target it is judged by.
+        value: Replacement for the current value, of the same type: `QuantizedMatrix`, `Bias`, or `Activation`.
+        remark: Text appended to its row in the report.
+        asymmetry: For solvers that use `Hessian.shift`, the position of the target that a weight is compared with: 0
+            is the float weight's output on quantized inputs, 1 the float model's output on its own inputs.
     """
 
     value: Any
@@ -78,7 +78,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Skip:
-    """Why a solver proposes nothing."""
+    """Answer of a solver that proposes nothing, with the reason."""
 
     reason: str
 
@@ -87,7 +87,7 @@ class Skip:
 def naming_failures(solver: object, operators: str) -> Iterator[None]:
     """Turn an unexpected exception into a `PassError` that names the solver and the operators.
 
-    Errors of quark_fx have names already; an `OverflowError` says that a proposal does not fit its type.
+    Errors of quark_fx name them already; an `OverflowError` means that a proposal does not fit its type.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A quantized weight as the matrices its operator multiplies by: what solvers read, and what they propose."""
+"""A quantized weight in the form of its operator's matrices; solvers read it and propose a new one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
 _AT_ONCE = 1 << 21
-"""Weights that are rounded together, about."""
+"""Approximate number of weights rounded together."""
 
 _SUMS = 512
-"""Sums of rows that errors are measured on: measuring each row would cost as much as the rest."""
+"""Number of sums of rows that errors are measured on; measuring each row would double the cost."""
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -28,18 +28,19 @@ class QuantizedMatrix:
     """The weight of one operator. Matrices have the shape (groups, outputs, inputs).
 
     Attributes:
-        name: the module it comes from.
-        real: the float weight as matrices.
-        stored: what it is quantized to now.
-        scheme: how.
-        mapping: how the operator multiplies.
-        movable: scales may change, one by one.
-        storable: Limits codes to ones that the target can store (`Coded.pairs`), in the shape of `stored`.
-        ranges: rounds scales that have offsets, or two levels, to ones that can be stored, in the shape of those of
-            `stored`; `None` for other scales.
-        outputs: which output channels' errors add up (`Guidance.outputs`), shape (runs, n, n) for runs of `n` of them;
-            `None`: each counts by itself.
-        one_sided: why there are no `outputs` where they were asked for.
+        name: Module of the operator.
+        real: Float weight as matrices.
+        stored: Current quantized weight.
+        scheme: Scheme of the codes.
+        mapping: Mapping from the operator to matrix products.
+        movable: True if scales can change individually.
+        storable: Function that limits codes to ones that the target can store (`Coded.pairs`), in the shape of
+            `stored`.
+        ranges: Function that rounds scales with offsets, or of two levels, to storable ones, in the shape of the scales
+            in `stored`; `None` for other scales.
+        outputs: Weighting of the errors of output channels (`Guidance.outputs`), shape (runs, n, n) for runs of `n`
+            channels; `None`: every channel counts separately.
+        one_sided: Reason that `outputs` are missing although requested.
     """
 
     name: str
@@ -55,11 +56,11 @@ class QuantizedMatrix:
 
     @property
     def codes(self) -> Tensor:
-        """Values of the codes, in any dtype, as matrices."""
+        """Values of the codes in the form of matrices; any dtype."""
         return self.mapping.matrix(self.stored.format.values_of(self.stored.codes))
 
     def grid(self, matrices: slice = slice(None)) -> Grid:
-        """Return what the codes can be, as matrices; of several, those of `matrices`."""
+        """Return the grid of the codes in the form of matrices; `matrices` selects some of a stack."""
         stacked = self.mapping.stacked
         found = Grid.of(self.stored[matrices] if stacked else self.stored, self.scheme)
         scale, zero_point = (self.mapping.matrix(p) for p in (found.scale, found.zero_point))
@@ -69,18 +70,18 @@ class QuantizedMatrix:
 
     @property
     def columns(self) -> Columns | None:
-        """Which inputs share a scale, in the order of `with_scales`; `None` if scales cannot change one by one."""
+        """Inputs that share a scale, in the order of `with_scales`; `None` if scales cannot change individually."""
         return self.stored.layout.columns(self.mapping) if self.movable else None
 
     @property
     def allowed(self) -> Callable[[Tensor], Tensor] | None:
-        """Rounds scales to ones that a format of 8 bits can store; `None` for other formats."""
+        """Function that rounds scales to ones that an 8-bit format can store; `None` for other formats."""
         kind = self.scheme.scale
         return kind.allowed(self.stored.scale) if kind.is_8_bit else None
 
     @property
     def free(self) -> FreeScales:
-        """Its scales, which may change if it is `movable`."""
+        """Scales of the weight, adjustable if it is `movable`."""
         return FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale)
 
     def with_codes(self, codes: Tensor) -> QuantizedMatrix:
@@ -96,17 +97,17 @@ class QuantizedMatrix:
         return replace(self, stored=replace(old, codes=self.storable(old.format.codes_of(values))))
 
     def with_scales(self, ratio: Tensor) -> QuantizedMatrix:
-        """Return it with every scale multiplied; `ratio` has the shape (groups, outputs, scales of a row)."""
+        """Return the matrix with every scale multiplied by `ratio`, shape (groups, outputs, scales of a row)."""
         scale = self.free.times(self.stored.layout.restore(ratio, self.mapping))
         return replace(self, stored=replace(self.stored, scale=scale))
 
     @property
     def ranged_columns(self) -> Columns | None:
-        """Which inputs share a scale and an offset, in the order of `with_ranges`; `None` if it takes none."""
+        """Inputs that share a scale and an offset, in the order of `with_ranges`; `None` without `ranges`."""
         return None if self.ranges is None else self.stored.layout.columns(self.mapping)
 
     def with_ranges(self, scale: Tensor, offset: Tensor | None) -> QuantizedMatrix:
-        """Return it with other scales, and offsets if it has them, rounded to ones that can be stored.
+        """Return the matrix with other scales, and offsets if it has them, rounded to storable ones.
 
         Shapes are (groups, outputs, scales of a row).
         """
@@ -117,26 +118,24 @@ class QuantizedMatrix:
         return replace(self, stored=replace(old, scale=found.scale, zero_point=found.zero_point))
 
     def nearest(self) -> QuantizedMatrix:
-        """Return it with the float weight rounded to nearest."""
+        """Return the matrix with the float weight rounded to nearest."""
         codes = torch.empty_like(self.codes)
         groups, outputs, inputs = codes.shape
-        step = max(1, _AT_ONCE // (outputs * inputs))  # of a long stack of matrices, some at a time
+        step = max(1, _AT_ONCE // (outputs * inputs))  # a long stack is rounded a few matrices at a time
         for matrices in (slice(first, first + step) for first in range(0, groups, step)):
             grid = self.grid(matrices)
             codes[matrices] = grid.round_(grid.position(self.real[matrices].float())).to(codes.dtype)
         return self.with_codes(codes)
 
     def error(self, target: Tensor, h: Tensor) -> Tensor:
-        """Return the squared error of the output over its square.
+        """Return the relative squared error of the output, shape (), without waiting for the device.
 
-        Of more than 512 output channels it is an unbiased estimate: rows are added up with random signs, in 512 sums
+        For more than 512 output channels it is an unbiased estimate: rows are added up with random signs, in 512 sums
         whose squares are measured. Every row counts; products of different rows cancel in expectation.
 
-        Shape (), not read from the device.
-
         Args:
-            target: the weight that has no error, the shape of `real`.
-            h: sum of `x x'` over the operator's inputs, shape (groups, inputs, inputs).
+            target: Weight without error, of the shape of `real`.
+            h: Sum of `x x'` over the operator's inputs, shape (groups, inputs, inputs).
 
         Source:
             Alon, Matias, Szegedy 1999 (squares of sums with random signs).
@@ -163,7 +162,7 @@ class QuantizedMatrix:
 
 
 def _form(outputs: Tensor, weight: Tensor, h: Tensor) -> Tensor:
-    """Return `tr(outputs W h W')` of a weight of one matrix, a number."""
+    """Return `tr(outputs W h W')` of a weight of one matrix, shape ()."""
     rows = weight.float().view(len(outputs), -1, weight.shape[-1])
     return ((outputs @ rows) * (rows @ h)).sum()
 

@@ -1,4 +1,4 @@
-"""Scales and offsets of blocks by least squares, where some inputs matter more than others."""
+"""Fit scales and offsets of blocks by least squares, weighted by the importance of inputs."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from quark_fx.numbers.layout import Columns
 from quark_fx.numbers.qparams import Scheme, Symmetry
 
 _AT_ONCE = 1 << 20
-"""Weights, about, that are looked at together."""
+"""Approximate number of weights processed together."""
 
 _MORE = tuple(0.1 * step for step in range(-9, 10))
-"""Added to the number of steps that a block's range is first divided into."""
+"""Numbers added to the number of steps that a block's range is first divided into."""
 
 _ROUNDS = 2
-"""How often the best codes and their scales are improved in turn."""
+"""Number of alternating updates of codes and scales."""
 
 
 _Fit = tuple[Tensor, ...]
-"""Parameters of blocks, and last the error with them."""
+"""Parameters of blocks; the last tensor is their error."""
 
 
 def fit_ranges(weight: Tensor, importance: Tensor, scheme: Scheme, columns: Columns) -> tuple[Tensor, Tensor | None]:
-    """Return, per block of inputs and output, the scale and offset whose nearest codes lose least.
+    """Return, per block of inputs and output, the scale and offset whose nearest codes have the smallest error.
 
-    What is lost is the squared error of each weight times the importance of its input. For given codes the best scale
-    and offset solve a linear system of two unknowns; codes to begin with are those of ranges a little wider and
-    narrower than the block's. Offsets of two levels are not above zero, as blocks hold none.
+    The error is the squared error of each weight times the importance of its input. For given codes, the best scale
+    and offset solve a linear system of two unknowns; initial codes come from ranges slightly wider and narrower than
+    the block's. Offsets of two levels are at most zero, because their blocks hold no positive ones.
 
     Args:
-        weight: shape (groups, outputs, inputs).
-        importance: of inputs, shape (groups, inputs), not negative; the mean of their squares.
-        scheme: of integer codes, with offsets or sign-aware.
-        columns: inputs that share a scale, a block.
+        weight: Weight of shape (groups, outputs, inputs).
+        importance: Mean square of each input, or another nonnegative importance, shape (groups, inputs).
+        scheme: Scheme of integer codes, with offsets or sign-aware.
+        columns: Inputs that share a scale, one block per scale.
 
     Returns:
-        Scales, float32, shape (groups, outputs, blocks), and offsets likewise, or `None`.
+        Scales, float32, shape (groups, outputs, blocks), and offsets of the same shape, or `None`.
 
     Source:
-        The search of `make_qkx3_quants` and `make_qx_quants` in llama.cpp's `ggml-quants.c`, without its own weights
-        of values.
+        The search of `make_qkx3_quants` and `make_qx_quants` in llama.cpp's `ggml-quants.c`, without their additional
+        weighting by value.
     """
     weights = columns.gather(importance.float() + 1e-6 * importance.float().mean(-1, keepdim=True).clamp_min(1e-30))
     found = []
@@ -55,7 +55,7 @@ def fit_ranges(weight: Tensor, importance: Tensor, scheme: Scheme, columns: Colu
 
 
 def _affine(x: Tensor, w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Fit scales and offsets to blocks, the last dimension of `x` and its weights."""
+    """Fit scales and offsets to blocks, the last dimension of `x` and of its weights."""
     low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
     span, steps = (high - low).clamp_min(torch.finfo(torch.float32).tiny), scheme.qmax
     nested = scheme.scale.multiples is not None
@@ -86,7 +86,7 @@ def _affine(x: Tensor, w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def _linear(x: Tensor, w: Tensor, scheme: Scheme) -> tuple[Tensor, None]:
-    """Fit scales alone, of either sign: the largest magnitude is near the smallest code, which has no counterpart."""
+    """Fit scales of either sign: the largest magnitude maps near the smallest code, whose negative is not a code."""
     outermost, smallest = x.gather(-1, x.abs().argmax(-1, keepdim=True)).squeeze(-1), torch.finfo(torch.float32).tiny
     outermost = torch.where(outermost.abs() < smallest, smallest, outermost)
     w = w.expand_as(x)
@@ -107,7 +107,7 @@ def _linear(x: Tensor, w: Tensor, scheme: Scheme) -> tuple[Tensor, None]:
 
 
 def _better(old: _Fit, new: _Fit) -> _Fit:
-    """Return, of each block, the parameters with the smaller error, which is last."""
+    """Return the parameters with the smaller error for each block."""
     better = new[-1] < old[-1]
     return tuple(torch.where(better, n, o) for n, o in zip(new, old, strict=True))
 

@@ -1,8 +1,8 @@
-"""Learn the codes of a block's weights so that the block makes what its float original makes.
+"""Reconstruct a block: learn its codes so that its output matches the original block.
 
-Inputs are from the quantized stream and targets from the float one. A start chooses the codes of each operator by
-itself; gradient steps go on from there, on what the block makes. Of all states on the way, the one that is best on
-validation data is stored, if it is better than what there was.
+Inputs come from the quantized stream, targets from the float stream. A start chooses the codes of each operator
+separately; gradient steps then minimize the error of the block's output. The best state on validation data is stored if
+it is better than the original one.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from quark_fx.solvers.starts import Start, descend, feed_back
 from quark_fx.solvers.trainable import LearnedWeight, Trainable, trainable_block
 
 _EVALUATIONS = 20
-"""Looks at the validation batches during the steps of one block."""
+"""Evaluations on the validation batches during the steps of one block."""
 
 _SMALLEST_SHARE = 0.1
-"""A learned activation scale stays above this share of the calibrated one."""
+"""Lower limit of a learned activation scale, as a fraction of the calibrated one."""
 
 Begin = Callable[[Grid, Tensor, Tensor], LearnedWeight]
-"""From a grid, the weight that codes are to be nearest to and the codes to start from, to codes that can be learned."""
+"""Function that makes codes learnable, given a grid, the weight to stay nearest to, and the initial codes."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A state on the way: codes, ratios of scales and biases of each weight, activation scales by name."""
+    """State during learning: codes, scale ratios, and biases of each weight, and named activation scales."""
 
     codes: list[Tensor]
     ratios: list[Tensor | None]
@@ -49,29 +49,29 @@ class _Found:
 
     @classmethod
     def of(cls, learned: Learned) -> _Found:
-        """Return the state there is now."""
+        """Return the current state."""
         ratios = [_copy(c.ratio) for c in learned.codes]
         biases = [_copy(bias) for bias in learned.biases]
         return cls([c.codes() for c in learned.codes], ratios, biases, {n: _copy(s) for n, s in learned.scales.items()})
 
     def weights(self, grids: Sequence[Grid]) -> list[Tensor]:
-        """Return the weights that the codes stand for."""
+        """Return the dequantized weights."""
         triples = zip(grids, self.codes, self.ratios, strict=True)
         return [grid.times(ratio).value(codes) for grid, codes, ratio in triples]
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """The turn of one block.
+    """Reconstruction of one block.
 
     Attributes:
-        gm: the whole quantized graph.
-        context: of the run.
-        schedule: how to learn.
-        run: the block.
-        weights: those that are learned.
-        scales: names of the activation scales that are learned.
-        begin: makes codes learnable.
+        gm: Whole quantized graph.
+        context: Context of the run.
+        schedule: Schedule of the learning.
+        run: Block to reconstruct.
+        weights: Weights to learn.
+        scales: Names of the activation scales to learn.
+        begin: Function that makes codes learnable.
     """
 
     gm: GraphModule
@@ -83,7 +83,7 @@ class Reconstruction:
     begin: Begin
 
     def learn(self) -> None:
-        """Learn the codes, and note what became of each weight."""
+        """Learn the codes, and report the result for each weight."""
         began, original = time.perf_counter(), self._stored()
         before = self.run.validation_error()
         near, best = self._start(before)
@@ -94,11 +94,11 @@ class Reconstruction:
         moved = [name for name in self.scales if not torch.equal(original[name], now[name])]
         for i, weight in enumerate(self.weights):
             share = float(share_changed(original[weight.codes], now[weight.codes]))
-            # Activation scales are the block's; they are counted once.
+            # Activation scales belong to the block, so they are counted once.
             count = len(moved) if i == 0 else 0
             parts = {
                 "scales": not torch.equal(original[weight.scale_name], now[weight.scale_name]),
-                # Where they are not learned, biases are at most rounded anew, to scales that are.
+                # Biases that are not learned may still be rounded again, to scales that are.
                 "bias": self._learned_bias(weight) is not None
                 and not torch.equal(original[weight.name], now[weight.name]),
                 f"{count} activation scale{'s' * (count > 1)}": count > 0,
@@ -110,7 +110,7 @@ class Reconstruction:
             self.context.note(Change(weight.name, what, share > 0 or bool(others), before, best, seconds))
 
     def _stored(self) -> dict[str, Tensor]:
-        """Return what may be learned, as it is stored now: codes and scales by name, values of biases by module."""
+        """Return the stored values that may be learned, by the name of codes or scales and by the module of biases."""
         names = [name for weight in self.weights for name in (weight.codes, weight.scale_name)]
         tensors = {name: tensor_of(self.run.module, name) for name in (*names, *self.scales)}
         biases = {weight.name: self._learned_bias(weight) for weight in self.weights}
@@ -124,7 +124,7 @@ class Reconstruction:
         return 1_000_003 * self.schedule.seed + self.run.index
 
     def _start(self, before: float) -> tuple[list[Tensor], float]:
-        """Store the codes to start from if they are better; return what they are nearest to, and the error."""
+        """Store the start's codes if they are better; return the weights they are nearest to, and the error."""
         real = {w.node.name: tensor_of(self.run.reference, w.weight).detach().float() for w in self.weights}
         rounded: dict[str, Tensor] = {}
 
@@ -138,7 +138,7 @@ class Reconstruction:
         return list((real | rounded if best < before else real).values()), best
 
     def _take_steps(self, near: Sequence[Tensor], best: float) -> float:
-        """Learn; store the best state if it is below `best`; return the error then."""
+        """Learn, and store the best state if its error is below `best`; return the resulting error."""
         schedule, run, module = self.schedule, self.run, self.run.module
         grids = [weight.grid(module) for weight in self.weights]
         starts = [weight.scheme.format.decode(tensor_of(module, weight.codes)) for weight in self.weights]
@@ -157,7 +157,7 @@ class Reconstruction:
                 kept, best = _Found.of(learned), error
             if waited >= schedule.patience and 2 * step > schedule.iterations:
                 break
-        # Biases are rounded when they are stored, and were not while they were learned.
+        # Biases are rounded when stored, but not while they are learned.
         return best if kept is None else run.attempt(lambda: self._store(kept, grids), start)
 
     def _error_of(self, block: Trainable, learned: Learned, grids: Sequence[Grid], training: Tensor) -> float:
@@ -167,7 +167,7 @@ class Reconstruction:
         return self.run.validation_error(lambda batch: block(self.run.inputs(batch), weights, *others), training)
 
     def _scale_limits(self) -> dict[str, tuple[float, float]]:
-        """Return how small and how large each activation scale may become."""
+        """Return the lower and upper limit of each activation scale."""
         limits = scale_limits(self.gm, self.context.plan, self.scales)
         now = {name: float(tensor_of(self.run.module, name)) for name in limits}
         return {name: (max(least, _SMALLEST_SHARE * now[name]), most) for name, (least, most) in limits.items()}
@@ -176,7 +176,7 @@ class Reconstruction:
         """Store a state; biases follow the scales.
 
         Raises:
-            OverflowError: if an int32 bias does not fit its type at the new scales of its weight.
+            OverflowError: If an int32 bias overflows at the new scales of its weight.
         """
         module, tensors = self.run.module, dict(found.scales)
         for weight, grid, codes, ratio in zip(self.weights, grids, found.codes, found.ratios, strict=True):

@@ -1,8 +1,8 @@
-"""Choose the codes of a weight so that its operator's output, not the weight, is nearest to the float one.
+"""Choose the codes of a weight so that its operator's output, not the weight itself, is nearest to the float one.
 
 For an operator that is linear in its weight, the squared error of the output over the calibration data is a quadratic
-form of the weight: two matrices hold all that the data has to say, and every code can be chosen with the others in
-view, without a gradient step.
+form of the weight: two matrices summarize the data, and every code can be chosen given all others, without gradient
+steps.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from quark_fx.numbers.quantized_tensor import decode
 from quark_fx.solvers.error_feedback import pieces
 
 _BLOCK = 128
-"""Inputs whose changes reach the others in one matrix product."""
+"""Inputs whose changes are propagated to the others in one matrix product."""
 
 _LEAST_CURVATURE = 1e-20
-"""Of the error in a weight whose input is always zero: it is rounded to nearest."""
+"""Smallest curvature of a weight; a weight whose input is always zero is rounded to nearest."""
 
 _CONVERGED = 1e-4
-"""A sweep that lowers the relative squared error by less is the last."""
+"""Relative squared error; a sweep that improves by less is the last."""
 
 _SETTLED = 1e-3
-"""Refinement stops when a sweep lowers the error by less than this share of the initial error."""
+"""Fraction of the initial error; refinement stops at a sweep that improves by less."""
 
 
 @dataclass
@@ -36,10 +36,10 @@ class QuadraticError:
     With rows `x` on the quantized stream and outputs `y` in float, `sum |W x - y|^2 = tr(W H W') - 2 tr(W G') + c`.
 
     Attributes:
-        h: sum of `x x'`, shape (groups, inputs, inputs).
-        g: sum of `y x'`, shape (groups, outputs, inputs).
-        c: sum of `y y'`, shape ().
-        rows: how many.
+        h: Sum of `x x'`, shape (groups, inputs, inputs).
+        g: Sum of `y x'`, shape (groups, outputs, inputs).
+        c: Sum of `y y'`, shape ().
+        rows: Number of rows.
     """
 
     h: Tensor
@@ -49,14 +49,14 @@ class QuadraticError:
 
     @classmethod
     def of_nothing(cls, like: Tensor) -> QuadraticError:
-        """Return the form of no rows, for a weight of that shape: (groups, outputs, inputs)."""
+        """Return the form without rows, for a weight of the shape of `like`: (groups, outputs, inputs)."""
         groups, _, inputs = like.shape
         h = torch.zeros(groups, inputs, inputs, device=like.device, dtype=torch.float32)
         return cls(h, torch.zeros_like(like, dtype=torch.float32), h.new_zeros(()), 0)
 
     @classmethod
     def of(cls, columns: Tensor, outputs: Tensor) -> QuadraticError:
-        """Return the form of some rows; shapes as `LinearMap.rows` returns them."""
+        """Return the form of some rows, in the shapes that `LinearMap.rows` returns."""
         x, y = columns.float(), outputs.float()
         return cls(x @ x.mT, y @ x.mT, y.square().sum(), x.shape[-1])
 
@@ -78,22 +78,22 @@ def round_by_descent(
 ) -> Tensor:
     """Choose codes that minimize the error of the output by cyclic coordinate descent.
 
-    The first sweep starts at the float weight and rounds column by column, each column making up for those before it;
-    the others move codes, column by column, to the best one given all others, until none moves.
+    The first sweep starts at the float weight and rounds column by column, each column compensating for earlier ones;
+    later sweeps move codes, column by column, to the best one given all others, until no code moves.
 
     Args:
-        weight: shape (groups, outputs, inputs).
-        error: the quadratic form.
-        grid: what codes stand for.
-        sweeps: at most.
-        damping: share of the mean diagonal of `h` that pulls towards `weight`, for directions the data says little of;
-            the number of inputs per row is added to it, as few rows leave many such directions.
+        weight: Weight of shape (groups, outputs, inputs).
+        error: Quadratic form to minimize.
+        grid: Scales, zero points, and format of the codes.
+        sweeps: Largest number of sweeps.
+        damping: Fraction of the mean diagonal of `h` that pulls toward `weight`, in directions where the data has
+            little energy; the number of inputs per row is added, since few rows leave many such directions.
 
     Returns:
-        Codes in float32, the shape of `weight`.
+        Codes in float32, of the shape of `weight`.
 
     Source:
-        QuantEase (Behdin et al. 2023), with the targets of the float model instead of those of the quantized stream.
+        QuantEase (Behdin et al. 2023), with targets from the float model instead of the quantized stream.
     """
     target, grid = weight.float().mT.contiguous(), _inputs_first(grid, weight)
     diagonal = error.h.diagonal(dim1=-2, dim2=-1)
@@ -103,26 +103,27 @@ def round_by_descent(
     g = error.g.mT + pull.unsqueeze(-1) * target
     values, codes = target.clone(), torch.empty_like(target)
     slope = h @ values - g
-    # The first sweep leaves the float weight, and gains nothing.
+    # The first sweep replaces float values by codes, so its gain does not count.
     _sweep(values, codes, slope, h, grid)
     _descend(values, codes, slope, h, grid, sweeps=sweeps - 1, least=_CONVERGED * error.c)
     return codes.mT
 
 
 def refine_by_descent(codes: Tensor, target: Tensor, h: Tensor, grid: Grid, *, sweeps: int) -> Tensor:
-    """Lower the squared error of the output, `tr((W - T) H (W - T)')`, of codes that some other way chose.
+    """Lower the squared error of the output, `tr((W - T) H (W - T)')`, starting from given codes.
 
     Every sweep moves each code to the best one given all others, column by column, which never raises the error.
 
     Args:
-        codes: shape (groups, outputs, inputs).
-        target: the weight `T` that would make no error, of the same shape.
-        h: sum of `x x'`, damped, so that its diagonal is positive; shape (groups, inputs, inputs).
-        grid: what codes stand for.
-        sweeps: at most; one that lowers the error by less than a thousandth of what it was is the last.
+        codes: Initial codes, shape (groups, outputs, inputs).
+        target: Weight `T` without error, of the same shape.
+        h: Sum of `x x'`, damped so that its diagonal is positive, shape (groups, inputs, inputs).
+        grid: Scales, zero points, and format of the codes.
+        sweeps: Largest number of sweeps; a sweep that lowers the error by less than a thousandth of its initial value
+            is the last.
 
     Returns:
-        Codes in float32, the shape of `target`.
+        Codes in float32, of the shape of `target`.
 
     Source:
         Behdin et al. 2023 (QuantEase), from the codes of GPTQ instead of the float weight.
@@ -142,7 +143,7 @@ def refine_by_descent(codes: Tensor, target: Tensor, h: Tensor, grid: Grid, *, s
 
 
 def _inputs_first(grid: Grid, weight: Tensor) -> Grid:
-    """Return the grid with parameters of shape (groups, inputs, outputs): a column of the weight is then contiguous."""
+    """Return the grid with parameters of shape (groups, inputs, outputs); columns of the weight are then contiguous."""
     scale, zero_point = (p.float().expand_as(weight).mT.contiguous() for p in (grid.scale, grid.zero_point))
     return replace(grid, scale=scale, zero_point=zero_point)
 
@@ -152,8 +153,8 @@ def _descend(
 ) -> None:
     """Sweep until a sweep gains at most `least`; tensors have the shape (groups, inputs, outputs).
 
-    Codes change in place, and of `values` and `slope` only those after this call are not theirs any more. To know that
-    a sweep is the last, the host would wait for the device: there all of them run, and what follows the last is undone.
+    Codes change in place; on return, `values` and `slope` need not match them. On a device, stopping early would make
+    the host wait, so all sweeps run there and changes after the last one are undone.
     """
     if codes.is_cpu:
         for _ in range(sweeps):
@@ -169,14 +170,14 @@ def _descend(
 
 
 def _sweep(values: Tensor, codes: Tensor, slope: Tensor, h: Tensor, grid: Grid) -> Tensor:
-    """Move each input to its best code in turn, in place; return by how much the squared error is lower.
+    """Move each input to its best code, one after another, in place; return the decrease of the squared error.
 
     Args:
-        values: what `codes` stand for, or floats at first, shape (groups, inputs, outputs).
-        codes: of the same shape.
-        slope: half the gradient of the squared error by `values`.
-        h: half its second derivative, shape (groups, inputs, inputs).
-        grid: what codes stand for, parameters of the shape of `values`.
+        values: Dequantized codes, or initially floats, shape (groups, inputs, outputs).
+        codes: Codes of the same shape.
+        slope: Half the gradient of the squared error with respect to `values`.
+        h: Half the second derivative, shape (groups, inputs, inputs).
+        grid: Grid with parameters of the shape of `values`.
     """
     curvature = h.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # (groups, inputs, 1)
     gained = torch.zeros((), device=values.device, dtype=torch.float32)
@@ -197,7 +198,7 @@ def _round_block(
     grid: Grid,
     block: slice,
 ) -> Tensor:
-    """Move each input of a block to its best code in turn, in place; return the change, (groups, inputs, outputs)."""
+    """Move each input of a block to its best code in place, in order; return the change, (groups, inputs, outputs)."""
     scale, zero_point = grid.scale, grid.zero_point
     before, local, inner = values[:, block].clone(), slope[:, block].clone(), h[:, block, block]
     for j in range(before.shape[1]):

@@ -1,4 +1,4 @@
-"""Judge a scale by samples of activations: what quantized operators make of them, in codes like their weights."""
+"""Evaluate scales on samples of activations, with activations and weights quantized."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from quark_fx.solvers.samples import CALIBRATION, POSITIONS, VALIDATION, Remembe
 from quark_fx.solvers.scaling import ScaleOf, Trial
 
 _CHOICE = "choice"
-"""Those samples of the calibration data that choose between scales."""
+"""Part of the calibration samples that scales are chosen by."""
 
 _FEW = 96
-"""Positions of them, about: scales differ by less than the best of them gains."""
+"""Approximate number of positions in that part; few suffice, because good scales differ by less than they gain."""
 
 
 class SampleTrial(Trial[TensorSpec]):
-    """A site and what quantized operators make of samples there, activations and weights in codes.
+    """A site and the outputs of its quantized operators on samples; activations and weights are quantized.
 
-    Scales and ranges are measured on other parts of the calibration data than the samples they are tried on.
+    Scales and ranges are measured on other folds of the calibration data than the samples they are evaluated on.
     """
 
     unread = "not every operator that reads it multiplies codes by codes, or data chooses its rows"
-    gain = 0.85  # a smaller gain may be the luck of the samples
+    gain = 0.85  # a smaller gain may be chance
 
     def __init__(
         self, gm: GraphModule, site: PlannedSite[TensorSpec], remembered: Mapping[tuple[Node, int], Remembered]
@@ -58,8 +58,8 @@ class SampleTrial(Trial[TensorSpec]):
 
     @classmethod
     def reads(cls, operator: Coded) -> TensorSpec | None:
-        """Return the spec of the codes that an operator multiplies its own by, `None` if it multiplies none."""
-        # Which rows an expert sees depends on the data, so samples of its activation are not what it would read.
+        """Return the spec of the operator's quantized input, or `None` if its input is not quantized."""
+        # The rows that an expert reads depend on the data, so samples of its activation may not be its real input.
         spec = operator.input if operator.kind != "experts" else None
         return None if spec is None or spec.is_cast else spec
 
@@ -67,19 +67,19 @@ class SampleTrial(Trial[TensorSpec]):
     def measured(
         cls, gm: GraphModule, sites: Mapping[int, PlannedSite[TensorSpec]], context: Context, label: str
     ) -> Iterator[tuple[int, Mapping[tuple[Node, int], Remembered]]]:
-        """Remember samples of what all sites' readers read, in one forward pass."""
+        """Sample the inputs of all sites' readers in one forward pass."""
         remembered = remember(gm, (r.scaled for site in sites.values() for r in site.readers), context)
-        del gm  # what scales replace is not kept
+        del gm  # a scaled site replaces tensors, and `gm` would keep the old ones alive
         yield from ((number, remembered) for number in sites)
 
     @classmethod
     def needs(cls, sizes: Sizes) -> Need:
-        """Return what a run takes: the samples of what all sites read, and one forward pass."""
+        """Return the needs of a run: the samples of all sites' inputs, and one forward pass."""
         read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.coded if cls.reads(op) is not None}
         most = sum(POSITIONS.values())
         sampled = (FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in read.values() if m)
         seen = int(sum(sampled))
-        # A trial: the weight scaled, rounded, limited and as it was, its outputs and the reference outputs.
+        # A trial holds the weight scaled, rounded, limited, and unscaled, its outputs, and the reference outputs.
         tried = max((4 * m.target + 2 * FLOAT32 * most * m.groups * m.outputs for m in read.values() if m), default=0)
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
@@ -88,28 +88,28 @@ class SampleTrial(Trial[TensorSpec]):
     def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
         """Return the errors on a few samples.
 
-        Codes are those of a target that does not limit pairs of them: which pairs exceed a limit changes with every
-        scale by chance, and few samples would take that for a gain.
+        Limits on pairs of codes are ignored: which pairs exceed a limit changes with every scale by chance, and few
+        samples would show that as a gain.
         """
         return [self._errors(scale_of, [_CHOICE], [False])[0] for scale_of in scales]
 
     def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
-        """Return the errors on all samples, with the limits of the target on pairs of codes, and without."""
+        """Return the errors on all samples, with the target's limits on pairs of codes and without."""
         operators = [weight.operator for weight in (*self.site.readers, *self.site.producers)]
         limits = [True, False] if any(op.pairs is not None for op in operators) else [True]
         return [self._errors(scale_of, [VALIDATION, CALIBRATION], limits) for scale_of in scales]
 
     def _errors(self, scale_of: ScaleOf, parts: Sequence[str], limits: Sequence[bool]) -> list[float]:
-        """Return, with limits on pairs of codes or without, for each part of the samples, the relative squared error.
+        """Return the relative squared error for each of `limits` and each part of the samples.
 
-        It is that of the outputs, and of weights that make the activation where these share one scale.
+        It covers the outputs, and the weights that produce the activation if these share one scale per tensor.
         """
         scales = cache(lambda without: scale_of(self.seen_without(without)).to(self.operators[0].weight.device))
         totals = [[0.0] * len(parts) for _ in limits]
         for operator in self.operators:
             weights = operator.rounded_weights(scales(None), limits)
             for i, part in enumerate(parts):
-                read = list(operator.in_codes(part, scales))  # the same with and without pair limits
+                read = list(operator.in_codes(part, scales))  # identical with and without pair limits
                 for total, weight in zip(totals, weights, strict=True):
                     total[i] += operator.outputs[part].error(operator.run(read, weight))
         for producer, reference in self.producers:
@@ -123,13 +123,13 @@ class SampleTrial(Trial[TensorSpec]):
 
 @dataclass(frozen=True, eq=False)
 class SampledSite:
-    """What is seen of a site, by samples. All tensors have the shape (components,).
+    """Measurements of a site from samples. All tensors have shape (components,).
 
     Attributes:
-        components: of the site.
-        operators: what reads it.
-        without: the fold whose data does not count.
-        largest_weight: the largest magnitude of the weights that read it.
+        components: Number of components of the site.
+        operators: Operators with this input.
+        without: Fold to leave out.
+        largest_weight: Largest magnitude of those operators' weights.
     """
 
     components: int
@@ -139,13 +139,13 @@ class SampledSite:
 
     @cached_property
     def largest(self) -> Tensor:
-        """The largest magnitude of the activation."""
+        """Largest magnitude of the activation."""
         ends = [(operator.reader.scaled.labels, operator.seen.range(self.without)) for operator in self.operators]
         return _largest(((labels, torch.maximum(-low, high)) for labels, (low, high) in ends), self.components)
 
     @cached_property
     def deviation(self) -> Tensor:
-        """The standard deviation of the activation's samples."""
+        """Standard deviation of the activation's samples."""
         moments = [Means.of_none(self.components) for _ in range(2)]
         for operator in self.operators:
             for x in operator.seen.calibration_samples(self.without):
@@ -157,13 +157,13 @@ class SampledSite:
 
 
 def _largest(found: Iterable[tuple[Tensor, Tensor]], components: int) -> Tensor:
-    """Return the largest of values with their labels, shape (components,)."""
+    """Return the largest value of each component, shape (components,)."""
     return torch.stack([largest_per_component(labels, values, components) for labels, values in found]).amax(0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Operator:
-    """One operator that reads a site, as a module that computes it; its samples, and what it makes of them in float."""
+    """Operator that reads a site, with a module that computes it, its samples, and its float outputs of them."""
 
     reader: Reader[TensorSpec]
     module: GraphModule
@@ -174,7 +174,7 @@ class _Operator:
 
     @classmethod
     def of(cls, gm: GraphModule, reader: Reader[TensorSpec], seen: Remembered) -> _Operator:
-        """Return one that has run in float."""
+        """Build the operator and compute its float outputs."""
         samples = seen.samples[CALIBRATION]
         positions = sum(x.numel() // x.shape[seen.axis] for _, x in samples)
         few = -(-len(samples) // max(1, positions // _FEW))
@@ -186,7 +186,7 @@ class _Operator:
         return operator
 
     def run(self, inputs: Sequence[Tensor], weight: Tensor | None = None) -> list[Tensor]:
-        """Return the operator's outputs, with another weight or its own, of all inputs at once where possible."""
+        """Return the operator's outputs, with another weight if given; inputs are joined into one batch if possible."""
         if weight is not None:
             set_parameter(self.module, str(self.reader.operator.weight_node.target), weight)
         joined = self.seen.divisible and len({x.shape[1:] for x in inputs}) == 1
@@ -194,14 +194,14 @@ class _Operator:
             return [self.module(x)[0] for x in ([torch.cat(list(inputs))] if joined else inputs)]
 
     def rounded_weights(self, scale: Tensor, limits: Sequence[bool]) -> list[Tensor]:
-        """Return the values of the codes of the weight times a scale, for each of `limits`."""
+        """Return the dequantized product of the weight and a scale, for each of `limits`."""
         scaled = self.weight.float() * per_element(self.reader.labels, scale)
         return [rounded.to(self.weight.dtype) for rounded in _rounded(scaled, self.reader.operator, limits)]
 
     def in_codes(self, part: str, scales: Callable[[int | None], Tensor]) -> Iterator[Tensor]:
-        """Yield the samples divided by the scale, through the codes the operator would read.
+        """Yield the samples, quantized and dequantized with the scale applied.
 
-        Scale and range are measured without the fold a sample is of, which then says what unseen data would.
+        Scale and range of a sample are measured without its fold, so the error estimates the error on new data.
         """
         spec = self.reader.how
         fmt = str(spec.format)
@@ -222,7 +222,7 @@ class _Operator:
             yield self._divided(rounded, divisors(None) / divisors(fold)).to(x.dtype)
 
     def _qparams(self, divisor: Tensor, without: int | None) -> QParams:
-        """Return the parameters calibration would find for the divided activation, about."""
+        """Return the approximate quantization parameters that calibration would find for the divided activation."""
         spec = self.reader.how
         if isinstance(spec.observer, MinMax):
             low, high = self.seen.range(without)
@@ -238,7 +238,7 @@ class _Operator:
 
 
 def _rounded(weight: Tensor, operator: Coded, limits: Sequence[bool]) -> list[Tensor]:
-    """Return the values of a weight's codes, limited to what pairs of them may add up to on the target, or not."""
+    """Return the dequantized weight, with the target's limit on sums of pairs of codes or without."""
     spec, linear = operator.weight, operator.linear
     observed = None if spec.is_cast else observe_tensor(weight, spec, linear)
     bounds = (operator.pairs if limited else None for limited in limits)
@@ -247,7 +247,7 @@ def _rounded(weight: Tensor, operator: Coded, limits: Sequence[bool]) -> list[Te
 
 @dataclass(frozen=True, eq=False)
 class _Reference:
-    """Values that others are compared with."""
+    """Reference values to compare others with."""
 
     values: list[Tensor]
 
@@ -256,13 +256,13 @@ class _Reference:
         return _squared(r.float() for r in self.values)
 
     def error(self, values: Sequence[Tensor]) -> float:
-        """Return the squared error of other values over the squares of these."""
+        """Return the squared error of other values, relative to the sum of squares of these."""
         noise = _squared(x.float() - r.float() for x, r in zip(values, self.values, strict=True))
         return noise / max(self._power, torch.finfo(torch.float32).tiny)
 
 
 def _squared(values: Iterable[Tensor]) -> float:
-    """Return the sum of all squares; the device is waited for once."""
+    """Return the sum of all squares; waits for the device once."""
     sums = [x.square().sum() for x in values]
     return sum(torch.stack(sums).tolist()) if sums else 0.0
 

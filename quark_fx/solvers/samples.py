@@ -1,4 +1,4 @@
-"""What is remembered of activations: the range of each channel, and samples."""
+"""Statistics of activations: the range of each channel, and samples."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from quark_fx.system import accelerator
 from quark_fx.system.memory import Slabs
 
 CALIBRATION, VALIDATION = "calibration", "validation"
-"""The parts of the data."""
+"""Parts of the data."""
 
 POSITIONS = {CALIBRATION: 384, VALIDATION: 192}
-"""Positions of either, about, that are remembered; of few data a sixth is, or `_FEWEST`."""
+"""Approximate number of positions sampled from each part; with little data, a sixth of it, at least `_FEWEST`."""
 
 _FEWEST = 128
 
 _BATCHES = 16
-"""Batches they come from, at most: of each at least one sample, or a window of it."""
+"""Largest number of batches that samples come from; each gives at least one sample, or a window of one."""
 
 _FOLDS = 4
-"""Parts of the calibration data, each judged with scales and ranges that were measured on the others."""
+"""Folds of the calibration data; each is evaluated with scales and ranges measured on the others."""
 
 _GOLDEN = 0.618
-"""Multiples of it fall evenly into the unit interval."""
+"""Golden ratio conjugate; the fractional parts of its multiples are spread evenly over the unit interval."""
 
 Sample = tuple[int | None, Tensor]
-"""Some of an activation, and the fold it is of, `None` of validation data."""
+"""Samples of an activation and their fold, `None` for validation data."""
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """What is remembered of an activation. It is a fold: parts of the data merge to what all of it would have left.
+    """Ranges and samples of an activation. The class is a fold: parts of the data merge to the result of all of it.
 
     Attributes:
-        axis: dimension of the channels.
-        divisible: dimension 0 counts samples.
-        ranges: of each channel, by fold of the calibration data.
-        samples: by part of the data, in its order.
+        axis: Dimension of the channels.
+        divisible: True if dimension 0 counts samples.
+        ranges: Range of each channel, by fold of the calibration data.
+        samples: Samples by part of the data, in its order.
     """
 
     axis: int
@@ -59,20 +59,20 @@ class Remembered:
     samples: dict[str, list[Sample]] = field(default_factory=lambda: {part: [] for part in POSITIONS})
 
     def range(self, without: int | None) -> tuple[Tensor, Tensor]:
-        """Return the smallest and largest value per channel, of all folds or, if there are others, of all but one."""
+        """Return the smallest and largest value per channel, over all folds but `without` if there are others."""
         found = reduce(MinMax.merge, (ends for fold, ends in self.ranges.items() if self._counts(fold, without)))
         low, high = found.ends
         return low.float(), high.float()
 
     def calibration_samples(self, without: int | None) -> list[Tensor]:
-        """Return the samples of all folds of the calibration data or, if there are others, of all but one."""
+        """Return the calibration samples of all folds but `without` if there are others."""
         return [x for fold, x in self.samples[CALIBRATION] if self._counts(fold, without)]
 
     def _counts(self, fold: int | None, without: int | None) -> bool:
         return fold != without or len(self.ranges) == 1
 
     def widen(self, fold: int, x: Tensor, slabs: Slabs) -> None:
-        """Let the range of a fold, whose tensors change, include the values of `x`."""
+        """Extend the range of a fold, in place, to include the values of `x`."""
         if not x.numel():
             return
         rows = x.movedim(self.axis, -1).reshape(-1, x.shape[self.axis])
@@ -83,14 +83,14 @@ class Remembered:
             kept.copy_(now)
 
     def merge(self, other: Remembered) -> Remembered:
-        """Return what is remembered of the data of both, that of `other` after this."""
+        """Return the statistics of the data of both; the data of `other` comes second."""
         samples = {part: found + other.samples[part] for part, found in self.samples.items()}
         folds = {**self.ranges, **other.ranges}
         ranges = {fold: self.ranges.get(fold, MinMax()).merge(other.ranges.get(fold, MinMax())) for fold in folds}
         return replace(self, ranges=ranges, samples=samples)
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> Remembered:
-        """Return it on a device, in memory of its own if it is copied; waits once for each dtype."""
+        """Return the statistics on a device; with `copy`, in new memory. Waits once for each dtype."""
         ends = [end for r in self.ranges.values() for end in (r.low, r.high) if end is not None]
         known = [*ends, *(x for found in self.samples.values() for _, x in found)]
         moved = dict(zip(map(id, known), accelerator.moved(known, torch.device(device), copy=copy), strict=True))
@@ -104,14 +104,14 @@ class Remembered:
 
 
 def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -> dict[tuple[Node, int], Remembered]:
-    """Run the calibration batches once, and return what operators read, by value and dimension of the channels.
+    """Run the calibration batches once; return statistics of operators' inputs, by value and dimension of the channels.
 
-    What is remembered depends on the place of a batch among those of all ranks, so that ranks do not matter.
+    Samples depend on the position of a batch in the data of all ranks, so the number of ranks does not matter.
 
     Args:
-        gm: the graph; it is left as it is.
-        inputs: what operators of it, or of one it is a copy of, read.
-        context: of the run.
+        gm: Graph to run; unchanged.
+        inputs: Inputs of operators, of `gm` or of the graph it was copied from.
+        context: Context of the run.
     """
     context.data.require_batches()
     readers: dict[tuple[Node, int], list[Linear]] = {}
@@ -128,7 +128,7 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
         run_batches(gm, context)
     found = {}
     for key, watch in watches.items():
-        # A view is sent with its whole storage, which here is a slab.
+        # Sending a view sends its whole storage, which here is a slab.
         ours = watch.remembered if context.ranks.alone else watch.remembered.to("cpu", copy=True)
         found[key] = context.ranks.fold(ours, Remembered.merge).to(device_of(gm))
     return found
@@ -136,30 +136,31 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the data: the number in it of each batch of this rank, and how many there are on all ranks."""
+    """Part of the data: the index within it of each batch of this rank, and the number of its batches on all ranks."""
 
     numbers: Mapping[int, int]
     count: int
 
     @classmethod
     def of(cls, batches: Sequence[int], context: Context) -> Part:
-        """Return the part that these batches of this rank are of."""
+        """Return the part that contains these batches of this rank."""
         counts = context.ranks.gather(len(batches))
         first = sum(counts[: context.ranks.index])
         return cls({batch: first + i for i, batch in enumerate(batches)}, sum(counts))
 
 
 class _Watch(nn.Module):
-    """Remembers a value as batches run, which come in order.
+    """Collect statistics of a value while batches run in order.
 
     Args:
-        axis: dimension of the channels.
-        readers: of the value.
-        parts: of the data.
-        slabs: where what is remembered lies.
+        axis: Dimension of the channels.
+        readers: Operators with this input.
+        parts: Parts of the data.
+        slabs: Memory for the statistics.
 
     Attributes:
-        least: how many positions along each dimension between a reader computes one output from; `None` if all.
+        least: Positions that one output of a reader depends on, along each dimension except samples and channels;
+            `None` for all.
     """
 
     def __init__(self, axis: int, readers: Sequence[Linear], parts: Mapping[str, Part], slabs: Slabs) -> None:
@@ -196,7 +197,7 @@ class _Watch(nn.Module):
         self.remembered.samples[part].append((fold, self.slabs.empty_like(x).copy_(x)))
 
     def _cut(self, x: Tensor, positions: float, number: int) -> Tensor:
-        """Return about so many positions of one sample, side by side, and of each batch at another place."""
+        """Return about `positions` adjacent positions of one sample, at another place for each batch."""
         axis = self.remembered.axis
         dims = [dim for dim in range(1, x.dim()) if dim != axis]
         share = positions * x.shape[axis] / x.numel()
@@ -210,7 +211,7 @@ class _Watch(nn.Module):
 
 
 def _window(linear: Linear) -> tuple[int, ...] | None:
-    """Return how many positions along each dimension but samples and channels one output is computed from."""
+    """Return the positions that one output depends on, along each dimension except samples and channels."""
     if linear.matrices is None:
         return None
     return tuple((size - 1) * step + 1 for size, step in zip(linear.kernel, linear.dilation, strict=True))

@@ -1,4 +1,4 @@
-"""Scales of a weight that keep the output of its operator, not the weight, nearest."""
+"""Find scales of a weight that keep the output of its operator, not the weight itself, nearest to the float one."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from quark_fx.solvers.error_feedback import Factor
 from quark_fx.system import accelerator
 
 _CHUNK = 128
-"""Inputs whose errors are weighed together for rounding to nearest. What inputs further apart have in common is left
-out of the search."""
+"""Inputs whose errors are evaluated together with rounding to nearest; correlations of inputs further apart are
+ignored in the search."""
 
 _AT_ONCE = 1 << 20
-"""Weights, about, that are looked at together."""
+"""Approximate number of weights processed together."""
 
 _QUADRATURE = ((0.0, 2 / 3), (3**0.5, 1 / 6), (-(3**0.5), 1 / 6))
-"""Standard deviations from the mean of a normal distribution, and their weights (Gauss and Hermite, three points)."""
+"""Deviations from the mean of a normal distribution, in standard deviations, with weights (3-point Gauss-Hermite)."""
 
 RATIOS = tuple(1.0 - 0.05 * step for step in range(11))
-"""Shares of the range that are tried, from all of it to half."""
+"""Candidate fractions of the range, from all of it to half."""
 
 _EXPONENTS = (1.0, 2.0, 0.5)
-"""Shares of scales that are powers of two."""
+"""Candidate ratios for scales that are powers of two."""
 
 _AROUND = (1.0, *(1.0 + sign * step / 16 for step in range(1, 9) for sign in (1, -1)))
-"""From half of a scale to one and a half, in sixteenths: nearly all E4M3 scales between."""
+"""Candidate ratios from one half to one and a half, in sixteenths; they cover nearly all E4M3 scales in between."""
 
 
 MOST_TRIED = len(_AROUND)
-"""How many shares `around` returns at most."""
+"""Largest number of ratios that `around` returns."""
 
 
 def around(scheme: Scheme) -> tuple[float, ...]:
-    """Return the shares of a scale that may lose less than the scale itself, which is first: larger ones, too.
+    """Return the ratios of a scale to try, larger ones included; the first is 1, the scale itself.
 
-    Values of floats lie the farther apart the larger they are, so a wider range may suit a block better (Cook et al.
-    2025, "Four Over Six"); and what makes up for the errors of other inputs may leave the range that weights had.
+    Large float values are further apart than small ones, so a wider range may suit a block better (Cook et al. 2025,
+    "Four Over Six"); and weights with error feedback may exceed the range of the original weights.
     """
     return _EXPONENTS if scheme.scale.rule else _AROUND
 
@@ -56,24 +56,24 @@ def fit_scales(
     allowed: Callable[[Tensor], Tensor] | None = None,
     tried: Sequence[float] = RATIOS,
 ) -> Tensor:
-    """Return, per block of inputs and output, the share of the scale whose rounding changes the output least.
+    """Return, per block of inputs and output, the ratio of the scale whose rounding changes the output least.
 
-    The error of a block is `d H d'` with `d` what rounding to nearest takes from its weights: the squared error of the
-    partial product over the data.
+    The error of a block is `d H d'`, where `d` is the rounding error of its weights: the squared error of the partial
+    product over the data.
 
     Args:
-        weight: shape (groups, outputs, inputs), float32.
-        h: sum of `x x'`, shape (groups, inputs, inputs).
-        grid: what codes stand for now.
-        columns: inputs that share a scale, a block.
-        allowed: from wanted scales to those that are tried for them; default: the scales themselves.
-        tried: shares of the scale.
+        weight: Weight of shape (groups, outputs, inputs), float32.
+        h: Sum of `x x'`, shape (groups, inputs, inputs).
+        grid: Current scales, zero points, and format of the codes.
+        columns: Inputs that share a scale, one block per scale.
+        allowed: Function from desired scales to ones that can be stored; default: the scales themselves.
+        tried: Candidate ratios.
 
     Returns:
-        Shape (groups, outputs, blocks), one of `tried` each.
+        A ratio of `tried` for each block, shape (groups, outputs, blocks).
 
     Source:
-        Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand.
+        Lin et al. 2024 (AWQ), clip search of the reference code, with the sum over tokens computed beforehand.
     """
     members = columns.members(weight.device)
     shape = (*weight.shape[:2], len(members))
@@ -92,7 +92,7 @@ def fit_scales(
 
 
 def _parted(block: slice | Tensor) -> list[slice | Tensor]:
-    """Return the columns of a block, at most `_CHUNK` together."""
+    """Return the columns of a block, in parts of at most `_CHUNK`."""
     if isinstance(block, Tensor):
         return list(block.split(_CHUNK))
     return [slice(first, min(first + _CHUNK, block.stop)) for first in range(block.start, block.stop, _CHUNK)]
@@ -101,20 +101,20 @@ def _parted(block: slice | Tensor) -> list[slice | Tensor]:
 def fit_scales_to_feedback(
     weight: Tensor, factor: Factor, grid: Grid, columns: Columns, allowed: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return, per block of inputs and output, the share of the scale that error feedback loses least with.
+    """Return, per block of inputs and output, the ratio of the scale with the smallest error after error feedback.
 
-    It rounds a weight and what makes up for the errors of the inputs before, which spreads about the weight: here as
-    if these errors were independent, and as large as those of rounding to nearest with the whole range. What is lost of
-    one input counts by its curvature alone: the inputs after it make up for the rest. Weights of few bits so keep more
-    of their range than `fit_scales` would leave them.
+    Error feedback rounds a weight plus the feedback of earlier inputs' errors, which spreads around the weight: here as
+    if these errors were independent, and as large as with rounding to nearest over the whole range. The error of an
+    input counts by its curvature alone, because later inputs compensate for the rest. Weights of few bits therefore
+    keep more of their range than with `fit_scales`.
 
     Args:
-        weight: to be rounded, shape (groups, outputs, inputs), float32.
-        factor: of the Hessian of what it multiplies.
-        grid, columns, allowed: as `fit_scales` has them.
+        weight: Weight to round, shape (groups, outputs, inputs), float32.
+        factor: Factors of the input's Hessian.
+        grid, columns, allowed: Arguments of `fit_scales`.
 
     Returns:
-        Shape (groups, outputs, blocks), one of `RATIOS` each.
+        A ratio of `RATIOS` for each block, shape (groups, outputs, blocks).
     """
     transfer = factor.feedback.square()
     curvature = factor.curvature_by_input.unsqueeze(-2)
@@ -131,14 +131,14 @@ def fit_scales_to_feedback(
 
 
 def _spread(weight: Tensor, grid: Grid, sharing: Columns, order: Tensor, transfer: Tensor) -> Tensor:
-    """Return the standard deviation of what makes up for the errors before each input, the shape of `weight`."""
+    """Return the standard deviation of the feedback that each input receives, of the shape of `weight`."""
     columns = order.unsqueeze(-2).expand_as(weight)
-    # Within the range an error is anywhere in a step: a weight that lies on the grid will not when it makes up for
-    # others. Beyond it, it is what saturates.
+    # Within the range, an error is uniform over a step, since a weight with feedback is not on the grid even if the
+    # original weight was. Outside the range, the error is the saturated part.
     step = grid.step(grid.position(weight)) * grid.scale
     squares = _lost(grid, grid.scale, grid.zero_point, weight).square_()
     squares = torch.where(squares > step.square() / 4, squares, step.square() / 12)
-    # The scale of weights that are all zero says nothing of them.
+    # The scale of an all-zero block is arbitrary, so its step must not count.
     empty = sharing.gather(weight.abs()).amax(-1) == 0
     squares = squares.masked_fill(sharing.spread(empty), 0.0)
     variance = squares.gather(-1, columns) @ transfer
@@ -153,7 +153,7 @@ def _least_expected(
     columns: Columns,
     allowed: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Return the ratios of the smallest error, averaged over weights that spread normally."""
+    """Return the ratios with the smallest expected error over normally distributed weights."""
     best = least = weight.new_zeros(())
     for ratio in RATIOS:
         scale = grid.scale * ratio if allowed is None else allowed(grid.scale * ratio)
@@ -169,7 +169,7 @@ def _least_expected(
 
 
 def _lost(grid: Grid, scale: Tensor, zero_point: Tensor, weight: Tensor) -> Tensor:
-    """Return what rounding to nearest adds to a weight."""
+    """Return the error of rounding a weight to nearest."""
     codes = grid.round_((weight / scale).add_(zero_point))
     return decode(codes, scale, zero_point, out=codes).sub_(weight)
 

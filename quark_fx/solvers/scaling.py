@@ -1,8 +1,8 @@
-"""A scaling solver says how the scale of a site follows from what is seen there; the engine here does everything else.
+"""A scaling solver computes the scale of a site from measurements of it; the engine here does everything else.
 
-The engine finds the sites, measures what a `Trial` judges by, on several ranks if there are any, searches the solver's
-grid on calibration data, judges the best scale on validation data and applies it if it is better there. It reports the
-errors, resumes, and predicts memory.
+The engine finds the sites, measures the data of a `Trial` across ranks, searches the solver's grid on calibration data,
+and applies the best scale if it is also better on validation data. It reports errors, resumes interrupted runs, and
+predicts memory.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ S = TypeVar("S", bound=type)
 T = TypeVar("T")
 
 ScaleOf = Callable[[Any], Tensor]
-"""Makes a scale, shape (components,), of what is seen at a site."""
+"""Function from the measurements of a site to a scale, shape (components,)."""
 
 Point = tuple[int, ...]
-"""A point of a grid, by the position along each axis."""
+"""Point of a grid, given by its position along each axis."""
 
 
 _LONG = 10
-"""Steps of an axis of which every fifth is tried first."""
+"""Smallest number of steps of a long axis, which is first tried at every fifth of its length."""
 
 
 class Trial(ABC, Generic[T]):
-    """A site with what was measured there, and the errors that quantization makes at it if a scale is applied.
+    """A site with its measurements, and the quantization errors at it after a scale is applied.
 
     Args:
-        gm: the float graph, with what was applied to it so far.
-        site: of that graph.
-        found: what was measured there.
+        gm: Float graph, with the changes applied so far.
+        site: Site of that graph.
+        found: Measurements of the site.
 
     Attributes:
-        unread: why a site is left that it cannot judge.
-        gain: share of the errors that may be left for a scale to be accepted.
-        refusal: why nothing can be tried after all, empty if it can.
-        seen: what a solver sees of the site, of all calibration data.
+        unread: Reason for leaving a site that the trial cannot evaluate.
+        gain: Ratio of new to old errors below which a scale is accepted.
+        refusal: Reason that no scale can be tried, empty if there is none.
+        seen: Measurements that a solver gets, of all calibration data.
     """
 
     unread: ClassVar[str]
@@ -70,108 +70,108 @@ class Trial(ABC, Generic[T]):
 
     @property
     def seen_on_host(self) -> Any:
-        """What is seen, with tensors on the host: the scale that is applied is computed there."""
+        """Measurements with tensors on the host, where the scale to apply is computed."""
         return self.seen
 
     @classmethod
     @abstractmethod
     def reads(cls, operator: Coded) -> T | None:
-        """Return what it judges by what scaling is worth for an operator (`Reader.how`), `None` if it cannot."""
+        """Return the data needed to evaluate a scale for an operator (`Reader.how`), or `None` if it cannot be."""
 
     @classmethod
     @abstractmethod
     def measured(
         cls, gm: GraphModule, sites: Mapping[int, PlannedSite[T]], context: Context, label: str
     ) -> Iterator[tuple[int, Any]]:
-        """Run the calibration data through a graph, and yield the numbers of sites with what was measured there.
+        """Run the calibration data through a graph, and yield the numbers of sites with their measurements.
 
         Args:
-            gm: a copy of the float graph to which nothing was applied.
-            sites: at which to measure, by number.
-            context: of the run.
-            label: of the progress bar.
+            gm: Copy of the float graph, without changes.
+            sites: Sites to measure, by number.
+            context: Context of the run.
+            label: Label of the progress bar.
         """
 
     @classmethod
     @abstractmethod
     def needs(cls, sizes: Sizes) -> Need:
-        """Return what measuring and trying take."""
+        """Return the needs of measuring and trying."""
 
     @abstractmethod
     def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
-        """Return the relative squared error on calibration data with each scale, for the search."""
+        """Return the relative squared error on calibration data for each scale, for the search."""
 
     def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> dict[Point, float]:
-        """Return what `errors` would of points that the search is likely to ask for, where asking has a price.
+        """Return `errors` of points that the search is likely to request, if computing them in advance is cheaper.
 
         Args:
-            scales_of: makes the scales of all points of the grid, shape (points, components).
-            sizes: how many positions each axis of it has.
+            scales_of: Function that returns the scales of all points of the grid, shape (points, components).
+            sizes: Number of positions along each axis of the grid.
         """
         return {}
 
     @abstractmethod
     def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
-        """Return, for each scale, the errors that all have to shrink; the first, on validation data, is reported."""
+        """Return, for each scale, the errors that must all decrease; the first, on validation data, is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingSolver(Selective, ABC):
-    """What chooses a scale for the channels of one site after another.
+    """Base class of passes that choose a scale for the channels of each site.
 
-    A subclass is a frozen dataclass of options with `trial`, `grid` and `scale`, decorated with `scaling_solver`. It is
-    a pass on the float graph, by its class's name, and keeps the function of that graph.
+    A subclass is a frozen dataclass of options with `trial`, `grid`, and `scale`, decorated with `scaling_solver`. It
+    is a pass on the float graph, named after its class, and preserves the function that the graph computes.
 
     Args:
-        explicit: insert a multiplication where nothing before can absorb the scale.
+        explicit: Insert a multiplication if nothing before the site can absorb the scale.
     """
 
     trial: ClassVar[type[Trial[Any]]]
-    """What is measured, and which error counts."""
+    """Measurements to make and error to minimize."""
 
     explicit: bool = False
 
     @property
     def judge(self) -> type[Trial[Any]]:
-        """The trial, or another one that an option asks for."""
+        """The trial; an option may select another one."""
         return self.trial
 
     @property
     @abstractmethod
     def grid(self) -> Mapping[str, Sequence[float]]:
-        """The parameters to choose, each with its values in increasing order; by these names the report has them."""
+        """Parameters to choose, by their name in the report, each with its values in increasing order."""
 
     @abstractmethod
     def scale(self, seen: Any, values: tuple[float, ...]) -> Tensor:
         """Return the scale of a site, positive, shape (components,).
 
         Args:
-            seen: what `trial` lets a solver see of the site.
-            values: one of each parameter of `grid`.
+            seen: Measurements of the site from `trial`.
+            values: Value of each parameter of `grid`.
         """
 
     def scales(self, seen: Any) -> Tensor:
-        """Return the scales of all points of `grid`, the last axis fastest, shape (points, components).
+        """Return the scales of all points of `grid`, shape (points, components); the last axis varies fastest.
 
-        Each is bit for bit that of `scale`; a subclass may compute them together.
+        Each is bit-identical to the result of `scale`; a subclass may compute them together.
         """
         return torch.stack([self.scale(seen, values) for values in itertools.product(*self.grid.values())])
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Scale the sites of `gm` that quantized operators read; return how many changed."""
+        """Scale the sites of `gm` that have quantized readers; return how many changed."""
         found = planned_sites(
             gm, context, self, explicit=self.explicit, reads=self.judge.reads, unread=self.judge.unread
         )
 
         def chosen(left: Mapping[int, PlannedSite[Any]]) -> Iterator[Chosen]:
-            # Scales change the values between operators, so the data goes through the graph as it was.
+            # Scales change the values between operators, so the data runs through the unchanged graph.
             measured = self.judge.measured(copy_graph(gm), left, context, type(self).__name__)
             return self._settled(gm, measured, left, context)
 
         return choose_in_turn(found, context, chosen, lambda site, scale: apply_scale(gm, site.site, scale))
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes."""
+        """Return the needs of a run."""
         return self.judge.needs(sizes)
 
     def _settled(
@@ -185,13 +185,13 @@ class ScalingSolver(Selective, ABC):
             with naming_failures(self, sites[number].name):
                 settled = with_room(context, partial(self._settled_site, gm, sites[number], found, context))
             del found  # before the next site is measured
-            # All ranks have to take the same; another processor may see a tie otherwise.
+            # All ranks must apply the same scale, but another processor may break a tie differently.
             yield number, *context.ranks.gather(settled)[0]
 
     def _settled_site(
         self, gm: GraphModule, site: PlannedSite[Any], found: Any, context: Context
     ) -> tuple[Tensor | None, Change]:
-        """Return the scale of a site, `None` if none is better, and what to note."""
+        """Return the scale of a site, or `None` if no scale is better, and the change to report."""
         began, grid, trial = time.perf_counter(), self.grid, self.judge(gm, site, found)
         if trial.refusal:
             return None, Change(site.name, f"skipped: {trial.refusal}", changed=False)
@@ -213,7 +213,7 @@ class ScalingSolver(Selective, ABC):
 
 
 def _refusal(before: Sequence[float], after: Sequence[float], gain: float, context: Context) -> str:
-    """Say which verdict, that on validation data first, refused a scale."""
+    """Return the reason for rejecting a scale; the error on validation data comes first."""
     if all(a < b for b, a in zip(before, after, strict=True)):
         return f"less than {1 - gain:.0%} better"
     return f"no better on {'the calibration data' if after[0] < before[0] else context.data.judged_on}"
@@ -224,14 +224,14 @@ def search(
     sizes: Sequence[int],
     foreseen: Mapping[Point, float] | None = None,
 ) -> Point:
-    """Return the point of the least error that is found: along one axis after the other, then nearer and nearer by.
+    """Return the point with the smallest error found, by searching along each axis, then with decreasing steps.
 
     Args:
-        errors: of points; asked once for each, and for all at once that are tried whatever their errors are, since each
-            call waits for the device.
-        sizes: how many positions each axis has. Of a long axis every fifth of it is tried, then what lies around; a
-            short one is followed from its middle while the error falls.
-        foreseen: errors that need not be asked for.
+        errors: Function that returns the errors of points. It is called once per point, with as many points at a time
+            as possible, since each call waits for the device.
+        sizes: Number of positions along each axis. A long axis is tried at every fifth of its length, then around the
+            best point; a short axis is followed from its middle while the error decreases.
+        foreseen: Errors that are already available.
     """
     known, lasts = dict(foreseen or {}), [size - 1 for size in sizes]
 
@@ -247,7 +247,7 @@ def search(
             continue
         for step in (1, -1):
             while 0 <= best[axis] + step <= last:
-                # The point itself comes first, so that an equal error does not move it.
+                # The current point comes first, so a tie does not move it.
                 if best == (best := least([best, _moved(best, axis, best[axis] + step)])):
                     break
     reaches = [max(2, last // 5) for last in lasts]
@@ -261,20 +261,21 @@ def search(
 
 
 _PASSES = 2
-"""Times that `foresee` looks around a point at one distance: the first often finds a better one, the next seldom."""
+"""Rounds of `foresee` per step size; the first often finds a better point, the next seldom does."""
 
 
 def foresee(errors: Callable[[Tensor], Tensor], parts: int, sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Go the way of `search` on a device without waiting for it, as far as can be done in a fixed number of steps.
+    """Follow `search` on a device for a fixed number of steps, without waiting for the device.
 
     Args:
-        errors: of a point, given by its number, int64, shape (): in the order of `itertools.product`; shape (parts,).
-        parts: whose sum is the error.
-        sizes: as `search` takes them.
-        device: of the errors.
+        errors: Function that returns the errors, shape (parts,), of a point, given by its number, int64, shape (), in
+            the order of `itertools.product`.
+        parts: Number of summands of the error.
+        sizes: Number of positions along each axis.
+        device: Device of the errors.
 
     Returns:
-        The errors of all points, shape (points, parts), NaN of those that it did not come to.
+        The errors of all points, shape (points, parts), NaN for points that were not tried.
     """
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     known = torch.full((math.prod(sizes), parts), math.nan, dtype=torch.float32, device=device)
@@ -313,13 +314,13 @@ def _moved(point: Point, axis: int, position: int) -> Point:
 
 
 def _beside(point: Point, step: Point, lasts: Sequence[int]) -> Iterator[Point]:
-    """Yield the points a step back and a step ahead that are on the grid."""
+    """Yield the points one step back and one step ahead that are on the grid."""
     near = (tuple(p + sign * s for p, s in zip(point, step, strict=True)) for sign in (-1, 1))
     yield from (p for p in near if all(0 <= i <= last for i, last in zip(p, lasts, strict=True)))
 
 
 def _steps(reaches: Sequence[int]) -> Iterator[Point]:
-    """Yield a step along each axis, then, as what one scales up another may make up for, along two at once."""
+    """Yield a step along each axis, then along two axes in opposite directions, since one can offset the other."""
     steps = [tuple(reach if i == axis else 0 for i in range(len(reaches))) for axis, reach in enumerate(reaches)]
     yield from steps
     yield from (tuple(a - b for a, b in zip(*pair, strict=True)) for pair in itertools.combinations(steps, 2))

@@ -1,4 +1,4 @@
-"""How codes are learned by gradient steps: how long, how fast, from where, and what that takes."""
+"""Options of learning codes by gradient steps: duration, rates, and start; and the resources needed."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from quark_fx.solvers.starts import ROWS, Start
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _LEARNED_COPIES = 6
-"""Copies of a weight while it is learned: real, parameter, gradient, two moments of the optimizer, and rounded."""
+"""Copies of a weight while it is learned: float, parameter, gradient, two moments of the optimizer, and rounded."""
 
 _RANGED_COPIES = 4
-"""Those that the gradient of its scales keeps besides."""
+"""Additional copies for the gradient of its scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Selective):
-    """How long and how fast to learn. Every position of a batch counts, those of padding too.
+    """Duration and rates of learning. Every position of a batch counts, padding included.
 
     Args:
-        unit: what is reconstructed at once: `"operator"` (with what follows it) or `"block"`.
-        iterations: gradient steps per unit, at most; 0 keeps the start.
-        batch_size: samples per step, from one calibration batch, or from several where that has fewer.
-        learning_rate: of the codes; its unit is the method's.
-        scale_rate: of activation scales, relative to their size; 0 leaves them as they are.
-        bias_rate: of biases, relative to their mean magnitude; 0 leaves them as they are.
-        drop: probability that an activation stays in float during a step (QDrop).
-        start: what the steps start from: `"descent"`, `"feedback"`, or the `"codes"` of the passes before.
-        patience: looks at the validation batches, of twenty, without improvement before it stops.
-        seed: of the samples, and of what is dropped.
+        unit: Unit to reconstruct: `"operator"` (with the operations that follow it) or `"block"`.
+        iterations: Largest number of gradient steps per unit; 0 keeps the start.
+        batch_size: Samples per step, from one calibration batch, or from several if it has fewer.
+        learning_rate: Learning rate of the codes; its unit depends on the method.
+        scale_rate: Learning rate of activation scales, relative to their size; 0 keeps them.
+        bias_rate: Learning rate of biases, relative to their mean magnitude; 0 keeps them.
+        drop: Probability that an activation stays in float during a step (QDrop).
+        start: Initial codes: `"descent"`, `"feedback"`, or the current `"codes"` from earlier passes.
+        patience: Number of evaluations on the validation batches, of twenty, without improvement before stopping.
+        seed: Seed of the samples, and of dropped values.
 
     Raises:
-        ConfigError: for a value out of range.
+        ConfigError: For a value out of range.
     """
 
     unit: Unit = Unit.OPERATOR
@@ -55,21 +55,21 @@ class Schedule(Selective):
 
     @property
     def rate(self) -> float:
-        """The learning rate of the codes that is used."""
+        """Learning rate that is used for the codes."""
         return self.learning_rate
 
     @property
     def fits_scales(self) -> bool:
-        """Whether scales of weights are learned, too, where they may change; error feedback shrinks them first."""
+        """True if adjustable scales of weights are learned as well; error feedback then shrinks them first."""
         return False
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes: a gradient's values, and of each weight what it is learned through."""
+        """Return the needs of a run: the values for a gradient, and the copies of each learned weight."""
 
         def turn(block: BlockSize) -> int:
             rows = (FLOAT32 * m.groups * m.inputs * min(m.rows, ROWS) for m in block.matrices)
             descent = (3 * m.moment + values for m, values in zip(block.matrices, rows, strict=True))
-            # Two moments and a factor's squares beside it, what it rounds, and what it rounded of the whole block.
+            # Two moments and the squares of a factor, the weight to round, and the rounded weights of the block.
             rounded = (working_bytes(m.groups, m.outputs, m.inputs) + 2 * m.target for m in block.matrices)
             moments = (3 * m.moment + block.weights for m in block.matrices)
             feedback = (kept + working for kept, working in zip(moments, rounded, strict=True))
@@ -86,7 +86,7 @@ class Schedule(Selective):
     def optimizer(
         self, groups: list[dict[str, Any]]
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        """Return what takes the steps, and how its rates decay."""
+        """Return the optimizer, and the schedule of its learning rates."""
         optimizer = torch.optim.Adam(groups)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.iterations)
 

@@ -1,10 +1,10 @@
-"""A solver proposes what should be stored; the framework decides, and does everything else.
+"""A solver proposes new values; the framework accepts or rejects them, and does everything else.
 
-A solver says what it chooses (`chooses`: weights, biases or the scales of activations) and what it reads of the data
-(`reads`). The framework walks the blocks, measures that, on several ranks if there are any, shares it among operators
-that read one value, and judges every proposal on validation data (`judging.py`): what is no better there is dropped.
-Where data is scarce, weights that were accepted are then learned from all of it. It reports the errors, resumes, and
-predicts memory.
+A solver declares the values it chooses (`chooses`: weights, biases, or scales of activations) and the data it needs
+(`reads`). The framework walks the blocks, measures that data across ranks, shares it among operators with the same
+input, and evaluates each proposal on validation data (`judging.py`); a proposal that is not better there is rejected.
+If data is scarce, accepted weights are solved again from all of it. The framework reports errors, resumes interrupted
+runs, and predicts memory.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ S = TypeVar("S", bound=type)
 
 @dataclass(frozen=True, kw_only=True)
 class Solver(Selective, ABC):
-    """What chooses weights, biases or scales of activations, one after another, from what it reads of the data.
+    """Base class of passes that choose weights, biases, or scales of activations, one after another, from data.
 
-    A subclass is a frozen dataclass of options with `solve`, decorated with `solver`. It is a pass of the quantized
-    stage, by its class's name.
+    A subclass is a frozen dataclass of options with a `solve` method, decorated with `solver`. It is a pass of the
+    quantized stage, named after its class.
 
     Attributes:
         chooses: `QuantizedMatrix` (codes and scales of weights), `Bias`, or `Activation` (static scales and zero
@@ -49,24 +49,24 @@ class Solver(Selective, ABC):
 
     @property
     def reads(self) -> Reading:
-        """What `solve` gets: `InputHessian()`, `Input(observer)` or `OutputError()`."""
+        """Data that `solve` gets: `InputHessian()`, `Input(observer)`, or `OutputError()`."""
         return InputHessian()
 
     @abstractmethod
     def solve(self, now: Any, seen: Any) -> Proposal | Skip:
-        """Return what should be in the place of what there is.
+        """Return the values to store in place of `now`.
 
         Args:
-            now: a `QuantizedMatrix` with the float weight, a `Bias`, or an `Activation`, as it is.
-            seen: what `reads` measured on the calibration batches of all ranks, everything before quantized. Operators
-                that read one value get the same object, unless it is guided.
+            now: Current value: a `QuantizedMatrix` with the float weight, a `Bias`, or an `Activation`.
+            seen: Data that `reads` measured on the calibration batches of all ranks, with everything before the
+                operator quantized. Operators with the same input get the same object, unless it is guided.
 
         Raises:
-            CalibrationError: for data that cannot be learned from; the engine adds names.
+            CalibrationError: For data that cannot be used; the engine adds names.
         """
 
     def working_bytes(self, matrices: Matrices) -> int:
-        """Return the bytes that `solve` takes beside what it reads; default: six float32 copies of a weight."""
+        """Return the bytes that `solve` needs besides its data; default: six float32 copies of a weight."""
         return 6 * FLOAT32 * matrices.values
 
     def working_operations(self, matrices: Matrices) -> float:
@@ -75,10 +75,10 @@ class Solver(Selective, ABC):
 
     @property
     def _reading(self) -> Reading:
-        """What it reads.
+        """Data that `solve` gets, checked.
 
         Raises:
-            ConfigError: if that is nothing to read, or says nothing of what it chooses.
+            ConfigError: If `reads` is not a `Reading`, or does not fit `chooses`.
         """
         name, reads, chosen = type(self).__name__, self.reads, self.chooses.__name__
         if not isinstance(reads, Reading):
@@ -92,22 +92,22 @@ class Solver(Selective, ABC):
 
     @property
     def _form(self) -> InputHessian | None:
-        """The quadratic form that proposals are judged by; `None` if it does not say all about them."""
+        """Quadratic form that proposals are evaluated by, or `None` if it does not cover their whole effect."""
         reads = self._reading
         return reads if self.chooses is QuantizedMatrix and isinstance(reads, InputHessian) else None
 
     @property
     def _side_by_side(self) -> bool:
-        """Whether values of the float model are computed, too."""
+        """True if values of the float model are computed as well."""
         return self._form is None or self._form.shifted
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Choose what is better in `gm`; return how many changed."""
+        """Choose better values in `gm`; return how many changed."""
         reads, form, find = self._reading, self._form, places_of(self.chooses, gm, context, self)
         judge = BlockJudge(self.solve, reads, context) if form is None else FormJudge(self.solve, form, context)
         label = type(self).__name__
         if form is not None:
-            form.guidance(context)  # before blocks and what enters them take memory
+            form.guidance(context)  # before blocks and their inputs take memory
         for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, side_by_side=self._side_by_side):
             for places in [] if run.finished else find(run):
                 for some in [places] if reads.shared else [(place,) for place in places]:
@@ -115,12 +115,12 @@ class Solver(Selective, ABC):
         return sum(change.changed for change in context.changes)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes: what it reads of both kinds of batches, or blocks, and `working_bytes`."""
+        """Return the needs of a run: data of both kinds of batches, or blocks, and `working_bytes`."""
         by_form, hessians = self._form is not None, 2 * (1 + self._side_by_side)
         guided, two_sided = (form.guided, form.two_sided) if (form := self._form) is not None else (False, False)
 
         def measuring(block: BlockSize) -> int:
-            # Rows of another dtype are copied, and those with weights.
+            # Rows of another dtype and weighted rows are copied.
             copies = [guided + (m.itemsize != FLOAT32) for m in block.matrices]
             copied = (FLOAT32 * m.rows * m.inputs * n for m, n in zip(block.matrices, copies, strict=True))
             pairs = zip(block.matrices, copied, strict=True)
@@ -143,7 +143,7 @@ class Solver(Selective, ABC):
         need = before + sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
         if not two_sided:
             return need
-        matrices = sizes.matrices.values()  # what is measured of their outputs stays to the end
+        matrices = sizes.matrices.values()  # measurements of their outputs stay until the end
         kept = sum(map(together_bytes, matrices)) + max((2 * FLOAT32 * m.rows * m.outputs for m in matrices), default=0)
         operations = need.operations + int(sum(m.rows * together_bytes(m) / 2 for m in matrices) * sizes.batches)
         moments = tuple(replace(moment, working=moment.working + kept) for moment in need.moments)
@@ -154,7 +154,7 @@ def solver(cls: S) -> S:
     """Register a `Solver` or `GradientSolver` as a pass under its name.
 
     Raises:
-        ConfigError: if it chooses nothing that there is.
+        ConfigError: If `chooses` is not a class that solvers can choose.
     """
     kinds, chosen = (QuantizedMatrix, Bias, Activation), getattr(cls, "chooses", QuantizedMatrix)
     if chosen not in kinds:

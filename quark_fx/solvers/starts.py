@@ -1,4 +1,4 @@
-"""The codes that gradient steps start from: each operator separately, in order, on its predecessors' output."""
+"""Choose initial codes for gradient steps, for each operator in order, given its quantized predecessors' output."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 from quark_fx.system.memory import give_back
 
 ROWS = 8192
-"""Output positions of a batch, about, that enter the quadratic form of coordinate descent."""
+"""Approximate number of output positions per batch in the quadratic form of coordinate descent."""
 
 
 class Start(StrEnum):
-    """What gradient steps start from."""
+    """Initial codes of gradient steps."""
 
     CODES = "codes"
-    """The codes there are: of the passes before, or the nearest."""
+    """The current codes: from earlier passes, or the nearest."""
 
     DESCENT = "descent"
     """Coordinate descent on each operator's error."""
 
     FEEDBACK = "feedback"
-    """Error feedback, each input making up for those before it, as `GPTQ(asymmetry=1)` rounds."""
+    """Error feedback, where each input compensates for earlier ones, like `GPTQ(asymmetry=1)`."""
 
 
 def descend(run: BlockRun, context: Context, weights: Sequence[QuantizedWeight], seed: int) -> None:
     """Store the codes of coordinate descent on the error of each operator's output.
 
     Args:
-        run: the block.
-        context: with the calibration batches.
-        weights: of the block; those that coordinate descent does not know keep their codes.
-        seed: of the rows that are looked at.
+        run: Block of the weights.
+        context: Context with the calibration batches.
+        weights: Weights of the block; a weight that coordinate descent does not support keeps its codes.
+        seed: Seed of the sampled rows.
     """
     for weight in weights:
         mapping = weight.linear.matrices
@@ -61,7 +61,7 @@ def descend(run: BlockRun, context: Context, weights: Sequence[QuantizedWeight],
 
 
 def _descended(run: BlockRun, weight: QuantizedWeight, mapping: LinearMap, error: QuadraticError) -> Tensor:
-    """Return the codes of coordinate descent, as they are stored."""
+    """Return the codes of coordinate descent, in stored form."""
     real, grid = tensor_of(run.reference, weight.weight).detach().float(), weight.grid(run.module)
     scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
     codes = round_by_descent(mapping.matrix(real), error, replace(grid, scale=scale, zero_point=zero_point))
@@ -71,16 +71,16 @@ def _descended(run: BlockRun, weight: QuantizedWeight, mapping: LinearMap, error
 def feed_back(
     run: BlockRun, context: Context, weights: Sequence[QuantizedWeight], *, fits_scales: bool
 ) -> dict[str, Tensor]:
-    """Store codes of error feedback that aim at what the float model makes.
+    """Store codes of error feedback with the float model's outputs as the target.
 
     Args:
-        run: the block.
-        context: with the calibration batches.
-        weights: of the block; those that error feedback does not know keep their codes.
-        fits_scales: shrink scales first, where they may change.
+        run: Block of the weights.
+        context: Context with the calibration batches.
+        weights: Weights of the block; a weight that error feedback does not support keeps its codes.
+        fits_scales: Shrink adjustable scales first.
 
     Returns:
-        What was rounded, by node: the float weights, compensated for the errors of earlier inputs.
+        Rounded values by node: the float weights, compensated for the errors of earlier inputs.
     """
     return {
         name: rounded
@@ -107,7 +107,7 @@ def _feed_back_product(product: Product, context: Context, fits_scales: bool) ->
             matrix, wanted = with_room(context, partial(round_, part, fits_scales))
             try:
                 part.store(matrix)
-            except OverflowError:  # of an int32 bias that follows the scales
+            except OverflowError:  # an int32 bias overflows at the new scales
                 matrix, wanted = with_room(context, partial(round_, part, False))
                 part.store(matrix)
             rounded[part.weight.node.name] = part.mapping.restore(wanted, part.real)

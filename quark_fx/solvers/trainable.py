@@ -1,4 +1,4 @@
-"""A block of codes as a function one can differentiate: of its weights, biases and activation scales."""
+"""A quantized block as a differentiable function of its weights, biases, and activation scales."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from quark_fx.numbers import ops
 
 
 class LearnedWeight(ABC):
-    """A weight on its way to codes.
+    """A weight that is being learned before it is stored as codes.
 
     Attributes:
-        parameters: what gradient steps change, float32 leaves that want a gradient.
+        parameters: Tensors that gradient steps change, float32 leaves that require a gradient.
     """
 
     parameters: Sequence[Tensor]
 
     @property
     def ratio(self) -> Tensor | None:
-        """What the free scales of the grid are multiplied by, in their shape; `None` where scales stay."""
+        """Factors of the grid's adjustable scales, in their shape; `None` if scales are not learned."""
         return None
 
     @abstractmethod
     def weight(self) -> Tensor:
-        """Return the weight that the block computes with now."""
+        """Return the weight that the block currently computes with."""
 
     def penalty(self, progress: float) -> Tensor | float:
-        """Return what pulls towards codes, when `progress` of the steps (0 to 1) are done."""
+        """Return the penalty that pulls toward codes, after the fraction `progress` of the steps (0 to 1)."""
         return 0.0
 
     @abstractmethod
     def codes(self) -> Tensor:
-        """Return the codes it would be stored as now, in float32, without a gradient."""
+        """Return the codes of the current state, in float32, without a gradient."""
 
 
 @dataclass(frozen=True)
 class Trainable:
-    """A block whose learned tensors are arguments.
+    """A block with its learned tensors as arguments.
 
     Attributes:
-        module: takes the block's inputs, the drop rate and its generator, then weights, biases and scales.
-        made: positions among its results of what the block makes.
-        dtypes: of the weights.
-        scales: names of the activation scales that are arguments.
+        module: Module that takes the block's inputs, the drop rate and its generator, then weights, biases, and scales.
+        made: Positions of the block's outputs (`Block.made`) among its results.
+        dtypes: Dtypes of the weights.
+        scales: Names of the activation scales that are arguments.
     """
 
     module: GraphModule
@@ -71,15 +71,15 @@ class Trainable:
         drop: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> list[Tensor]:
-        """Return what the block makes, in the order of `Block.made`.
+        """Return the outputs of the block, in the order of `Block.made`.
 
         Args:
-            inputs: of the block.
-            weights: dequantized or soft, one per weight.
-            biases: one per weight that has one, if biases are learned.
-            scales: in the order of `scales`, shape `()`.
-            drop: probability that an activation is left in float, value by value.
-            generator: draws which; default: that of the process.
+            inputs: Inputs of the block.
+            weights: Dequantized or soft weights, one per learned weight.
+            biases: Biases of the weights that have one, if biases are learned.
+            scales: Activation scales in the order of `scales`, shape `()`.
+            drop: Probability that a value of an activation stays in float.
+            generator: Generator of the dropped values; default: the global one.
         """
         weights = [weight.to(dtype) for weight, dtype in zip(weights, self.dtypes, strict=True)]
         biases = [bias.to(self.dtypes[0]) for bias in biases]
@@ -90,13 +90,13 @@ class Trainable:
 def trainable_block(
     run: BlockRun, weights: Sequence[QuantizedWeight], *, biases: bool = False, scales: Sequence[str] = ()
 ) -> Trainable:
-    """Return the quantized block of `run` with `quantize` and `dequantize` replaced by what has a gradient.
+    """Return the quantized block of `run` with `quantize` and `dequantize` replaced by differentiable operations.
 
     Args:
-        run: the block.
-        weights: those that are arguments; the others stay as they are.
-        biases: whether the biases of `weights` are arguments.
-        scales: names of the activation scales that are arguments.
+        run: Block to convert.
+        weights: Weights that become arguments; others stay as they are.
+        biases: True if the biases of `weights` become arguments.
+        scales: Names of the activation scales that become arguments.
     """
     results = results_of(run.module)
     places = [node for node in run.module.graph.nodes if node.op == "placeholder"]
@@ -148,9 +148,9 @@ def fake_quantize(
     """Return `quark_fx.numbers.ops.fake_quantize(x)`, with some values left in float.
 
     Args:
-        x, scale, zero_point, format, axis, block_size: as in `quark_fx.numbers.ops`.
-        drop: probability that a value stays as it is (QDrop, Wei et al. 2022).
-        generator: draws which; default: that of the process.
+        x, scale, zero_point, format, axis, block_size: Arguments of `quark_fx.numbers.ops`.
+        drop: Probability that a value stays unchanged (QDrop, Wei et al. 2022).
+        generator: Generator of the dropped values; default: the global one.
     """
     y: Tensor = ops.fake_quantize(x, scale, zero_point, format, axis, block_size)
     if drop <= 0:
