@@ -1,4 +1,4 @@
-"""Keep tensors between blocks: on the device, in pinned memory of the host, or on disk, by a stated budget."""
+"""Cache tensors between blocks, within a budget: on the device, in pinned host memory, or on disk."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from quark_fx.system.options import NonNegativeInt, checked
 @checked
 @dataclass(frozen=True, kw_only=True)
 class CacheBudget:
-    """How much memory cached activations may take.
+    """Limits on the memory of cached activations.
 
     Args:
-        device_bytes: on the device the blocks run on, where that is not the host; `None` for half of what is free.
-        host_bytes: on the host; `None` for no limit.
-        directory: where what exceeds both goes; default: a temporary directory.
+        device_bytes: Limit on the device that blocks run on, if that is not the host; `None` for half of its free
+            memory.
+        host_bytes: Limit on the host; `None` for no limit.
+        directory: Directory for values that exceed both limits; default: a temporary directory.
 
     Raises:
-        ConfigError: for a budget that is negative or no whole number.
+        ConfigError: For a budget that is negative or not an integer.
     """
 
     device_bytes: NonNegativeInt | None = None
@@ -39,18 +40,18 @@ class CacheBudget:
 
 
 _DEVICE_SHARE = 0.5
-"""Share of the free device memory for activations, unless the budget says otherwise; blocks need the rest."""
+"""Fraction of free device memory for activations, unless the budget sets a limit; blocks need the rest."""
 
 
 class ActivationCache:
-    """Values by key. A tensor goes where there is room: device, host, disk.
+    """Values by key. A tensor is stored in the first place with room: device, host, disk.
 
-    Copies between the device and the host run on a stream apart from the computation, where the device has streams.
+    Copies between the device and the host use a separate stream, if the device has streams.
 
     Attributes:
-        peak_host_bytes: the most the host ever held.
-        spilled_bytes: written to disk so far.
-        offloaded_bytes: moved from the device to the host so far, for lack of room.
+        peak_host_bytes: Peak memory on the host.
+        spilled_bytes: Bytes written to disk so far.
+        offloaded_bytes: Bytes moved from the device to the host so far for lack of memory.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class ActivationCache:
         *,
         base: ActivationCache | None = None,
     ) -> None:
-        """Make an empty cache.
+        """Create an empty cache.
 
         Args:
-            budget: of this cache and its base together.
-            device: that values come from the cache on.
-            base: whose values can be read here as well, and stay as they are.
+            budget: Budget of this cache and its base together.
+            device: Device on which the cache returns tensors.
+            base: Cache with values that can be read here as well; it does not change.
         """
         self.budget = budget or CacheBudget()
         self.device = device or torch.device("cpu")
@@ -84,10 +85,10 @@ class ActivationCache:
         self._files = 0
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Keep `value`, replacing what `key` stood for.
+        """Store `value` under `key`, in place of an earlier value.
 
         Raises:
-            CalibrationError: if it has to go to disk and cannot.
+            CalibrationError: If the value must go to disk and cannot be written.
         """
         self.drop(key)
         if not isinstance(value, Tensor):
@@ -95,7 +96,7 @@ class ActivationCache:
             return
         value = value.detach()
         if value.untyped_storage().nbytes() != value.nbytes:
-            # A view would keep all of its base alive, and elements that share memory cannot be written back.
+            # A view would keep its whole base alive, and elements that share memory cannot be restored.
             value = value.clone()
         place = self._place(value)
         if place != "disk":
@@ -104,21 +105,21 @@ class ActivationCache:
             except RuntimeError as error:
                 if place == "device" or not is_shortage(error) or isinstance(error, torch.OutOfMemoryError):
                     raise
-                place = "disk"  # the host has no memory left
+                place = "disk"  # the host is out of memory
         if place == "disk":
             self._values[key] = self._write(value)
             self._laid_out[key] = value.shape, value.stride()
             return
-        self._used[place] += value.nbytes  # after the copy, which may find no memory and run again
+        self._used[place] += value.nbytes  # after the copy, which may run out of memory and be repeated
         self.peak_host_bytes = max(self.peak_host_bytes, self._used["host"])
 
     def get(self, key: Hashable) -> Any:
-        """Return the value `key` stands for; a tensor on the device."""
+        """Return the value of `key`; a tensor is returned on the device."""
         if self._base is not None and key not in self._values:
             return self._base.get(key)
         value = self._values[key]
         if isinstance(value, Path):
-            # Which kernel runs, and so the bits, may depend on strides and on where memory starts.
+            # The choice of kernel, and so the bits, may depend on strides and on the alignment of memory.
             stored = load_file(value)["value"]
             value = torch.empty_strided(*self._laid_out[key], dtype=stored.dtype).copy_(stored)
         elif self._transfers is not None and isinstance(value, Tensor) and value.is_cpu:
@@ -127,11 +128,11 @@ class ActivationCache:
         return value.to(self.device) if isinstance(value, Tensor) else value
 
     def copy_of(self, key: Hashable, value: Tensor) -> Tensor:
-        """Return a tensor on the device; a copy of one that lies elsewhere is kept for the next call, if there is room.
+        """Return a tensor on the device; a copy from another device is cached for the next call, if there is room.
 
         Args:
-            key: replaces the copy of another tensor that was kept by it; `drop_copies` forgets all.
-            value: not changed in place meanwhile.
+            key: Key of the copy; a copy of another tensor with this key is replaced. `drop_copies` drops all.
+            value: Tensor that does not change in place while its copy is cached.
         """
         if value.device == self.device:
             return value
@@ -145,7 +146,7 @@ class ActivationCache:
         return copy
 
     def drop_copies(self) -> int:
-        """Forget all copies; return their bytes."""
+        """Drop all copies; return their size in bytes."""
         before = self._used["device"]
         for key in list(self._copies):
             self._forget_copy(key)
@@ -156,7 +157,7 @@ class ActivationCache:
             self._used["device"] -= known[1].nbytes
 
     def prefetch(self, keys: Iterable[Hashable]) -> None:
-        """Begin to copy values from the host to the device, for the next `get` of each."""
+        """Start copying values from the host to the device, for the next `get` of each."""
         for key in keys:
             value = self._values.get(key)
             if value is None and self._base is not None:
@@ -167,13 +168,13 @@ class ActivationCache:
                 self._arriving[key] = self._transfers.to_device(value)
 
     def _receive(self, *keys: Hashable) -> None:
-        """Let go of values that are being copied to the device."""
+        """Release values that are being copied to the device."""
         for key in keys:
             if (arriving := self._arriving.pop(key, None)) is not None and self._transfers is not None:
                 self._transfers.received(arriving)
 
     def rows(self, key: Hashable) -> int:
-        """Return the size of dimension 0 of what `key` stands for, without reading it; 0 if it has none."""
+        """Return the size of dimension 0 of the value of `key`, without reading it; 0 for a scalar or a non-tensor."""
         if self._base is not None and key not in self._values:
             return self._base.rows(key)
         value = self._values[key]
@@ -181,7 +182,7 @@ class ActivationCache:
         return shape[0] if shape else 0
 
     def drop(self, key: Hashable) -> None:
-        """Forget `key`, if it is known."""
+        """Remove `key`, if it is stored."""
         value = self._values.pop(key, None)
         self._laid_out.pop(key, None)
         self._receive(key)
@@ -194,7 +195,7 @@ class ActivationCache:
                 self._transfers.drop(value)
 
     def offload(self) -> int:
-        """Move all values on the device to the host or to disk, and keep later ones there; return the bytes."""
+        """Move all values on the device to the host or to disk, and store later ones there; return the bytes moved."""
         before = self.offloaded_bytes
         self.drop_copies()
         self._receive(*self._arriving)
@@ -203,7 +204,7 @@ class ActivationCache:
             if isinstance(value, Tensor) and not value.is_cpu:
                 try:
                     self.put(key, value)
-                except BaseException:  # what is offloaded later must find it
+                except BaseException:  # a later call must find the value
                     self._values[key] = value
                     self._used["device"] += value.nbytes
                     raise
@@ -211,7 +212,7 @@ class ActivationCache:
         return self.offloaded_bytes - before + (self._base.offload() if self._base is not None else 0)
 
     def limit_further(self, more: int) -> None:
-        """Let the host keep `more` bytes than it does now, and no more than its budget."""
+        """Limit the host to `more` bytes beyond its current use, within its budget."""
         limit = self._used["host"] + more
         given = self.budget.host_bytes
         self.budget = replace(self.budget, host_bytes=limit if given is None else min(limit, given))
@@ -220,7 +221,7 @@ class ActivationCache:
         return key in self._values or (self._base is not None and key in self._base)
 
     def close(self) -> None:
-        """Forget everything and remove the files."""
+        """Drop all values and remove the files."""
         self._values.clear()
         self._laid_out.clear()
         self._receive(*self._arriving)

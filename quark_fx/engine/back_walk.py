@@ -1,6 +1,6 @@
-"""Carry the gradient of a loss from what a graph returns back to any value in it, block by block.
+"""Propagate the gradient of a loss from a graph's outputs back to any of its values, block by block.
 
-A batch goes forward first, and only what enters each block is kept. On the way back each block is computed again, so
+A batch runs forward first, and only the inputs of each block are stored. On the way back each block is recomputed, so
 that one block's values at a time are in memory, at the cost of a second forward pass.
 """
 
@@ -26,25 +26,24 @@ from quark_fx.system.memory import give_back, is_shortage
 
 
 class NoGradientError(CalibrationError):
-    """An operator on the way back has no gradient."""
+    """An operator on the way back is not differentiable."""
 
 
 @dataclass
 class BackWalk:
-    """A graph on its way forward and back, one batch at a time.
+    """Forward and backward passes through a graph, one batch at a time.
 
-    Weights that lie elsewhere are copied to the device for each batch, unless the cache has room for the copies, which
-    `close` drops.
+    Weights on another device are copied for each batch, unless the cache has room for the copies; `close` drops them.
 
     Attributes:
-        gm: the graph, float or quantized.
-        blocks: of it, in order.
-        nodes: its nodes, by the names that the blocks use.
-        context: with the batches.
-        watched: names of operators, for the gradients of what they make.
-        tensors: names of tensors of the graph, for their gradients; a tensor has one from each block that reads it.
-        stream: name of the values in the cache.
-        changed: tensors to run with in the place of those of the graph, by name.
+        gm: Graph, float or quantized.
+        blocks: Blocks of the graph, in order.
+        nodes: Nodes of the graph, by the names that the blocks use.
+        context: Context with the batches.
+        watched: Names of operators whose outputs get gradients.
+        tensors: Names of stored tensors that get gradients, one from each block that uses them.
+        stream: Name of the values in the cache.
+        changed: Names and tensors that replace the graph's own.
     """
 
     gm: GraphModule
@@ -58,7 +57,7 @@ class BackWalk:
     _streams: Streams = field(init=False)
 
     def forward(self, batch: int, *, keep: bool = True) -> list[Any]:
-        """Return what the graph makes of a batch; keep what enters each block, unless nothing is to go back."""
+        """Return the outputs of the graph for a batch; store the inputs of each block if `keep` is set."""
         self._streams = streams = Streams(self.gm, self.context, [batch], (self.stream,))
         for block in self.blocks:
             part = with_room(self.context, partial(self._lifted, block))
@@ -71,13 +70,13 @@ class BackWalk:
         return results
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients of watched values and of tensors by name, those of the last block first.
+        """Yield names and gradients of watched values and of tensors, from the last block to the first.
 
         Args:
-            gradients: of the loss with respect to what `forward` returned; `None` for none.
+            gradients: Gradients of the loss with respect to the results of `forward`; `None` for zero.
 
         Raises:
-            NoGradientError: if an operator has no gradient; the message names its block.
+            NoGradientError: If an operator is not differentiable; the message names its block.
         """
         pending: dict[str, Tensor] = {}
         for (name, _), gradient in zip(self._results(), gradients, strict=True):
@@ -98,21 +97,21 @@ class BackWalk:
         self.context.cache.drop_copies()
 
     def _lifted(self, block: Block, also: Sequence[str] = ()) -> GraphModule:
-        """Return a block on the device; it returns what `also` names after its outputs."""
+        """Return a block on the device; it returns the values named in `also` after its outputs."""
         return lift(self.gm, block, self.nodes, self.context.device, also=also, moved=self._moved)
 
     def _moved(self, name: str, tensor: Tensor) -> Tensor:
         return self.context.cache.copy_of((self.stream, name), self.changed.get(name, tensor))
 
     def _results(self) -> list[tuple[str | None, Any]]:
-        """Return what the graph returns, with the names that the last block has for nodes."""
+        """Return the results of the graph, with the last block's names of the nodes among them."""
         names = {self.nodes[name]: name for name in self.blocks[-1].outputs}
         return [(names[node] if isinstance(node, Node) else None, node) for node in results_of(self.gm)]
 
     def _through(
         self, block: Block, entering: Sequence[Any], gradients: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the gradients of what enters a block, and those of what is asked for in it."""
+        """Return the gradients of a block's inputs, and of its watched values and tensors."""
         also = [name for name in block.operators if name in self.watched]
         part = self._lifted(block, also)
         leaves = {n: _leaf(v) for n, v in zip(block.inputs, entering, strict=True)}
@@ -129,14 +128,14 @@ class BackWalk:
         also: Sequence[str],
         gradients: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the same of a block's module.
+        """Return the gradients of `_through` for a block's module.
 
         Args:
-            block: of the graph.
-            part: its module, which returns the block's outputs, and what `also` names.
-            leaves: what enters it, by name.
-            also: watched operators in it.
-            gradients: of its outputs.
+            block: Block of the graph.
+            part: Module of the block, which returns the block's outputs and then the values of `also`.
+            leaves: Names and values of the block's inputs.
+            also: Names of watched operators in it.
+            gradients: Gradients of its outputs.
         """
         tensors = {name: _own_leaf(part, name) for name in stored_tensors(part) if name in self.tensors}
         with torch.enable_grad():
@@ -171,7 +170,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _own_leaf(part: GraphModule, name: str) -> Tensor:
-    """Give a part a tensor of its own that has a gradient; the memory is that of the whole graph's."""
+    """Give a part a separate tensor with a gradient; it shares the memory of the whole graph's tensor."""
     set_parameter(part, name, tensor_of(part, name))
     return tensor_of(part, name).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Run one block over all calibration batches before the next, in float and in codes side by side."""
+"""Run one block over all calibration batches before the next, in float and quantized side by side."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from quark_fx.system.memory import give_back
 
 @dataclass
 class BlockRun:
-    """One block while it is its turn.
+    """State of one block while the walk visits it.
 
     Attributes:
-        block: which one.
-        index: its position, from 0.
-        reference: the block in float, on the device.
-        module: the block in codes, on the device. `store` changes it; what it holds when the turn ends is what the
-            blocks after it see.
-        finished: a checkpoint had the block, and its changes are made; there is nothing left to learn.
-        free_scales: names of the activation scales that may change: no earlier block computed with them.
+        block: Description of the block.
+        index: Position of the block, from 0.
+        reference: Float module of the block, on the device.
+        module: Quantized module of the block, on the device. `store` changes it; later blocks see its state at the end
+            of the visit.
+        finished: True if a checkpoint contained the block and its changes are applied; learning is done.
+        free_scales: Names of the activation scales that may change, because no earlier block used them.
     """
 
     block: Block
@@ -65,47 +65,47 @@ class BlockRun:
     _undo: dict[str, Tensor] | None = None
 
     def reference_inputs(self, batch: int) -> list[Any]:
-        """Return what enters the block in float."""
+        """Return the inputs of the block in float."""
         return self._streams.values("float", self.block.inputs, batch)
 
     def inputs(self, batch: int) -> list[Any]:
-        """Return what enters the block when everything before it is quantized."""
+        """Return the inputs of the block with everything before it quantized."""
         return self._streams.values("quantized", self.block.inputs, batch)
 
     def targets(self, batch: int) -> list[Any]:
-        """Return what leaves the block in float, the values it makes (`Block.made`) in order."""
+        """Return the float values that the block computes (`Block.made`), in order."""
         return self._streams.values("float", self.block.made, batch)
 
     def rows(self, batch: int) -> int:
-        """Return the size of dimension 0 of the first of the targets, which are not read for it."""
+        """Return the size of dimension 0 of the first target, without reading the targets."""
         return self._streams.cache.rows(("float", self.block.made[0], batch)) if self.block.made else 0
 
     def outputs(self, batch: int) -> list[Any]:
-        """Return what the quantized block makes now of its quantized inputs, in the order of `targets`."""
+        """Return the current outputs of the quantized block on its quantized inputs, in the order of `targets`."""
         with torch.no_grad(), running(self._context.data.number_of(batch)):
             return self.made(self.module(*self.inputs(batch)))
 
     def made(self, outputs: Sequence[Any]) -> list[Any]:
-        """Return those of a block's results that it makes itself."""
+        """Return the results that the block computes itself."""
         by_name = dict(zip(self.block.outputs, outputs, strict=True))
         return [by_name[name] for name in self.block.made]
 
     def validation_error(
         self, outputs: Callable[[int], Sequence[Any]] | None = None, training: Tensor | None = None
     ) -> float:
-        """Return the relative squared error of what the block makes, on the batches that are not learned from.
+        """Return the relative squared error of the block's outputs on validation batches.
 
-        Squares are summed over the batches of all ranks before they are divided, so neither the division into batches
-        nor that among ranks matters. Every rank has to call it, and gets the same number.
+        Squares are summed over the batches of all ranks before the division, so the distribution over batches and ranks
+        does not matter. Collective: every rank must call it, and gets the same number.
 
         Args:
-            outputs: returns what some version of the block makes of a batch; default: the block as it is.
-            training: error of the last gradient step, shape (), read together with this one.
+            outputs: Function that returns the outputs of some version of the block; default: the current block.
+            training: Error of the last gradient step, shape (), read together with this one.
 
         Raises:
-            CalibrationError: if either is not finite; the message names the block's operators.
+            CalibrationError: If either error is not finite; the message names the block's operators.
         """
-        # Squared error, squared target, and how many batches have a float there.
+        # Squared error, squared target, and number of batches in which the output is a floating-point tensor.
         sums = torch.zeros(len(self.block.made), 3, dtype=torch.float64, device=self._context.device)
 
         def squares(batch: int) -> list[tuple[int, Tensor]]:
@@ -135,14 +135,14 @@ class BlockRun:
 
     @property
     def operators(self) -> str:
-        """The modules of the block's operators, for messages."""
+        """Modules of the block's operators, for messages."""
         plan = self._context.plan
         return ", ".join(plan[name].name if name in plan else name for name in self.block.operators)
 
     def store(self, name: str, value: Tensor) -> None:
-        """Replace the tensor `name` of the quantized graph, here and in the whole."""
-        # With the strides that a checkpoint gives back: convolutions round otherwise where weights lie otherwise in
-        # memory. Those of dimensions of size 1, which `contiguous` leaves alone, count as well.
+        """Replace the tensor `name` in the block and in the whole graph."""
+        # Strides must be those that a checkpoint restores, because convolutions round differently with other memory
+        # layouts. This includes strides of dimensions of size 1, which `contiguous` leaves unchanged.
         value = value.detach().contiguous().view(-1).view(value.shape)
         if self._undo is not None:
             self._undo.setdefault(name, tensor_of(self._whole, name))
@@ -151,19 +151,20 @@ class BlockRun:
         self._learned[name] = value
 
     def store_all(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace tensors by name."""
+        """Replace several tensors, given with their names."""
         for name, tensor in tensors.items():
             self.store(name, tensor)
 
     def attempt(self, change: Callable[[], object], best: float) -> float:
-        """Let `change` store tensors, and undo that unless the validation error falls below `best`.
+        """Let `change` store tensors, and undo it unless the validation error falls below `best`.
 
         Args:
-            change: may raise `OverflowError` for what does not fit its type; that is undone, too.
-            best: the error to be below; one that is not finite is not.
+            change: Function that stores tensors. If it raises `OverflowError`, because a value does not fit its type,
+                it is undone as well.
+            best: Error to improve on; an error that is not finite never does.
 
         Returns:
-            The validation error of what the block holds then, `best` if it was undone.
+            The validation error of the resulting state, `best` if it was undone.
         """
         replaced = self._undo = {}
         error = math.inf
@@ -179,16 +180,16 @@ class BlockRun:
 
     @property
     def learned(self) -> dict[str, Tensor]:
-        """The tensors stored during this turn, by name."""
+        """Names and values of the tensors stored during this visit."""
         return self._learned
 
 
 _NOTHING = 1e-12
-"""The square of targets that are all zero, which an error is not divided by."""
+"""Lower limit of the squared targets that an error is divided by."""
 
 
 def energies(targets: Sequence[Any], device: torch.device) -> Tensor:
-    """Return the sum of squares of each target, float32, on a device; 0 of what is no floating-point tensor."""
+    """Return the sum of squares of each target, float32, on a device; 0 for anything but a floating-point tensor."""
     found = torch.zeros(len(targets), device=device, dtype=torch.float32)
     for i, _, signal in _squares(targets, targets):
         found[i] = signal
@@ -196,15 +197,15 @@ def energies(targets: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def relative_error(outputs: Sequence[Any], targets: Sequence[Any], signals: Tensor | None = None) -> Tensor:
-    """Return the squared error over the squared targets, averaged over the floating-point tensors among them.
+    """Return the squared error relative to the squared targets, averaged over the floating-point targets.
 
-    Where a target is not finite there is no error.
+    Positions where a target is not finite are ignored.
 
     Args:
-        outputs: one for each target.
-        targets: what they should be.
-        signals: the squares to divide by; default: `energies(targets)`. With those of a whole of which these are a
-            part, the errors of the parts add up to that of the whole.
+        outputs: Outputs, one for each target.
+        targets: Desired outputs.
+        signals: Sums of squares to divide by; default: `energies(targets)`. With the sums of a larger batch that is
+            split into parts, the errors of the parts add up to its error.
     """
     squares = _squares(outputs, targets)
     errors = [e / (signal if signals is None else signals[i]).clamp_min(_NOTHING) for i, e, signal in squares]
@@ -216,14 +217,14 @@ def _squares(outputs: Sequence[Any], targets: Sequence[Any]) -> Iterator[tuple[i
     for i, (y, target) in enumerate(zip(outputs, targets, strict=True)):
         if isinstance(target, Tensor) and target.is_floating_point():
             t = target.float()
-            known = t.isfinite()  # a model may mask what it returns
+            known = t.isfinite()  # a model may return masked values
             noise, signal = (torch.where(known, x, 0.0).square().sum() for x in (y.float() - t, t))
             yield i, noise, signal
 
 
 @contextmanager
 def running(batch: int) -> Iterator[None]:
-    """Run a graph on a batch: an index beyond a table is the data's fault, and said so."""
+    """Run a graph on a batch; report an index that exceeds a table as an error of the data."""
     try:
         yield
     except IndexError as error:
@@ -234,13 +235,13 @@ def running(batch: int) -> Iterator[None]:
 
 
 class Streams:
-    """The values at the current cut, of some batches, in float and quantized.
+    """Values at the current cut, of some batches, in float and quantized.
 
     Args:
-        gm: the graph, whose inputs are read where the calibration data lies.
-        context: with the cache.
-        batches: which.
-        names: of the streams.
+        gm: Graph; its inputs are read from the calibration data.
+        context: Context with the cache.
+        batches: Indices of the batches.
+        names: Names of the streams.
     """
 
     def __init__(
@@ -252,15 +253,15 @@ class Streams:
     ) -> None:
         self.context, self.cache = context, context.cache
         self.batches, self.names = batches, names
-        # The inputs of a quantized graph are those of the float one, and in the cache already.
+        # A quantized graph has the same inputs as the float graph, which are cached already.
         self.inputs = {node.name: position for position, node in enumerate(placeholders(gm))}
         self.shared = set(self.inputs)
         self._last: dict[str, int] = {}
 
     def values(self, stream: str, names: Sequence[str], batch: int) -> list[Any]:
-        """Return values of a stream, `"float"` or `"quantized"`, by their names.
+        """Return named values of a stream, `"float"` or `"quantized"`.
 
-        Where batches are read in order, those of the next one begin to move to the device.
+        If batches are read in order, the values of the next batch are prefetched to the device.
         """
         found = [self.value(stream, name, batch) for name in names]
         follows = batch in (self._last.get(stream, batch) + 1, self.batches[0])
@@ -281,7 +282,7 @@ class Streams:
         return "float" if name in self.shared else stream, name, batch
 
     def advance(self, stream: str, block: Block, module: GraphModule) -> None:
-        """Compute what leaves the block from what enters it, batch by batch."""
+        """Compute the block's outputs from its inputs, batch by batch."""
         new = {name for name in block.outputs if name not in block.inputs}
         with torch.no_grad():
             for batch in self.batches:
@@ -299,7 +300,7 @@ class Streams:
                         with_room(self.context, partial(self.cache.put, (stream, name, batch), value))
 
     def forget(self, names: set[str]) -> None:
-        """Let go of values of all streams."""
+        """Drop values from all streams."""
         for key in itertools.product(self.names, names, self.batches):
             self.cache.drop(key)
 
@@ -307,23 +308,23 @@ class Streams:
 def walk_blocks(
     gm: GraphModule, context: Context, *, unit: Unit = Unit.BLOCK, label: str = "blocks", side_by_side: bool = True
 ) -> Iterator[BlockRun]:
-    """Visit the blocks of a quantized graph in order; each sees what the changes to those before it make of the data.
+    """Visit the blocks of a quantized graph in order; inputs of a block reflect the changes to earlier blocks.
 
-    The float values a block makes are computed before its turn, the quantized ones after it, each once per batch:
-    a walk costs two forward passes over the data at any depth, and holds the values at one cut. It ends with the last
-    block that has a quantized weight. Only the tensors of the block whose turn it is are on `context.device`. A block
-    that `context.checkpoint` knows comes with its changes made, marked as finished.
+    The float outputs of a block are computed before its visit, the quantized outputs after it, each once per batch: a
+    walk costs two forward passes over the data at any depth, and holds the values at one cut. It ends with the last
+    block that has a quantized weight. Only the tensors of the visited block are on `context.device`. A block from
+    `context.checkpoint` has its changes applied, and is marked as finished.
 
     Args:
-        gm: the quantized graph, which `BlockRun.store` changes.
-        context: with `float_graph`, of which `gm` is the conversion.
-        unit: how finely to cut.
-        label: of the progress bar.
-        side_by_side: compute the float values too; without them a walk costs one forward pass, and of a `BlockRun`
-            only the quantized inputs and modules may be asked for.
+        gm: Quantized graph, changed by `BlockRun.store`.
+        context: Context with `float_graph`, from which `gm` was converted.
+        unit: Granularity of the cuts.
+        label: Label of the progress bar.
+        side_by_side: Compute the float values as well. Without them a walk costs one forward pass, and a `BlockRun`
+            provides only the quantized inputs, and the modules.
 
     Raises:
-        CalibrationError: if there is no calibration data.
+        CalibrationError: If calibration data is missing.
     """
     context.data.require_batches()
     reference = context.float_graph
@@ -367,9 +368,14 @@ def walk_blocks(
 
 
 def _exchange(run: BlockRun, context: Context, before: int) -> None:
-    """Bring here what other ranks stored and noted in this turn; `before` it there were so many changes.
+    """Fetch the tensors that other ranks stored and the changes they noted in this visit.
 
-    Of what several ranks stored or noted, that of the first of them counts: they computed it together.
+    If several ranks stored or noted something, the first of them counts: they computed it together.
+
+    Args:
+        run: Visited block.
+        context: Context of the run.
+        before: Number of changes before the visit.
     """
     if context.ranks.alone:
         return
@@ -394,7 +400,7 @@ def _exchange(run: BlockRun, context: Context, before: int) -> None:
 
 
 def _learning(blocks: Sequence[Block], context: Context) -> Sequence[Block]:
-    """Return the blocks up to the last one with a quantized weight: nobody asks what those after it compute."""
+    """Return the blocks up to the last one with a quantized weight; later outputs are not needed."""
     weights = {name for name, operator in context.plan.items() if isinstance(operator, Coded)}
     count = max((i for i, block in enumerate(blocks, 1) if not weights.isdisjoint(block.operators)), default=0)
     return blocks[:count]
@@ -402,11 +408,11 @@ def _learning(blocks: Sequence[Block], context: Context) -> Sequence[Block]:
 
 @dataclass(frozen=True)
 class FloatRun:
-    """One block of a float graph while it is its turn.
+    """State of one block of a float graph while the walk visits it.
 
     Attributes:
-        block: which one.
-        module: it, on the device.
+        block: Description of the block.
+        module: Module of the block, on the device.
     """
 
     block: Block
@@ -414,7 +420,7 @@ class FloatRun:
     _streams: Streams
 
     def inputs(self, batch: int) -> list[Any]:
-        """Return what enters the block."""
+        """Return the inputs of the block."""
         return self._streams.values("float", self.block.inputs, batch)
 
 
@@ -426,16 +432,16 @@ def walk_float_blocks(
     label: str = "blocks",
     watched: Mapping[str, Node] | None = None,
 ) -> Iterator[FloatRun]:
-    """Visit the blocks of a graph in order, each with what enters it on every batch: one forward pass over the data.
+    """Visit the blocks of a graph in order, with their inputs on every batch; takes one forward pass over the data.
 
-    Only the tensors of the block whose turn it is are on `context.device`.
+    Only the tensors of the visited block are on `context.device`.
 
     Args:
-        gm: a graph that does not change meanwhile.
-        context: with the batches.
-        unit: how finely to cut.
-        label: of the progress bar.
-        watched: calls without readers that run once, with the first block that has what they read.
+        gm: Graph that does not change during the walk.
+        context: Context with the batches.
+        unit: Granularity of the cuts.
+        label: Label of the progress bar.
+        watched: Calls without readers; each runs once, with the first block that contains its argument.
     """
     context.data.require_batches()
     blocks = find_blocks(gm, unit)
@@ -454,7 +460,7 @@ def walk_float_blocks(
             yield FloatRun(block, part, streams)
             if watched is not None or index + 1 < len(blocks):
                 streams.advance("float", block, part)
-            # What enters a block was watched where it was made.
+            # The inputs of a block were watched in the block that computed them.
             watches = {name: node for name, node in watches.items() if name not in named_nodes(part)}
             release(part)
             streams.forget(set(block.inputs) - set(block.outputs))
@@ -463,7 +469,7 @@ def walk_float_blocks(
 
 
 class _Once(nn.Module):
-    """Shows a watch a value once per batch, where a block runs again because the device had no memory left."""
+    """Passes a value to a watch once per batch, even if a block runs again after a shortage of device memory."""
 
     def __init__(self, watch: nn.Module) -> None:
         super().__init__()
@@ -476,7 +482,7 @@ class _Once(nn.Module):
 
 
 def run_blocks(gm: GraphModule, context: Context) -> None:
-    """Run a graph on every calibration batch, block by block, for the sake of the modules that watch its values."""
+    """Run a graph on every calibration batch, block by block, for the modules that watch its values."""
     watched = {node.name: node for node in gm.graph.nodes if node.op == "call_module"}
     for _ in walk_float_blocks(gm, context, label="calibrate", watched=watched):
         pass
@@ -491,16 +497,16 @@ def lift(
     also: Sequence[str] = (),
     moved: Callable[[str, Tensor], Tensor] | None = None,
 ) -> GraphModule:
-    """Return a block as a module whose tensors are on the device; the graph's own stay where they are.
+    """Return a block as a module with its tensors on the device; the graph's own tensors stay where they are.
 
     Args:
-        gm: the graph.
-        block: of it.
-        nodes: its nodes by name.
-        device: of the tensors.
-        watches: calls without readers that come along where the block has what they read.
-        also: names of values in the block that it returns after its outputs.
-        moved: returns a tensor, given by name, on the device; default: a copy of its own.
+        gm: Graph of the block.
+        block: Block to extract.
+        nodes: Names and nodes of the graph.
+        device: Device of the tensors.
+        watches: Calls without readers, included if the block contains their argument.
+        also: Names of values in the block to return after its outputs.
+        moved: Function that returns a named tensor on the device; default: a copy per block.
     """
     inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, (*block.outputs, *also)))
     part = extract(gm, inputs, outputs, watches=watches)
@@ -516,14 +522,14 @@ def lift(
 
 
 def _with_weights(module: GraphModule) -> GraphModule:
-    """Return a block whose weights are values, so that they are not computed from their codes for every batch."""
+    """Return a block with dequantized weights, so that they are not computed from codes for every batch."""
     module = extract(module, placeholders(module), results_of(module))
     compute_weights(module)
     return module
 
 
 def compute_weights(gm: GraphModule) -> None:
-    """Replace constants in codes by their values."""
+    """Replace constants in codes by their dequantized values."""
     for node in list(gm.graph.nodes):
         if target_name(node) == DEQUANTIZE and all(is_parameter(source) for source in node.all_input_nodes):
             value = node.target(*(parameter(gm, a) if isinstance(a, Node) else a for a in node.args))
@@ -534,7 +540,7 @@ def compute_weights(gm: GraphModule) -> None:
 
 
 def release(module: GraphModule) -> None:
-    """Let go of a module's tensors now: a graph is a cycle, which waits for the garbage collector."""
+    """Release a module's tensors now; a graph is a reference cycle, which waits for the garbage collector."""
     for owner in module.modules():
         owner._parameters.clear()
         owner._buffers.clear()

@@ -1,8 +1,8 @@
-"""Cut a graph where few live values cross, and lift a span between two cuts out as a module of its own.
+"""Cut a graph where few live values cross, and extract the span between two cuts as a module.
 
-No rule asks what model it is in: a cut is a place in the topological order, its interface the values that are made
-before it and read after it. Residual blocks, inverted residuals and the halves of a transformer layer are what lies
-between places that a single activation crosses.
+No rule depends on the kind of model: a cut is a position in the topological order, and its interface consists of the
+values computed before it and read after it. Residual blocks, inverted residuals, and the halves of a transformer layer
+are spans between positions that a single activation crosses.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from quark_fx.graph.operators import BRANCH, operator_row
 from quark_fx.plan.placement import module_name
 
 _LONGEST_SPAN = 8
-"""A value that more weighted operators lie between than this travels along (an encoder's output, a table of relative
-positions, a skip connection across the graph); it does not keep a cut from being one."""
+"""A value that lives across more weighted operators than this is long-lived (an encoder's output, a table of relative
+positions, a skip connection across the graph); it does not count against a cut."""
 
 _LARGEST_BLOCK = 16
-"""Weighted operators in a block. A graph without a place that one value crosses is cut where the fewest do."""
+"""Most weighted operators in a block. A longer span without a single-value cut is cut where fewest values cross."""
 
 
 class Unit(StrEnum):
-    """How finely a graph is cut."""
+    """Granularity of the cuts."""
 
     BLOCK = "block"
-    """Where one activation is live, or, in a span of many operators, where the fewest are."""
+    """Cut where one activation is live or, in a span of many operators, where the fewest are."""
     OPERATOR = "operator"
-    """Before every weighted operator; those that read the same value stay together."""
+    """Cut before every weighted operator; consecutive operators with the same input stay together."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Block:
     """A span of a graph.
 
     Attributes:
-        name: the module its operators share, or where the first of them comes from.
-        inputs: names of the values that enter, in graph order.
-        outputs: names of the values that leave.
-        operators: names of its weighted operators' nodes.
-        shared: names among `inputs` and `outputs` that no weighted operator had a part in (masks, positions,
-            sizes): quantization does not change them.
+        name: Module that its operators share, or the module of the first.
+        inputs: Names of the values that enter, in graph order.
+        outputs: Names of the values that leave.
+        operators: Names of the nodes of its weighted operators.
+        shared: Names among `inputs` and `outputs` that depend on no weighted operator (masks, positions, sizes), so
+            quantization does not change them.
     """
 
     name: str
@@ -60,24 +60,24 @@ class Block:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """The outputs that are computed here and that quantization may change."""
+        """Outputs that are computed here and that quantization may change."""
         return tuple(name for name in self.outputs if name not in self.inputs and name not in self.shared)
 
 
 def find_blocks(gm: GraphModule, unit: Unit = Unit.BLOCK) -> list[Block]:
-    """Cut `gm` into blocks that, run one after another, compute what it computes.
+    """Cut `gm` into blocks that, run one after another, compute the same outputs.
 
-    Linear in the size of the graph but for the interfaces it returns. A graph without weighted operators is one block.
+    Time is linear in the size of the graph, except for the interfaces. A graph without weighted operators is one block.
     """
     return _Cuts(gm).blocks(unit)
 
 
 class _Cuts:
-    """Which values are live where.
+    """Live values at each position of a graph.
 
     Attributes:
-        nodes: in topological order; a cut *at* `i` lies before `nodes[i]`.
-        weighted: positions of the weighted operators.
+        nodes: Nodes in topological order; a cut *at* `i` is before `nodes[i]`.
+        weighted: Positions of the weighted operators.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -92,7 +92,7 @@ class _Cuts:
         self.count = self._live_counts()
 
     def _live_counts(self) -> list[int]:
-        """Return, for every position, how many activations are live there; many where a cut would split a tuple."""
+        """Return the number of live activations at every position; a large one where a cut would split a tuple."""
         change = [0] * (len(self.nodes) + 1)
         for node in self.crossing:
             first, last = self.position[node] + 1, self.last[node]
@@ -122,7 +122,7 @@ class _Cuts:
         return [self._block(a, b) for a, b in itertools.pairwise(edges)]
 
     def _best_gap(self, before: int, at: int) -> int:
-        """Return the latest of the places between two weighted operators that the fewest values cross."""
+        """Return the latest of the positions between two weighted operators that the fewest values cross."""
         return min(range(before + 1, at + 1), key=lambda i: (self.count[i], -i))
 
     def _read_alike(self, before: int, at: int) -> bool:
@@ -130,7 +130,7 @@ class _Cuts:
         return value is not None and _activation(self.nodes[before]) is value
 
     def _coarse(self, fine: list[int]) -> list[int]:
-        """Keep the cuts that one activation crosses, and as few others as keep blocks within the limit."""
+        """Keep the cuts that one activation crosses, and as few others as the limit on blocks requires."""
         chosen: list[int] = []
         start, pending = 0, list[int]()
         for cut in [*fine, len(self.nodes)]:
@@ -141,7 +141,7 @@ class _Cuts:
                 reach = [i for i in pending[:-1] if self._size(start, i) <= _LARGEST_BLOCK]
                 if not reach:
                     break
-                # A cut in the second half of the longest block allowed is worth more values that cross.
+                # Prefer a cut in the second half of the longest allowed block, even if more values cross it.
                 reach = [i for i in reach if self._size(start, i) >= _LARGEST_BLOCK // 2] or reach[-1:]
                 start = min(reach, key=lambda i: (self.count[i], -i))
                 chosen.append(start)
@@ -152,7 +152,7 @@ class _Cuts:
         return chosen
 
     def _size(self, start: int, end: int) -> int:
-        """Return how many weighted operators lie at `start` or later, and before `end`."""
+        """Return the number of weighted operators from `start` to before `end`."""
         return bisect_left(self.weighted, end) - bisect_left(self.weighted, start)
 
     def _block(self, start: int, end: int) -> Block:
@@ -184,13 +184,13 @@ def _is_weighted(node: Node) -> bool:
 
 
 def _activation(node: Node) -> object:
-    """Return what a weighted operator multiplies; `None` for one that looks rows up."""
+    """Return the activation that a weighted operator multiplies, or `None` if it looks rows up."""
     linear = Linear.of(node)
     return None if linear is None else linear.activation
 
 
 def _reached(nodes: Sequence[Node], starts: Callable[[Node], bool]) -> set[Node]:
-    """Return the nodes that `starts` holds for, and those that depend on one."""
+    """Return the nodes for which `starts` is true, and all that depend on one."""
     found: set[Node] = set()
     for node in nodes:
         if starts(node) or any(source in found for source in node.all_input_nodes):
@@ -216,10 +216,10 @@ def extract(
     """Return a module that computes `outputs` from `inputs`, sharing the tensors of `gm`.
 
     Args:
-        gm: a functional graph.
-        inputs: its parameters, in order.
-        outputs: what it returns, as a tuple. Everything else they depend on is constant.
-        watches: calls without readers, of which those come along whose argument the module has.
+        gm: Functional graph.
+        inputs: Values that become the module's parameters, in order.
+        outputs: Values that it returns, as a tuple. Everything else they depend on is constant.
+        watches: Calls without readers, copied if the module contains their argument.
     """
     needed = _needed(inputs, outputs)
     needed.update(node for node in watches if node.args[0] in needed or node.args[0] in inputs)
@@ -239,7 +239,7 @@ def extract(
 
 
 def between(gm: GraphModule, inputs: Collection[Node], outputs: Iterable[Node]) -> list[Node]:
-    """Return, in graph order, what `outputs` are computed from, as far back as `inputs`, which are left out."""
+    """Return, in graph order, the nodes between `inputs` and `outputs`; `inputs` are excluded, `outputs` included."""
     needed = _needed(inputs, outputs)
     return [node for node in gm.graph.nodes if node in needed]
 
@@ -256,7 +256,7 @@ def _needed(inputs: Collection[Node], outputs: Iterable[Node]) -> set[Node]:
 
 
 def carriers(gm: GraphModule) -> Mapping[str, Node]:
-    """Return the nodes of a graph by name; for a value produced in integers, the one that carries its real value."""
+    """Return names and nodes of a graph; for a value computed in integers, the node that holds its real value."""
     named = {node.name: node for node in gm.graph.nodes}
     return named | {node.meta["carries"]: node for node in gm.graph.nodes if "carries" in node.meta}
 

@@ -1,4 +1,4 @@
-"""Run calibration batches through a graph whose values are watched by observers."""
+"""Run calibration batches through a graph while observers watch its values."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from quark_fx.system.isolation import warn
 
 
 class Watch(nn.Module):
-    """The module that hands a value of the graph to its observer while batches run.
+    """Module that passes a value of the graph to its observer while batches run.
 
     Attributes:
-        spec: what the parameters of the value are for.
-        observer: what it saw so far.
-        tokens: of a value that has a scale per channel, the dimension that counts tokens; the first one counts samples.
-        is_done: it saw all that it needs.
+        spec: Spec of the quantization parameters.
+        observer: Observer with the data so far.
+        tokens: Dimension that counts tokens, if the value has a scale per channel; dimension 0 counts samples.
+        is_done: True if the observer needs no more data.
     """
 
     def __init__(self, spec: TensorSpec, tokens: int | None = None) -> None:
@@ -44,7 +44,7 @@ class Watch(nn.Module):
         self.tokens = tokens if spec.granularity is Granularity.CHANNEL else None
 
     def value(self, call: Node) -> Value:
-        """Return what it sees where `call` calls it."""
+        """Return the value that it observes at `call`."""
         source = call.all_input_nodes[0]
         return Value(source.name, self.tokens, source.meta["val"].dtype)
 
@@ -58,14 +58,14 @@ class Watch(nn.Module):
                 x.permute(*kept, *rest).reshape(math.prod(x.shape[d] for d in kept), -1)
             )
             return
-        # The order of values does not matter, so they are taken as they lie in memory, without a copy.
+        # The order of values does not matter, so they are read in memory order, without a copy.
         if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
             x = x.permute(0, 2, 3, 1)
         self.observer = self.observer.observe(x.reshape(1, -1))
 
 
 def insert_watches(gm: GraphModule, watches: Iterable[tuple[Node, nn.Module]]) -> list[Node]:
-    """Call each module on the value of its node whenever the graph runs; return the calls."""
+    """Insert calls that pass the value of each node to its module whenever the graph runs; return the calls."""
     inserted = []
     for index, (source, watch) in enumerate(watches):
         name = f"watch_{index}"
@@ -78,7 +78,7 @@ def insert_watches(gm: GraphModule, watches: Iterable[tuple[Node, nn.Module]]) -
 
 
 def remove_watches(gm: GraphModule, calls: Iterable[Node]) -> None:
-    """Take out what `insert_watches` returned."""
+    """Remove the calls that `insert_watches` returned."""
     for node in calls:
         gm.graph.erase_node(node)
         gm.delete_submodule(str(node.target))
@@ -87,7 +87,7 @@ def remove_watches(gm: GraphModule, calls: Iterable[Node]) -> None:
 
 @contextmanager
 def watching(gm: GraphModule, watches: Iterable[tuple[Node, nn.Module]]) -> Iterator[None]:
-    """Call each module on the value of its node whenever the graph runs, meanwhile."""
+    """Within the context, pass the value of each node to its module whenever the graph runs."""
     inserted = insert_watches(gm, watches)
     try:
         yield
@@ -96,17 +96,17 @@ def watching(gm: GraphModule, watches: Iterable[tuple[Node, nn.Module]]) -> Iter
 
 
 def watches_in(gm: GraphModule) -> dict[Node, Watch]:
-    """Return the observers in a graph by the node that calls each."""
+    """Return the observers in a graph by the node that calls them."""
     calls = {node: gm.get_submodule(str(node.target)) for node in gm.graph.nodes if node.op == "call_module"}
     return {node: watch for node, watch in calls.items() if isinstance(watch, Watch)}
 
 
 def observe_batches(gm: GraphModule, context: Context) -> None:
-    """Run every batch through the observers in a graph, and merge what all ranks saw.
+    """Run every batch through the observers in a graph, and merge the observers of all ranks.
 
     Raises:
-        CalibrationError: if there is no batch, an input is not finite, or an index beyond its table; the message names
-            the batch.
+        CalibrationError: If batches are missing, an input is not finite, or an index exceeds its table; the message
+            names the batch.
     """
     watches = watches_in(gm)
     known = Known() if context.known is None else context.known
@@ -122,7 +122,7 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
     nonzero: list[Tensor] = []
 
     def look(leaves: list[Any]) -> None:
-        # Read at the end, so that no batch waits for the device. A mask may hold infinities.
+        # Flags are read at the end, so that no batch waits for the device. A mask may contain infinities.
         finite.append(_are_finite([leaves[i] for i in quantized]))
         nonzero.append(_flags([leaves[i].any() for i in quantized]))
 
@@ -155,14 +155,14 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
 
 
 def _leaders(watches: Mapping[Node, Watch], known: Known, *, ahead: bool) -> dict[Watch, Watch]:
-    """Return which watch has to see the batches for each, itself or another of the same value.
+    """Return, for each watch, the watch whose observer will see the batches for it: itself or another of its value.
 
-    Watches of what is known get it, and have none.
+    A watch whose data is already known gets it, and is not in the result.
 
     Args:
-        watches: by the node that calls each.
-        known: what was seen before.
-        ahead: fold what tells later runs more.
+        watches: Watches by the node that calls them.
+        known: Results of earlier observers.
+        ahead: Collect more general data, for later runs.
     """
     begun, leaders = dict[Value, list[Watch]](), dict[Watch, Watch]()
     for call, watch in watches.items():
@@ -180,23 +180,23 @@ def _leaders(watches: Mapping[Node, Watch], known: Known, *, ahead: bool) -> dic
 
 
 def read_observers(gm: GraphModule, plan: Plan, known: Known | None = None) -> dict[tuple[Node, TensorSpec], QParams]:
-    """Return the parameters of every value that is observed, by its node and spec.
+    """Return the quantization parameters of every observed value, by its node and spec.
 
     Args:
-        gm: the graph with observers.
-        plan: that they were made for.
-        known: what was read off before, and where to put what is read.
+        gm: Graph with observers.
+        plan: Plan that the observers were inserted for.
+        known: Cache of parameters from earlier calls; new ones are added.
 
     Raises:
-        CalibrationError: if a range is not finite; the message names the operator and the user's source line.
+        CalibrationError: If a range is not finite; the message names the operator and the user's source line.
     """
     watches = watches_in(gm)
     try:
         found = [_qparams(call, watch, known) for call, watch in watches.items()]
     except CalibrationError:
-        require_finite_weights(gm, plan.operators)  # which say more than what was made with them
+        require_finite_weights(gm, plan.operators)  # a bad weight is a clearer cause than values computed with it
         raise
-    # What is known stays apart from the graph, whose tensors the user gets.
+    # The cache gets separate tensors, because the graph's tensors are handed to the user.
     parts = iter(accelerator.moved([p for q in found for p in (q.scale, q.zero_point)], device_of(gm), copy=True))
     return {
         (call.all_input_nodes[0], watch.spec): QParams(*pair)
@@ -205,15 +205,15 @@ def read_observers(gm: GraphModule, plan: Plan, known: Known | None = None) -> d
 
 
 _BINS = 64
-"""Bins of a histogram that is kept for the report, from the smallest value to the largest."""
+"""Bins of a histogram in the report, from the smallest value to the largest."""
 
 
 def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QParams]) -> list[Histogram]:
-    """Return what the observers of a graph that count values saw, and the ranges they chose.
+    """Return the histograms of a graph's histogram observers, with the ranges they chose.
 
     Args:
-        gm: the graph.
-        values: what `read_observers` returned.
+        gm: Graph with observers.
+        values: Result of `read_observers`.
     """
     found = []
     for call, watch in watches_in(gm).items():
@@ -234,12 +234,12 @@ def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QPar
 
 
 def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], None] | None = None) -> None:
-    """Run a graph on every batch for the sake of what watches it; block by block if it lies elsewhere.
+    """Run a graph on every batch for its watches; block by block if the context requires it.
 
     Args:
-        gm: the graph.
-        context: of the run.
-        look: called with the flat inputs of each batch.
+        gm: Graph with watches.
+        context: Context of the run.
+        look: Function that is called with the flat inputs of each batch.
     """
     batches = context.data.flat_batches(context.device if context.by_block else device_of(gm))
     if context.by_block:
@@ -259,9 +259,9 @@ def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], N
 
 @contextmanager
 def fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
-    """Keep the weights of 2-D convolutions channels-last meanwhile; yield what lays an input out likewise.
+    """Within the context, keep weights of 2-D convolutions channels-last; yield a function that converts inputs.
 
-    On a CPU a deep network runs a quarter faster so. Only an operator that asks for strides could tell the difference.
+    On a CPU, a deep network runs a quarter faster this way. Only an operator that reads strides could differ.
     """
     names = [target_name(node) for node in gm.graph.nodes]
     convolutions = [node for node in gm.graph.nodes if target_name(node).startswith("aten.conv2d.")]
@@ -284,7 +284,7 @@ def fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
 
 
 def _are_finite(tensors: list[Tensor]) -> Tensor:
-    """Return one flag per tensor, on their device."""
+    """Return one flag per tensor, on the tensors' device."""
     return _flags([torch.isfinite(x).all() for x in tensors])
 
 
@@ -293,7 +293,7 @@ def _flags(flags: list[Tensor]) -> Tensor:
 
 
 def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[Observer]) -> list[Observer]:
-    """Return what the observers of two ranks saw together."""
+    """Return the merged observers of two ranks."""
     merged = []
     for source, a, b in zip(sources, ours, theirs, strict=True):
         try:

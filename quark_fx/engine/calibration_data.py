@@ -252,7 +252,7 @@ class CalibrationData:
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is validation data that passes do not learn from."""
+        """True if there is validation data that passes do not learn from."""
         return self._given != 1
 
     @property

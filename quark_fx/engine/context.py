@@ -60,7 +60,7 @@ _EARLIER = {
     "holds_out": "has_validation",
     "whole_batches": "flat_batches",
 }
-"""Names of calibration data in earlier versions, and what they are now."""
+"""Names of calibration data in earlier versions, with their current names."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The loss at the end of a model: how far its predictions are from those it makes in float."""
+"""Loss at the end of a model: the difference between its predictions and the float model's."""
 
 from __future__ import annotations
 
@@ -18,50 +18,51 @@ _SHAPING = frozenset(
     f"aten.{name}"
     for name in ("view.default", "reshape.default", "_unsafe_view.default", "unsqueeze.default", "slice.Tensor")
 )
-"""What moves rows of logits; of these, what leaves the last dimension as it is."""
+"""Operators that move rows of logits, if they keep the size of the last dimension."""
 
 _SCALING = frozenset({CAST, *(f"aten.{n}" for n in ("tanh.default", "mul.Tensor", "div.Tensor", "mul.Scalar"))})
-"""What models do to the values of logits that leaves them logits."""
+"""Operators on the values of logits after which they still count as logits."""
 
 _MASKED = 1e18
-"""A value of at least this magnitude is a mask."""
+"""Smallest magnitude of a value that counts as a mask."""
 
 _NOTHING = 1e-12
-"""What sums are divided by at least."""
+"""Lower limit of divisors."""
 
 _ROWS = 512
-"""Predictions at a time: a vocabulary's probabilities in float32 are large."""
+"""Predictions per piece; a vocabulary's probabilities in float32 are large."""
 
 
 @dataclass(frozen=True)
 class EndLoss:
-    """The loss of a graph's results: the divergence of predictions in nats, the relative squared error of other values.
+    """Loss of a graph's results: the divergence of predictions in nats, and the relative squared error of other values.
 
-    A result is logits (predictions) if a matrix product with at least two columns makes it and at most scaling, capping
-    or moving of rows follows. A result that ends otherwise, as in a softmax, counts as values, and an embedding that a
-    matrix product ends in counts as logits.
+    A result holds logits (predictions) if it comes from a matrix product with at least two columns, followed by at most
+    scaling, capping, or moving of rows. A result with another end, such as a softmax, counts as values; an embedding
+    that ends in a matrix product counts as logits.
 
     Attributes:
-        predictions: for each result whether it holds logits; `None` for one that is no floating-point tensor.
+        predictions: For each result, whether it holds logits; `None` for anything but a floating-point tensor.
     """
 
     predictions: tuple[bool | None, ...]
 
     @classmethod
     def of(cls, gm: GraphModule) -> EndLoss:
-        """Return the loss of the results of a float graph."""
+        """Return the loss for the results of a float graph."""
         return cls(tuple(_holds_logits(gm, node) for node in results_of(gm)))
 
     def sampled(self, results: Sequence[Any], kept: Positions | None, generator: torch.Generator) -> list[Any]:
-        """Return gradients whose mean outer product, over draws, is the loss's second derivative at these results.
+        """Return random gradients whose mean outer product is the loss's second derivative at these results.
 
-        Of logits, the mean is the Fisher matrix `diag(p) - p p'` of the predictions `p`: the gradient is random signs
-        times its factor `diag(sqrt(p)) - p sqrt(p)'`. Of other values: random signs, relative to the root mean square.
+        For logits, the mean is the Fisher matrix `diag(p) - p p'` of the predictions `p`: the gradient is random signs
+        times its factor `diag(sqrt(p)) - p sqrt(p)'`. For other values, it is random signs, relative to the root mean
+        square.
 
         Args:
-            results: of a batch.
-            kept: positions that are no padding.
-            generator: draws, on the device of the results.
+            results: Results of a batch.
+            kept: Positions that are not padding.
+            generator: Random generator on the device of the results.
         """
         found: list[Any] = []
         for logits, value in zip(self.predictions, results, strict=True):
@@ -75,7 +76,7 @@ class EndLoss:
             if (counted := _counted(kept, gradient.shape[:-1], gradient.device)) is not None:
                 gradient *= counted[..., None]
             if not logits:
-                gradient.masked_fill_(~(value.abs() < _MASKED), 0)  # a model may mask what it returns
+                gradient.masked_fill_(~(value.abs() < _MASKED), 0)  # a model may return masked values
                 gradient /= _root_mean_square(value, gradient != 0)
             found.append(gradient)
         return found
@@ -83,19 +84,19 @@ class EndLoss:
     def compared(
         self, results: Sequence[Any], wanted: Sequence[Any], kept: Positions | None
     ) -> tuple[Tensor, list[Any]]:
-        """Return the loss of results against those of the float graph, and its gradients.
+        """Return the loss of results compared with the float graph's, and its gradients.
 
-        The loss is the sum, over results, of the first column over the second, and so it is of several batches, of
-        which these are added first: of logits, KL divergences and their number; of other values, squared errors and
-        the squares of what is wanted. Padding does not count, nor what a model masks.
+        The loss is the sum, over results, of the first column divided by the second. For several batches, add their
+        columns first. For logits, the columns are KL divergences and their number; for other values, squared errors and
+        squares of the float values. Padding and masked values are excluded.
 
         Args:
-            results: of a batch.
-            wanted: what the float graph makes of it.
-            kept: positions that are no padding.
+            results: Results of a batch.
+            wanted: Results of the float graph for the batch.
+            kept: Positions that are not padding.
 
         Returns:
-            Float32, shape (results, 2), and gradients, as `sampled` has them, of the loss of this batch.
+            Columns, float32, shape (results, 2), and gradients of this batch's loss, in the form of `sampled`.
         """
         sums, found = list[Tensor](), list[Any]()
         for logits, value, aim in zip(self.predictions, results, wanted, strict=True):
@@ -126,7 +127,7 @@ def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
 
 
 def _pieces(value: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield rows of a value and of others of its shape, as float32; of a contiguous float32 one, views to fill in."""
+    """Yield rows of a value and of other tensors of its shape, in float32; rows of contiguous float32 are views."""
     columns = value.shape[-1] if value.dim() else 1
     pieces = (tensor.reshape(-1, columns).split(_ROWS) for tensor in (value, *others))
     for rows in zip(*pieces, strict=True):
@@ -134,7 +135,7 @@ def _pieces(value: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _times_fisher_factor(signs: Tensor, logits: Tensor) -> Tensor:
-    """Return a factor of the predictions' Fisher matrix times signs; it spreads less than a drawn label's gradient."""
+    """Return a factor of the predictions' Fisher matrix times signs; it varies less than a sampled label's gradient."""
     probabilities = logits.softmax(-1)
     rooted = probabilities.sqrt().mul_(signs)
     return torch.addcmul(rooted, probabilities, rooted.sum(-1, keepdim=True), value=-1)
@@ -150,7 +151,7 @@ def _root_mean_square(value: Tensor, counted: Tensor) -> Tensor:
 
 
 def _divergence(logits: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
-    """Return the KL divergence of each row from what is wanted, in nats, beside ones; fill in the gradient."""
+    """Return each row's KL divergence from the float logits, in nats, and a column of ones; write the gradient."""
     now, aim = logits.log_softmax(-1), wanted.log_softmax(-1)
     probabilities = aim.exp()
     torch.sub(now.exp(), probabilities, out=gradient)
@@ -159,7 +160,7 @@ def _divergence(logits: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _squares(values: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
-    """Return the squared error of each row beside the squares of what is wanted; fill in the gradient."""
+    """Return each row's squared error, and the squares of the float values; write the gradient."""
     known = wanted.abs() < _MASKED
     lost = torch.where(known, values - wanted, 0.0)
     torch.mul(lost, 2, out=gradient)
@@ -167,7 +168,7 @@ def _squares(values: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _counted(kept: Positions | None, shape: torch.Size, device: torch.device) -> Tensor | None:
-    """Return 1 for rows that count and 0 for padding, float32; `None` if all count, or rows are no positions."""
+    """Return 1 for rows that count and 0 for padding, float32; `None` if all count, or rows are not positions."""
     if kept is None or shape != kept.shape:
         return None
     counted = torch.zeros(kept.shape.numel(), dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""How sensitive the end loss is to errors in an operator's output: in each row, and of channels together."""
+"""Measure how sensitive the end loss is to errors of an operator's output, per row and jointly over channels."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ from quark_fx.plan.placement import Coded
 from quark_fx.system import accelerator
 
 _ENOUGH = 8
-"""Effective rows per input, of all batches, that are enough: the excess error over infinite data is about inputs over
-rows."""
+"""Effective rows per input, over all batches, that suffice: excess error over infinite data is about inputs / rows."""
 
 _TOGETHER = 1024
-"""The most output channels whose errors are taken together; runs have the largest size up to it that divides them."""
+"""Most output channels whose errors are combined; runs have the largest size up to it that divides the channels."""
 
 _SMALLEST = 1e-18
-"""The least length that a row's gradient is divided by: squares of shorter ones are 0 in float32."""
+"""Lower limit of the norm that a row's gradient is divided by; squares of smaller values are 0 in float32."""
 
 _POWERS = (0.5, 0.375, 0.25, 0.125)
-"""Powers of the weights to try, in this order; if none leaves enough effective rows, all rows weigh the same, and the
-report says so. Weights themselves (1) lose more than equal ones at 2 bits: a row's gradient is one draw, and holds for
-small errors only."""
+"""Powers of the weights to try, in this order; if none leaves enough effective rows, all rows are weighted equally, and
+the report says so. The weights themselves (power 1) are worse than equal ones at 2 bits: a row's gradient is a single
+sample, and valid for small errors only."""
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """The root mean square, over output channels, of the end loss's gradient at each row that an operator makes.
+    """Root mean square, over output channels, of the end loss's gradient at each output row of an operator.
 
-    A Hessian whose rows are weighted by the mean square is, averaged over outputs, that of the end loss, where `sum of
-    x x'` is that of the operator's own squared error. The root is half way between the two. Few rows may have nearly
-    all of the weight (the first token of a text, which the others attend to), and a Hessian of so few rows does not
-    hold for other data: the mean square is raised to the largest power up to the root at which the effective number of
-    rows, `(sum of w)**2 / sum of w**2`, is enough for the inputs.
+    A Hessian whose rows are weighted by the mean square is, averaged over outputs, the Hessian of the end loss, while
+    the sum of `x x'` is the Hessian of the operator's own squared error. The root is a compromise. A few rows may have
+    nearly all of the weight (the first token of a text, which the others attend to), and a Hessian of so few rows does
+    not generalize: the mean square is raised to the largest power, up to the root, at which the effective number of
+    rows, `(sum of w)**2 / sum of w**2`, is large enough for the inputs.
 
-    Which channels' errors add up and which cancel is another matter: `outputs` are sums of `g g'` over rows whose
-    gradients `g` are divided by their lengths, so that no few rows have the weight. With them, the end loss of errors
-    `E` in a weight is about `tr(outputs E h E')`.
+    `outputs` describe which channels' errors add up and which cancel: they are sums of `g g'` over rows whose gradients
+    `g` are normalized, so that no few rows dominate. With them, the end loss of errors `E` in a weight is about
+    `tr(outputs E h E')`.
 
     Attributes:
-        weights: by operator's node and batch, float32, the shape of the output without its channels; 1 on average.
-        reasons: why an operator has none, by its node.
-        outputs: by operator's node, half of these sums and half the identity, float32, shape (runs, n, n) for runs of
-            `n` channels, the diagonal 1 on average; of operators with one matrix, `None` if they were not measured.
-        alone: why an operator has none of these, by its node.
+        weights: Row weights by operator's node and batch, float32, of the shape of the output without channels; 1 on
+            average.
+        reasons: Reason that an operator lacks weights, by its node.
+        outputs: Average of these sums and the identity, by operator's node, float32, shape (runs, n, n) for runs of `n`
+            channels; the diagonal is 1 on average. Only for operators with one matrix; `None` if not measured.
+        alone: Reason that an operator lacks `outputs`, by its node.
 
     Source:
-        Kim et al. 2025 (GuidedQuant), equation 6 with one group of outputs; the gradient is a draw from the model's own
-        predictions (`EndLoss.sampled`) instead of that of the data's labels, and the power is ours. `outputs`: Tseng
-        et al. 2025 (YAQA), whose two sides are weighted by each other; lengths of 1 and the identity are ours.
+        Kim et al. 2025 (GuidedQuant), equation 6 with one group of outputs; the gradient is sampled from the model's
+        own predictions (`EndLoss.sampled`) instead of using the data's labels, and the power is ours. `outputs`: Tseng
+        et al. 2025 (YAQA), whose two sides are weighted by each other; normalization and the identity are ours.
     """
 
     weights: dict[tuple[str, int], Tensor]
@@ -72,17 +72,17 @@ class Guidance:
 
     @classmethod
     def measure(cls, gm: GraphModule, context: Context, *, outputs: bool) -> Self:
-        """Run every calibration batch through a float graph and back; return the weights of all quantized operators.
+        """Run every calibration batch forward and backward through a float graph; return the guidance.
 
-        If the gradient does not pass an operator, none has weights, and the reason names the block.
+        If an operator is not differentiable, no operator has weights, and the reason names the block.
 
         Args:
-            gm: the float graph.
-            context: of the run.
-            outputs: measure these, too.
+            gm: Float graph.
+            context: Context of the run.
+            outputs: Measure `outputs` as well.
 
         Raises:
-            CalibrationError: if there is no data.
+            CalibrationError: If calibration data is missing.
         """
         context.data.require_batches()
         coded = [op for op in context.plan.values() if isinstance(op, Coded)]
@@ -119,29 +119,29 @@ class Guidance:
         return cls(*_tempered(weights, inputs, context), usable if outputs else None, alone)
 
     def of(self, operator: str, batch: int) -> Tensor | None:
-        """Return the weights of an operator's rows, `None` if it has none (`missing`)."""
+        """Return the weights of an operator's rows, or `None` without any (`missing`)."""
         return self.weights.get((operator, batch))
 
     def missing(self, linear: Linear) -> str:
-        """Say why an operator's rows cannot be weighted; empty if they can."""
-        if linear.offsets_at is not None:  # the quantized model may send a token elsewhere than the float one
+        """Return the reason that an operator's rows cannot be weighted; empty if they can."""
+        if linear.offsets_at is not None:  # the quantized model may route a token differently from the float model
             return "data chooses its rows"
         return self.reasons.get(linear.node.name, "")
 
     def together(self, linear: Linear) -> tuple[Tensor | None, str]:
-        """Return the `outputs` of an operator, or `None` and why it has none."""
+        """Return the `outputs` of an operator, or `None` and the reason."""
         name = linear.node.name
         found = None if self.outputs is None else self.outputs.get(name)
         return found, "" if found is not None else self.alone.get(name, "it has several matrices")
 
 
 def _is_single(linear: Linear) -> bool:
-    """Tell whether an operator has one matrix, whose rows are its output channels."""
+    """Return whether an operator has one matrix, whose rows are its output channels."""
     return linear.matrices is not None and linear.matrices.groups == 1 and not linear.matrices.stacked
 
 
 def _no_rows(linear: Linear, device: torch.device) -> Tensor:
-    """Return the sums of no rows, for runs of output channels."""
+    """Return sums without rows, for runs of output channels."""
     channels = linear.shape[linear.output_axis]
     size = _run(channels)
     return torch.zeros(channels // size, size, size, dtype=torch.float32, device=device)
@@ -152,18 +152,18 @@ def _run(channels: int) -> int:
 
 
 def together_bytes(matrices: Matrices) -> int:
-    """Return the bytes that `Guidance.outputs` has of an operator."""
+    """Return the bytes of `Guidance.outputs` for an operator."""
     return FLOAT32 * matrices.outputs * _run(matrices.outputs) * (matrices.groups == 1)
 
 
 def _add_together(sums: Tensor, rows: Tensor) -> None:
-    """Add `g g'` of rows, shape (rows, channels), each divided by its length."""
+    """Add `g g'` of normalized rows, shape (rows, channels)."""
     alike = (rows / rows.norm(dim=-1, keepdim=True).clamp_min(_SMALLEST)).unflatten(-1, sums.shape[:2]).movedim(1, 0)
     sums.baddbmm_(alike.mT, alike)
 
 
 def _unusable(sums: Tensor) -> str:
-    """Say why sums cannot be used; empty if they can."""
+    """Return the reason that sums cannot be used; empty if they can."""
     size = float(sums.diagonal(dim1=-2, dim2=-1).sum())
     if not math.isfinite(size):
         return "its gradient is not finite"
@@ -171,23 +171,23 @@ def _unusable(sums: Tensor) -> str:
 
 
 def _shrink(sums: Tensor) -> None:
-    """Replace sums by their mean with the identity, once their diagonal is 1 on average."""
-    # A row's gradient is one draw, and the two sides of an error are not independent, as taking one matrix for all rows
-    # supposes: the sums themselves say too much.
+    """Normalize sums to a mean diagonal of 1, and average them with the identity."""
+    # The sums alone are overconfident: a row's gradient is a single sample, and the two sides of an error are not
+    # independent, although one matrix for all rows assumes so.
     sums /= sums.diagonal(dim1=-2, dim2=-1).mean()
     sums.diagonal(dim1=-2, dim2=-1).add_(1)
     sums /= 2
 
 
 def guidance_of(context: Context, *, outputs: bool = False) -> Guidance:
-    """Return the guidance of a run, which is measured once, on the float graph; every rank has to ask for it.
+    """Return the guidance of a run, measured once, on the float graph; collective: every rank must call it.
 
     Args:
-        context: of the run.
-        outputs: with these; it is measured again if it was asked for without them before.
+        context: Context of the run.
+        outputs: Include `outputs`; if the guidance was measured without them, it is measured again.
 
     Raises:
-        CalibrationError: as `Guidance.measure`.
+        CalibrationError: If calibration data is missing.
     """
     if context.guidance is None or (outputs and context.guidance.outputs is None):
         context.guidance = Guidance.measure(context.float_graph, context, outputs=outputs)
@@ -197,14 +197,14 @@ def guidance_of(context: Context, *, outputs: bool = False) -> Guidance:
 def _tempered(
     weights: dict[tuple[str, int], Tensor], inputs: Mapping[str, int], context: Context
 ) -> tuple[dict[tuple[str, int], Tensor], dict[str, str]]:
-    """Return powers of the weights over their mean, over all ranks, and why operators have none.
+    """Return powers of the weights, normalized by their mean over all ranks, and the reasons that operators lack them.
 
     Args:
-        weights: squared gradients, by operator and batch.
-        inputs: of each operator; of a stack, those of all its matrices, whose rows are counted together, too.
-        context: of the run.
+        weights: Mean squared gradients, by operator and batch.
+        inputs: Inputs of each operator; for a stack, the inputs of all matrices, since their rows are counted together.
+        context: Context of the run.
     """
-    # Of each power: the sum, and that of squares, which float32 has no room for; at last the number of rows.
+    # For each power the sum, then the sums of squares, which can overflow float32; last, the number of rows.
     sums = torch.zeros(len(inputs), 2 * len(_POWERS) + 1, dtype=torch.float64, device=context.device)
     for i, name in enumerate(inputs):
         for batch in range(len(context.data.batches)):

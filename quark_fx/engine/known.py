@@ -1,4 +1,4 @@
-"""What runs on one session share: observers, ranges and rounded weights."""
+"""Results that the runs of a session share: observers, ranges, and rounded weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from quark_fx.observers import Observer, Percentile
 from quark_fx.plan.weights import RoundedWeight
 
 _SHARED_HISTOGRAM = Percentile()
-"""Most other observers can be read off its histogram, which costs far less than another pass over the data."""
+"""Observer whose histogram yields the results of most others, which costs far less than another pass over the data."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What an observer sees.
+    """Value that an observer sees.
 
     Attributes:
-        source: name of the node.
-        tokens: of a value that is seen channel by channel, the dimension that counts tokens.
-        dtype: of its elements.
+        source: Name of the node.
+        tokens: Dimension that counts tokens, for a value observed per channel.
+        dtype: Dtype of its elements.
     """
 
     source: str
@@ -30,13 +30,13 @@ class Value:
     dtype: torch.dtype
 
     def reading(self, observer: Observer, seen: Observer) -> Observer | None:
-        """Return an observer as if it had seen what another one saw of the value, `None` if that does not tell."""
-        # The extremes that a histogram has are float32.
+        """Return `observer` with the data that `seen` collected of the value, or `None` if that is not possible."""
+        # A histogram stores extremes in float32.
         return Observer.reading(observer, seen) if self.dtype is torch.float64 else observer.reading(seen)
 
     def fold(self, observer: Observer) -> Observer:
-        """Return what should see the value so that `observer`, and others of later runs, can be read off it."""
-        # Histograms of all channels would take more than they tell.
+        """Return the observer to run on the value, from which `observer` and later ones can be derived."""
+        # Histograms of all channels would cost more than they save.
         return (
             observer
             if self.tokens is not None or self.reading(observer, _SHARED_HISTOGRAM) is None
@@ -46,14 +46,14 @@ class Value:
 
 @dataclass
 class Known:
-    """What is known of one float graph on the same batches. Names are those of its nodes, which copies keep.
+    """Results for one float graph on the same batches. Names are the graph's node names, which copies keep.
 
-    Tensors in it are shared by all runs: they are read, and copied into results.
+    Tensors in it are shared by all runs: do not change them; copy them into results.
 
     Attributes:
-        seen: observers that saw all batches, by what they saw.
-        ranges: parameters of activations that were read off them.
-        weights: as they were rounded last, by operator and constant.
+        seen: Observers with all batches, by the value they observed.
+        ranges: Quantization parameters of activations, computed by these observers.
+        weights: Most recently rounded weights, by operator and constant.
     """
 
     seen: dict[Value, list[Observer]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Known:
     weights: dict[tuple[str, str], RoundedWeight] = field(default_factory=dict)
 
     def reading(self, value: Value, observer: Observer) -> Observer | None:
-        """Return an observer as if it had seen the batches, `None` if that takes another pass over them."""
+        """Return an observer with the data of all batches, or `None` if that takes another pass over them."""
         found = (value.reading(observer, seen) for seen in self.seen.get(value, ()))
         return next((reading for reading in found if reading is not None), None)
 

@@ -1,4 +1,4 @@
-"""The static scales that activations of a converted graph are quantized with, and what depends on them."""
+"""Static scales of activations in a converted graph, and the biases that depend on them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quark_fx.plan.placement import PlannedOperator, Rounding
 
 @dataclass(frozen=True)
 class QuantizedActivation:
-    """A static scale and zero point per tensor, and what is rounded with them.
+    """Static scale and zero point per tensor, with the activation that they round.
 
     Attributes:
-        rounding: what conversion knew; the bounds are those of all clamps that saturation with them performs.
-        scale_name, zero_point_name: of the tensors.
+        rounding: Data from conversion; its bounds combine all clamps that saturation performs with these parameters.
+        scale_name, zero_point_name: Names of the tensors.
     """
 
     rounding: Rounding
@@ -31,27 +31,27 @@ class QuantizedActivation:
     zero_point_name: str
 
     def qparams(self, gm: GraphModule) -> QParams:
-        """Return the parameters as they are stored, shape `()`."""
+        """Return the stored parameters, shape `()`."""
         return QParams(tensor_of(gm, self.scale_name), tensor_of(gm, self.zero_point_name).to(torch.int32))
 
     def most(self, gm: GraphModule) -> float:
-        """Return the largest scale at which saturation still performs the dropped clamps, the zero point staying."""
+        """Return the largest scale at which saturation still performs the dropped clamps, at this zero point."""
         zero_point, fmt = int(tensor_of(gm, self.zero_point_name)), self.rounding.spec.format
-        # An end has to be rounded to the last code or beyond; a millionth keeps rounding errors out of it.
+        # A bound must round to the last code or beyond; the factor below leaves a margin for rounding errors.
         ends = (self.rounding.low, fmt.qmin - zero_point + 0.5), (self.rounding.high, fmt.qmax - zero_point - 0.5)
         most = (end / code for end, code in ends if math.isfinite(end) and end * code > 0)
         return min(most, default=math.inf) * (1 - 1e-6)
 
     def tensors(self, gm: GraphModule, plan: Mapping[str, PlannedOperator], new: QParams) -> dict[str, Tensor]:
-        """Return what changes with other parameters, by name: int32 biases follow, those of later blocks too.
+        """Return tensors and names that change with new parameters, including int32 biases, also of later blocks.
 
         Args:
-            gm: the whole graph.
-            plan: of its operators.
-            new: the parameters, shape `()`.
+            gm: Whole graph.
+            plan: Planned operators of the graph.
+            new: New parameters, shape `()`.
 
         Raises:
-            OverflowError: if a bias does not fit int32 then, or what a dropped clamp would cut does not saturate.
+            OverflowError: If a bias would overflow int32, or saturation would not perform a dropped clamp.
         """
         old, name = self.qparams(gm), self.scale_name
         if not new.saturates(self.rounding.low, self.rounding.high, self.rounding.spec.scheme):
@@ -85,7 +85,7 @@ def activation_scales(gm: GraphModule) -> list[str]:
 
 
 def _quantizers(gm: GraphModule) -> Iterator[Node]:
-    """Yield what quantizes an activation to integers with a scale per tensor that is stored."""
+    """Yield calls that quantize an activation to integers with a stored scale per tensor."""
     for node in gm.graph.nodes:
         if target_name(node) == QUANTIZE and is_parameter(node.args[1]):
             whole = parse_format(str(node.args[3])).is_integer
@@ -96,21 +96,21 @@ def _quantizers(gm: GraphModule) -> Iterator[Node]:
 def scale_limits(
     gm: GraphModule, plan: Mapping[str, PlannedOperator], names: Iterable[str]
 ) -> dict[str, tuple[float, float]]:
-    """Return how small and how large each activation scale may become where its zero point stays.
+    """Return the lower and upper limit of each activation scale, at its current zero point.
 
-    At smaller ones an int32 bias of some operator would overflow, at larger ones saturation would no longer perform a
-    clamp that was dropped.
+    Below the lower limit, an int32 bias of some operator would overflow; above the upper one, saturation would no
+    longer perform a dropped clamp.
 
     Args:
-        gm: the whole graph: operators of later blocks may read the same value.
-        plan: of its operators.
-        names: of the scales.
+        gm: Whole graph, because operators of later blocks may read the same value.
+        plan: Planned operators of the graph.
+        names: Names of the scales.
     """
     least = dict.fromkeys(names, 0.0)
     for weight in quantized_weights(gm, plan):
         name = weight.input_scale
         if (bias := weight.int32_bias) is not None and name in least:
-            # Below the limit of `StoredBias.rescaled`, as learned scales are rounded after this.
+            # Stricter than the limit of `StoredBias.rescaled`, because learned scales are rounded afterwards.
             needed = bias.value(gm).abs() / (weight.scale(gm).abs() * 0.99 * INT32.qmax)
             least[name] = max(least[name], float(needed.max()))
     activations = (activation for activation in quantized_activations(gm) if activation.scale_name in least)
@@ -124,20 +124,20 @@ def biases_at(
     scales: Mapping[str, Tensor],
     biases: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the tensors, by name, of the biases that change with activation scales, and of those that are new.
+    """Return names and tensors of the biases that change with activation scales, and of new biases.
 
     Args:
-        gm: the whole graph: int32 biases of later blocks lie on grids that follow the scales, too.
-        plan: of its operators.
-        scales: the new ones by name.
-        biases: new values by the operator's node, one per output channel; the others keep theirs.
+        gm: Whole graph, because int32 biases of later blocks depend on the scales as well.
+        plan: Planned operators of the graph.
+        scales: New scales and their names.
+        biases: New values by the operator's node, one per output channel; other biases keep their values.
     """
     tensors: dict[str, Tensor] = {}
     new = biases or {}
     for weight in quantized_weights(gm, plan):
         follows = weight.int32_bias is not None and weight.input_scale in scales
         if (bias := weight.bias) is not None and (follows or weight.node.name in new):
-            # The graph may lie elsewhere than what was learned of one of its blocks.
+            # The graph may be on another device than the new tensors.
             scale = weight.scale(gm)
             step = scales[str(weight.input_scale)].to(scale.device) * scale if follows else None
             value = new[weight.node.name].to(scale.device) if weight.node.name in new else bias.value(gm)

@@ -1,4 +1,4 @@
-"""The weighted operators of a converted graph, and the tensors behind their codes."""
+"""The weighted operators of a converted graph, and the tensors that store their codes."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def least_bias_scale(bias: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StoredBias:
-    """A bias that is a parameter, or integer codes.
+    """Bias stored as a parameter or as integer codes.
 
     Attributes:
-        node: what gives it: a `get_attr` or a `dequantize`.
+        node: Node that provides it: a `get_attr` or a `dequantize`.
     """
 
     node: Node
 
     @property
     def name(self) -> str:
-        """Name of its tensor, or of that of its codes."""
+        """Name of its tensor, or of the tensor of its codes."""
         return _name(self.node.args[0] if self.node.args else self.node)
 
     @property
     def is_int32(self) -> bool:
-        """Whether it is stored in int32, at the scale of input times weight."""
+        """True if it is stored in int32, at the scale of input times weight."""
         return target_name(self.node) == DEQUANTIZE and str(self.node.args[3]) == str(INT32)
 
     def value(self, gm: GraphModule) -> Tensor:
-        """Return what the operator adds now, float32, one value per output channel."""
+        """Return the bias that the operator currently adds, float32, one value per output channel."""
         if self.node.op == "get_attr":
             return parameter(gm, self.node).detach().float()
         return stored_tensor(gm, self.node.args).dequantize()
@@ -62,10 +62,10 @@ class StoredBias:
         return parameter(gm, self.node.args[1])  # type: ignore[arg-type]
 
     def rescaled(self, gm: GraphModule, ratio: Tensor) -> dict[str, Tensor]:
-        """Return the tensors, by name, of codes of the same value at scales `ratio` times what they are.
+        """Return tensors and names that store the same value at scales multiplied by `ratio`.
 
         Raises:
-            OverflowError: if they do not fit int32.
+            OverflowError: If the codes do not fit int32.
         """
         scale, value = self.scale(gm) * ratio, self.value(gm)
         if bool((scale.double().abs() < least_bias_scale(value.double())).any()):
@@ -73,12 +73,12 @@ class StoredBias:
         return self.tensors(gm, value, scale)
 
     def tensors(self, gm: GraphModule, value: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the tensors, by name, that make the operator add `value`.
+        """Return tensors and names that make the operator add `value`.
 
         Args:
-            gm: the graph `node` is in.
-            value: float, one per output channel.
-            scale: of the codes, if it changes; float32.
+            gm: Graph that contains `node`.
+            value: Bias of each output channel, float.
+            scale: New scales of the codes, float32; default: unchanged.
         """
         if self.node.op == "get_attr":
             return {self.name: value.to(parameter(gm, self.node).dtype)}
@@ -94,12 +94,12 @@ class StoredBias:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """One operator whose weight is stored in codes.
+    """Operator with a weight stored in codes.
 
     Attributes:
-        operator: how it was planned.
-        linear: the call, in the graph that was asked.
-        dequantize: the node that turns the codes of the weight into values.
+        operator: Planned operator.
+        linear: Call in the graph that was searched.
+        dequantize: Node that dequantizes the weight.
     """
 
     operator: Coded
@@ -108,12 +108,12 @@ class QuantizedWeight:
 
     @property
     def name(self) -> str:
-        """The module it comes from."""
+        """Module of the operator."""
         return self.operator.name
 
     @property
     def node(self) -> Node:
-        """The call, in the graph that was asked."""
+        """Node of the call in the graph that was searched."""
         return self.linear.node
 
     @property
@@ -135,19 +135,19 @@ class QuantizedWeight:
         return self.limited(self.scheme.format.codes_of(values))
 
     def limited(self, codes: Tensor) -> Tensor:
-        """Return codes in which pairs that the target would saturate are lowered to its limit."""
+        """Return codes with pairs that would saturate on the target lowered to its limit."""
         return codes if self.operator.pairs is None else self.operator.pairs.limited(codes)
 
     def stored(self, gm: GraphModule) -> QuantizedTensor:
-        """Return the weight as it is stored."""
+        """Return the stored weight."""
         return stored_tensor(gm, self.dequantize.args)
 
     def grid(self, gm: GraphModule, matrices: slice = slice(None)) -> Grid:
-        """Return what the codes stand for; of a stack of matrices, those of `matrices`."""
+        """Return the grid of the codes; `matrices` selects some of a stack."""
         return Grid.of(self.stored(gm)[matrices], self.scheme, movable=self.movable(gm))
 
     def movable(self, gm: GraphModule) -> bool:
-        """Tell whether scales may change one by one: nothing else depends on them but an int32 bias that follows."""
+        """Return whether scales may change individually: nothing else uses them except an int32 bias that follows."""
         spec = self.operator.weight
         alone = spec.scale.group_size is None and spec.group_rows == 1 and spec.symmetry is not Symmetry.OFFSET
         free = alone and spec.scale != POWER_OF_TWO
@@ -155,7 +155,7 @@ class QuantizedWeight:
         return free and (bias is None or bias.scale(gm).shape == self.scale(gm).shape)
 
     def storable_ranges(self, gm: GraphModule) -> Callable[[QParams], QParams] | None:
-        """Return what rounds scales that change together, with offsets, or of two levels; `None` for other scales."""
+        """Return the function that rounds scales with offsets, or of two levels; `None` for other scales."""
         spec, axis = self.operator.weight, self.layout(gm).axis
         together = spec.scale.multiples is not None or spec.symmetry is Symmetry.OFFSET
         if not together or axis is None or self.int32_bias is not None:
@@ -163,7 +163,7 @@ class QuantizedWeight:
         return partial(storable, spec=spec, axis=axis)
 
     def layout(self, gm: GraphModule) -> Layout:
-        """Return which scale is that of which code."""
+        """Return the layout that assigns scales to codes."""
         return self.stored(gm).layout
 
     @property
@@ -177,15 +177,15 @@ class QuantizedWeight:
         return _name(self.dequantize.args[1])
 
     def scale(self, gm: GraphModule) -> Tensor:
-        """Return the scale as it is stored."""
+        """Return the stored scale."""
         return parameter(gm, self.dequantize.args[1])  # type: ignore[arg-type]
 
     def value(self, gm: GraphModule) -> Tensor:
-        """Return the weight the operator multiplies by now, float32."""
+        """Return the dequantized weight, float32."""
         return self.stored(gm).dequantize()
 
     def sqnr(self, gm: GraphModule, real: Tensor) -> float:
-        """Return the signal to noise ratio in dB of what the codes stand for, `real` being the float weight."""
+        """Return the signal-to-noise ratio of the dequantized weight in dB, with the float weight `real` as signal."""
         return self.stored(gm).to(real.device).sqnr(real)
 
     def channel_dim(self, output: Tensor) -> int:
@@ -194,7 +194,7 @@ class QuantizedWeight:
 
     @property
     def bias(self) -> StoredBias | None:
-        """The bias it adds, if that can be replaced: a parameter, or integer codes."""
+        """Bias that the operator adds, if it can be replaced: a parameter, or integer codes."""
         node = self.linear.bias
         if node is None or node.op == "get_attr":
             return None if node is None else StoredBias(node)
@@ -203,25 +203,25 @@ class QuantizedWeight:
 
     @property
     def int32_bias(self) -> StoredBias | None:
-        """The bias if it is in int32, at the scale of input times weight: it changes with either."""
+        """Bias in int32, at the scale of input times weight; it changes with either. `None` if stored otherwise."""
         return self.bias if self.bias is not None and self.bias.is_int32 else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the operator is its product and a bias that is known, without factors of either."""
+        """True if the operator is its product plus a bias that can be read, without further factors."""
         known = self.bias is not None or self.linear.bias is None
         return known and not self.linear.has_factors
 
     @property
     def input_scale(self) -> str | None:
-        """Name of the scale its activation is quantized with, if that is a constant."""
+        """Name of its activation's scale, if that is a constant."""
         source = self.linear.activation
         scale = source.args[1] if target_name(source) == DEQUANTIZE else None
         return str(scale.target) if isinstance(scale, Node) and scale.op == "get_attr" else None
 
 
 def stored_tensor(gm: GraphModule, dequantize: Sequence[Any]) -> QuantizedTensor:
-    """Return what a `dequantize` with these arguments reads; the first three are `get_attr` nodes of `gm`."""
+    """Return the tensor of a `dequantize` with these arguments; the first three are `get_attr` nodes of `gm`."""
     codes, scale, zero_point = (parameter(gm, node) for node in dequantize[:3])
     return QuantizedTensor.of(codes, scale, zero_point, *dequantize[3:6])
 
@@ -229,11 +229,11 @@ def stored_tensor(gm: GraphModule, dequantize: Sequence[Any]) -> QuantizedTensor
 def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> list[QuantizedWeight]:
     """Return the operators of `gm` (a converted graph, or a block of one) whose weights are codes, in order.
 
-    Embeddings are not among them: they multiply nothing. Nor are recurrent layers.
+    Embeddings are excluded, because they multiply nothing, and so are recurrent layers.
     """
     found = []
     for node in gm.graph.nodes:
-        # A block's input bears the name of the operator it comes from.
+        # An input of a block has the name of the operator that computes it.
         operator = plan.get(node.name) if node.op == "call_function" else None
         if not isinstance(operator, Coded) or operator.linear is None:
             continue
@@ -248,7 +248,7 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
 
 
 def shared_tensors(gm: GraphModule) -> set[str]:
-    """Return the names of the tensors with several readers: what is best for one need not be for the other."""
+    """Return the names of the tensors with several readers, which may need different values."""
     readers: Counter[str] = Counter()
     for node in gm.graph.nodes:
         if node.op == "get_attr":
@@ -259,12 +259,12 @@ def shared_tensors(gm: GraphModule) -> set[str]:
 def own_weights(
     gm: GraphModule, context: Context, chooser: Selective
 ) -> Callable[[GraphModule], list[QuantizedWeight]]:
-    """Return what finds, in a block of `gm`, the selected weights whose codes no other operator reads; note the others.
+    """Return a function that finds the selected weights of a block with codes read only once; report the skipped ones.
 
     Args:
-        gm: a converted graph.
-        context: of the run.
-        chooser: the pass that learns their codes.
+        gm: Converted graph.
+        context: Context of the run.
+        chooser: Pass that learns the codes.
     """
     learned = {weight.node.name: weight for weight in quantized_weights(gm, context.plan)}
     shared, plan = shared_tensors(gm), chooser.selected(context.plan)
@@ -291,7 +291,7 @@ def own_weights(
 
 
 def _reason(operator: Coded) -> str:
-    """Return why a weight is none of `quantized_weights`."""
+    """Return the reason that a weight is not in `quantized_weights`."""
     if not operator.row.activations:
         return "its rows are looked up, not multiplied"
     if operator.linear is None:
@@ -300,7 +300,7 @@ def _reason(operator: Coded) -> str:
 
 
 def share_changed(old: Tensor, new: Tensor) -> Tensor:
-    """Return the share of codes that differ, within 0 and 1; float64, shape ()."""
+    """Return the fraction of codes that differ, 0 to 1; float64, shape ()."""
     if old.is_floating_point():  # torch does not compare 8-bit floats
         old, new = old.float(), new.float()
     return (old != new).count_nonzero().double() / old.numel()

@@ -1,8 +1,8 @@
-"""Several processes that quantize one model: each has a share of the data, and all have the result.
+"""Several processes that quantize one model: each has part of the data, and all get the result.
 
-Every process makes the same calls (`torchrun --nproc-per-node N script.py`). Sums over the data are added up before
-they are used, so that the result is that of one process up to the order of summation; what is computed of them is
-divided.
+Every process makes the same calls (`torchrun --nproc-per-node N script.py`). Sums over the data are added up across
+processes before use, so the result equals a single process's up to the order of summation; computations on the sums are
+divided among the processes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a job, and which of them this one is.
+    """The processes of a job, and the index of this one.
 
     Attributes:
-        index: of this process, from 0.
-        count: how many there are.
+        index: Index of this process, from 0.
+        count: Number of processes.
         gpu: GPU for tensors that NCCL exchanges. Default: the current one.
     """
 
@@ -42,13 +42,13 @@ class Ranks:
 
     @classmethod
     def current(cls, device: torch.device | None = None) -> Ranks:
-        """Return those of the job this process was started in; `torchrun` is enough.
+        """Return the ranks of the job that this process was started in; `torchrun` is enough.
 
         Args:
             device: Device that blocks run on, with its index. Default: device of the model.
 
         Raises:
-            QuarkError: if the processes do not find each other.
+            QuarkError: If the processes cannot connect.
         """
         if not dist.is_available():
             return cls()
@@ -62,7 +62,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one process."""
+        """True if there is one process."""
         return self.count == 1
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
@@ -70,11 +70,11 @@ class Ranks:
         return items[len(items) * self.index // self.count : len(items) * (self.index + 1) // self.count]
 
     def owners(self, sizes: Sequence[float], loads: list[float]) -> list[int]:
-        """Return which process does each piece of work: the largest first, each to the one with the least work so far.
+        """Assign each piece of work to a process: the largest first, each to the process with the least work so far.
 
         Args:
-            sizes: work of each piece.
-            loads: work that each process has; this adds to it.
+            sizes: Work of each piece.
+            loads: Work of each process so far; updated.
         """
         owners = [0] * len(sizes)
         for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
@@ -83,26 +83,26 @@ class Ranks:
         return owners
 
     def add(self, *tensors: Tensor) -> None:
-        """Replace each tensor by its sum over the processes; all get the same bits."""
+        """Replace each tensor by its sum over the processes; the result is bit-identical on all."""
         if not self.alone:
             for tensor in tensors:
                 self._collective(partial(dist.all_reduce, tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace the bytes of a contiguous tensor by those of the same one in the process `source`."""
+        """Replace the bytes of a contiguous tensor by the bytes of the same tensor in the process `source`."""
         if not self.alone and tensor.numel():
             self._collective(partial(dist.broadcast, tensor.view(-1).view(torch.uint8), source))
 
     @property
     def device(self) -> torch.device:
-        """Where tensors have to be that processes exchange."""
+        """Device of tensors that processes exchange."""
         accelerated = not self.alone and dist.get_backend() == "nccl"
         if not accelerated:
             return torch.device("cpu")
         return self.gpu or torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: T) -> list[T]:
-        """Return what each process passed, in their order."""
+        """Return the value of each process, in order."""
         if self.alone:
             return [value]
         packed = io.BytesIO()
@@ -120,11 +120,11 @@ class Ranks:
         return found
 
     def fold(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return what all processes passed, merged in their order."""
+        """Return the values of all processes, merged in order."""
         return reduce(merge, self.gather(value))
 
     def require_same(self, values: Mapping[str, str]) -> None:
-        """Raise `ConfigError` if the processes do not have the same values; the message says what differs."""
+        """Raise `ConfigError` if the processes have different values; the message says which."""
         others = self.gather(dict(values))
         if differ := [what for what in values if len({other.get(what) for other in others}) > 1]:
             raise ConfigError(
@@ -133,14 +133,14 @@ class Ranks:
             )
 
     def wait(self) -> None:
-        """Return when all processes are here."""
+        """Wait for all processes."""
         self.gather(None)
 
     def first(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in the first process, while the others wait; if it fails, all processes raise.
+        """Return the result of `work` from the first process, while the others wait; if it fails, all processes raise.
 
         Raises:
-            QuarkError: of the first process; for any other exception there, what the others raise.
+            QuarkError: The first process's error. Other exceptions stay there; the other processes then raise this.
         """
         found: Any = None
         if self.index == 0:
@@ -157,14 +157,14 @@ class Ranks:
         return found  # type: ignore[no-any-return]
 
     def raise_first(self, error: QuarkError | None) -> None:
-        """Raise the error of the first process that has one, in all of them."""
+        """Raise the error of the first process that has one, in all processes."""
         for found in self.gather(error):
             if found is not None:
                 raise found
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
-        """Let the other processes know of an exception that leaves, while they wait for this one."""
+        """Report an exception that leaves the context to the other processes, which wait for this one."""
         try:
             yield
         except BaseException as error:
@@ -177,10 +177,10 @@ class Ranks:
             raise
 
     def _collective(self, begin: Callable[..., Any]) -> None:
-        """Do a collective; raise if a process fails before it joins.
+        """Run a collective; raise if a process fails before it joins.
 
-        All processes count collectives and failures alike, so that what one tells at a count is meant for those that
-        wait at the same count, and for no later run.
+        All processes count collectives and failures, so that a failure reported at a count reaches the processes that
+        wait at the same count, and no later run.
         """
         if _APART.get():
             raise QuarkError(
@@ -206,7 +206,7 @@ class Ranks:
 
 
 def _accelerator(packed: bytes) -> str:
-    """Return the accelerator that packed tensors were on, `"cpu"` for none."""
+    """Return the accelerator that pickled tensors were on, `"cpu"` for none."""
     places: list[str] = []
 
     def note(storage: Any, place: str) -> Any:
@@ -218,7 +218,7 @@ def _accelerator(packed: bytes) -> str:
 
 
 def _unpacked(packed: bytes, here: str) -> Any:
-    """Return what another process packed, with `here` in the place of its accelerator."""
+    """Unpickle another process's value, with `here` in place of its accelerator."""
 
     def move(storage: Any, place: str) -> Any:
         return storage if "cpu" in (place, here) else torch.serialization.default_restore_location(storage, here)
@@ -231,7 +231,7 @@ _APART: ContextVar[bool] = ContextVar("apart", default=False)
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Let this process begin no collective meanwhile: what it does may be done again, without the others."""
+    """Forbid collectives in this process within the context, because its work may be repeated without the others."""
     token = _APART.set(True)
     try:
         yield
@@ -240,14 +240,14 @@ def apart() -> Iterator[None]:
 
 
 _SHORTEST, _LONGEST, _ASK_EVERY = 2e-5, 0.01, 0.5
-"""Seconds between two looks at whether a collective is done, and at whether another process failed."""
+"""Shortest and longest delay between checks of a collective, and delay between checks for failures, in seconds."""
 
 _DONE = {"collectives": 0, "failures": 0}
-"""What this process did so far; the collectives since its last failure."""
+"""Number of collectives since the last failure, and of failures, in this process."""
 
 
 def _key() -> str:
-    """Return the name under which processes tell failures at this point."""
+    """Return the key under which processes report a failure at this point."""
     return f"quark_fx failure {_DONE['failures']} {_DONE['collectives']}"
 
 
@@ -256,6 +256,6 @@ def _store() -> Any:
 
 
 ALONE = Ranks()
-"""One process."""
+"""A single process."""
 
 __all__ = ["ALONE", "Ranks", "apart"]

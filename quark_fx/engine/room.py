@@ -1,4 +1,4 @@
-"""Continue where the device has no memory left: activations move to the host, then pieces of weights get smaller."""
+"""Recover from a shortage of device memory: move activations to the host, then halve pieces of weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from quark_fx.system import accelerator
 T = TypeVar("T")
 
 _HALVINGS = 7
-"""How often pieces are halved: as small as on a processor, whose caches are smaller than the memory of a device."""
+"""Most halvings; pieces are then as small as on a processor, whose caches are smaller than the memory of a device."""
 
 
 def with_room(context: Context, work: Callable[[], T]) -> T:
-    """Return what `work`, which changes nothing, returns; try again with more room if the device has no memory left.
+    """Return the result of `work`, which must not change anything; free device memory and retry if it runs out.
 
-    First activations move to the host and stay there, then pieces of weights are halved. The report notes both. Neither
-    changes the result, so each rank does it by itself: in `work` there is no collective.
+    First, activations move to the host and stay there; then pieces of weights are halved. The report notes both. The
+    result does not change, so each rank recovers separately, and `work` must not contain a collective.
 
     Raises:
-        OutOfMemoryError: If there is no room even so.
+        OutOfMemoryError: If memory is still short after that.
     """
     while True:
         try:

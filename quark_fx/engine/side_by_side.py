@@ -1,4 +1,4 @@
-"""Run the quantized and the float graph on the same batch, and compare what they return."""
+"""Run the quantized and the float graph on the same batch, and compare their outputs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import named_nodes, placeholders
 
 _LAST = "what enters the last block"
-"""The stream of float values that are kept. They are few beside predictions, which are made of them again each time."""
+"""Stream of the cached float inputs of the last block. They are smaller than predictions, which are recomputed."""
 
 
 class SideBySide:
-    """How far what a quantized graph returns is from what the float graph does, and the gradients of that.
+    """Difference between the outputs of a quantized graph and of the float graph, with its gradients.
 
-    One block's values at a time are in memory, as in `BackWalk`.
+    One block's values at a time are in memory, as in a `BackWalk`.
 
     Args:
-        gm: the quantized graph.
-        context: with `float_graph`, of which `gm` is the conversion.
-        tensors: names of tensors of `gm`, for their gradients.
+        gm: Quantized graph.
+        context: Context with `float_graph`, from which `gm` was converted.
+        tensors: Names of tensors of `gm` to differentiate.
 
     Raises:
-        CalibrationError: if there is no calibration data, or the model returns no floating-point tensor.
+        CalibrationError: If calibration data is missing, or none of the model's outputs is a floating-point tensor.
     """
 
     def __init__(self, gm: GraphModule, context: Context, tensors: Collection[str] = ()) -> None:
@@ -47,7 +47,7 @@ class SideBySide:
             )
         self._float = BackWalk(reference, blocks[-1:], nodes, context, stream=_LAST)
         self._quantized = BackWalk(gm, blocks, carriers(gm), context, tensors=frozenset(tensors), stream="quantized")
-        given = {node.name for node in placeholders(reference)}  # the cache holds these already
+        given = {node.name for node in placeholders(reference)}  # in the cache already
         kept = [name for name in blocks[-1].inputs if name not in given]
         self._keys = [(_LAST, name, batch) for name in kept for batch in range(len(context.data.batches))]
         for run in walk_float_blocks(reference, context, label="predictions"):
@@ -67,18 +67,18 @@ class SideBySide:
             self._context.cache.drop(key)
 
     def run_with(self, tensors: Mapping[str, Tensor]) -> None:
-        """Run the quantized graph with other tensors from now on, by name; those it has stay as they are."""
+        """Run the quantized graph with other tensors from now on, given with their names; its own do not change."""
         self._quantized.changed.update(tensors)
 
     def loss(self, batch: int) -> Tensor:
-        """Return the sums that the end loss of some batches is computed from (`EndLoss.compared`)."""
+        """Return the sums of a batch that the end loss is computed from (`EndLoss.compared`)."""
         return self._compared(batch, keep=False)[0]
 
     def gradients(self, batch: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what `loss` does, and the gradients of this batch's loss with respect to the tensors it depends on.
+        """Return the result of `loss`, and the gradients of this batch's loss with respect to the named tensors.
 
         Raises:
-            CalibrationError: if an operator has no gradient; the message names its block.
+            CalibrationError: If an operator is not differentiable; the message names its block.
         """
         sums, gradients = self._compared(batch, keep=True)
         found: dict[str, Tensor] = {}
@@ -92,7 +92,7 @@ class SideBySide:
 
     @property
     def count(self) -> int:
-        """How many results have a loss: rows of what `loss` returns."""
+        """Number of results with a loss, equal to the rows that `loss` returns."""
         return sum(logits is not None for logits in self._loss.predictions)
 
 

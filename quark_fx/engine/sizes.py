@@ -1,4 +1,4 @@
-"""What the values of a graph take in memory, and what work they are, from shapes alone."""
+"""Compute memory and operations of a graph's values from shapes alone."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from quark_fx.graph.signature import BatchShape
 from quark_fx.plan.placement import Coded, PlannedOperator
 
 FLOAT32 = 4
-"""Bytes; what is learned from data is computed in float32."""
+"""Bytes of a float32 value; solvers compute in float32."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes at one moment of a stage, beyond what is held all the time.
+    """Bytes at one moment of a stage, in addition to tensors held throughout.
 
     Attributes:
-        working: on the device that blocks run on.
-        cached: activations, which may lie elsewhere.
-        read: of those, what is read back at once where they do.
+        working: Bytes on the device that blocks run on.
+        cached: Bytes of activations, which may be stored elsewhere.
+        read: Bytes of them that are read back at once if they are.
     """
 
     working: int
@@ -42,13 +42,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Need:
-    """What a stage of a run takes.
+    """Needs of a stage of a run.
 
     Attributes:
-        moments: of which the largest is its peak.
-        held: bytes of the tensors it leaves in the place of others.
-        operations: floating-point operations, a multiplication and an addition counted as two.
-        blocks: how many it visits.
+        moments: Moments of the stage; the largest is its peak.
+        held: Bytes of the tensors that it leaves in place of others.
+        operations: Floating-point operations; a multiplication and an addition count as two.
+        blocks: Number of blocks that it visits.
     """
 
     moments: tuple[Moment, ...] = (Moment(0),)
@@ -57,20 +57,20 @@ class Need:
     blocks: int = 0
 
     def __add__(self, other: Need) -> Need:
-        """Return what the two take, one after the other."""
+        """Return the needs of both stages, one after the other."""
         held, operations = self.held + other.held, self.operations + other.operations
         return Need((*self.moments, *other.moments), held, operations, self.blocks + other.blocks)
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """The weight of an operator that gets codes.
+    """Weight of an operator that is quantized.
 
     Attributes:
-        groups, outputs, inputs: its shape as matrices.
-        itemsize: bytes of one of its values.
-        rows: that it multiplies in one batch.
-        apart: see `has_scales_apart`.
+        groups, outputs, inputs: Shape of the weight as matrices.
+        itemsize: Bytes per value.
+        rows: Input rows in one batch.
+        apart: Result of `has_scales_apart`.
     """
 
     groups: int
@@ -82,32 +82,32 @@ class Matrices:
 
     @property
     def values(self) -> int:
-        """How many there are."""
+        """Number of values."""
         return self.groups * self.outputs * self.inputs
 
     @property
     def moment(self) -> int:
-        """Bytes of the Hessian of what it multiplies."""
+        """Bytes of the Hessian of its input."""
         return FLOAT32 * self.groups * self.inputs**2
 
     @property
     def target(self) -> int:
-        """Bytes of another weight of its shape in float32."""
+        """Bytes of a weight of its shape in float32."""
         return FLOAT32 * self.values
 
 
 @dataclass(frozen=True)
 class BlockSize:
-    """What a block takes.
+    """Memory and operations of a block.
 
     Attributes:
-        matrices: of its operators that get codes.
-        forward: bytes of its values at the peak of a run on one batch, without what enters it.
-        entrances: the same of a run as far as what its operators read.
-        every_value: bytes of all of them together, as a gradient needs them.
-        entering: bytes that enter, of one batch, but for inputs of the model.
-        leaving: bytes that leave and did not enter, of one batch.
-        operations: of one batch.
+        matrices: Weights of its operators that are quantized.
+        forward: Peak bytes of its values in a run on one batch, without its inputs.
+        entrances: Peak bytes of a run that computes only the inputs of its operators.
+        every_value: Bytes of all its values together, for a gradient.
+        entering: Bytes of its inputs for one batch, without inputs of the model.
+        leaving: Bytes of its new outputs for one batch.
+        operations: Operations for one batch.
     """
 
     matrices: tuple[Matrices, ...]
@@ -120,19 +120,19 @@ class BlockSize:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights that codes stand for, in float32."""
+        """Bytes of its dequantized weights in float32."""
         return sum(m.target for m in self.matrices)
 
 
 @dataclass
 class Sizes:
-    """The sizes of a captured graph's values, with batches as large as those it will see.
+    """Sizes of a captured graph's values, for batches as large as the calibration batches.
 
     Args:
-        gm: the graph.
-        operators: how it will be quantized.
-        batches: how many of the size of the largest there would be, all together.
-        largest: the shapes of that batch's inputs; default: as the graph was captured.
+        gm: Captured graph.
+        operators: Planned operators of the graph.
+        batches: Number of batches of the largest size that hold as many values as all data.
+        largest: Shapes of the largest batch's inputs; default: the captured shapes.
     """
 
     gm: GraphModule
@@ -143,11 +143,11 @@ class Sizes:
     _blocks: dict[Unit, tuple[BlockSize, ...]] = field(default_factory=dict)
 
     def count(self, node: Node) -> int:
-        """Return how many values a node has."""
+        """Return the number of values of a node."""
         return sum(n for n, _ in self._tensors(node))
 
     def nbytes(self, node: Node) -> int:
-        """Return the bytes of a node's value; of a view or a parameter none."""
+        """Return the bytes of a node's value; 0 for a view or a parameter."""
         if node.op in ("get_attr", "placeholder", "output") or _views(node):
             return 0
         return self._whole(node)
@@ -159,7 +159,7 @@ class Sizes:
         return [(math.prod(map(self._length, tensor.shape)), tensor.itemsize) for tensor in tensors]
 
     def _length(self, size: int | torch.SymInt) -> int:
-        """Return what a dimension is in the largest batch."""
+        """Return the size of a dimension in the largest batch."""
         if isinstance(size, int):
             return size
         expression = size.node.expr
@@ -170,7 +170,7 @@ class Sizes:
 
     @cached_property
     def _symbols(self) -> dict[Any, int]:
-        """The dimensions of the inputs that vary."""
+        """Dynamic dimensions of the inputs, with their sizes."""
         found: dict[Any, int] = {}
         for node, shape in zip(placeholders(self.gm), self.largest, strict=bool(self.largest)):
             value = value_of(self.gm, node)
@@ -182,7 +182,7 @@ class Sizes:
         return found
 
     def live(self, nodes: Collection[Node], kept: Iterable[Node] = ()) -> int:
-        """Return the bytes alive at the peak of a run of `nodes`, in order; `kept` are alive to its end."""
+        """Return the peak of live bytes in a run of `nodes`, in order; `kept` stay alive until its end."""
         order = list(nodes)
         owner = {node: node for node in order}
         for node in order:
@@ -207,17 +207,17 @@ class Sizes:
 
     @cached_property
     def forward(self) -> int:
-        """Bytes at the peak of a run of the whole graph on one batch."""
+        """Peak bytes of a run of the whole graph on one batch."""
         return self.live(list(self.gm.graph.nodes))
 
     @property
     def coded(self) -> list[Coded]:
-        """The operators whose weights get codes."""
+        """Operators with quantized weights."""
         return [op for op in self.operators if isinstance(op, Coded)]
 
     @cached_property
     def matrices(self) -> dict[str, Matrices]:
-        """The weights that get codes and multiply rows, by the name of their operator's node."""
+        """Quantized weights that multiply rows, by the name of their operator's node."""
         return {op.node.name: found for op in self.coded if (found := self._matrices(op)) is not None}
 
     def _matrices(self, op: Coded) -> Matrices | None:
@@ -247,7 +247,7 @@ class Sizes:
 
     @cached_property
     def floats(self) -> int:
-        """Bytes of the parameters that get no codes."""
+        """Bytes of the parameters that are not quantized."""
         names = {op.weight_node.target for op in self.coded}
         left = {n.target: n for n in self.gm.graph.nodes if n.op == "get_attr" and n.target not in names}
         return sum(self._whole(node) for node in left.values())
@@ -275,7 +275,7 @@ class Sizes:
         )
 
     def _whole(self, node: Node) -> int:
-        """Return the bytes of a value that is kept by itself, be it a view."""
+        """Return the bytes of a value that is stored separately, even if it is a view."""
         return sum(n * itemsize for n, itemsize in self._tensors(node))
 
     def _operations(self, node: Node) -> int:
@@ -297,11 +297,11 @@ class Sizes:
         return 2 * self.count(node) * self.count(factor) // max(1, self._length(shape[-1]) * groups)
 
     def back_walk(self) -> Need:
-        """Return what all batches take on their way forward and back (`quark_fx.engine.back_walk`), one by one."""
+        """Return the needs of a forward and backward pass per batch (`quark_fx.engine.back_walk`)."""
         blocks = self.blocks(Unit.BLOCK)
         cached = sum(block.entering for block in blocks)
         moments = (
-            # A block's values, and gradients of those that are alive together, as values are on the way forward.
+            # A block's values, and gradients, which are alive together like the values of a forward pass.
             Moment(block.every_value + block.forward, cached, 2 * block.entering)
             for block in blocks
         )
@@ -318,22 +318,23 @@ class Sizes:
         to_end: bool = False,
         work: Callable[[BlockSize], float] = lambda block: 0,
     ) -> Need:
-        """Return what a walk over the blocks takes (`quark_fx.engine.block_walk`).
+        """Return the needs of a walk over the blocks (`quark_fx.engine.block_walk`).
 
         Args:
-            unit: how finely the graph is cut.
-            turn: bytes at the peak of what is done with a block before its outputs are computed.
-            streams: values that are computed side by side, 1 or 2.
-            held: bytes of the tensors it leaves.
-            to_end: run the whole graph; otherwise what the last block with codes makes is not computed.
-            work: operations of what is done with a block, but for running it once per stream.
+            unit: Granularity of the cuts.
+            turn: Function that returns the peak bytes of the work on a block, before its outputs are computed.
+            streams: Number of value streams computed side by side, 1 or 2.
+            held: Bytes of the tensors that the walk leaves.
+            to_end: Run the whole graph; otherwise the outputs of the last block with quantized weights are not
+                computed.
+            work: Function that returns the operations of the work on a block, except one run per stream.
         """
         blocks, moments = self.blocks(unit), []
         if not to_end:
             blocks = blocks[: max((i for i, block in enumerate(blocks, 1) if block.matrices), default=0)]
         for index, block in enumerate(blocks):
             times = self.batches * streams
-            read = 2 * block.entering  # from a file, and as it lay in memory
+            read = 2 * block.entering  # the contents of a file, and the tensor restored from it
             moments.append(Moment(turn(block), int(times * block.entering), read))
             if to_end or index + 1 < len(blocks):
                 left = int(times * (block.entering + block.leaving))
@@ -343,12 +344,12 @@ class Sizes:
 
 
 def has_scales_apart(weight: TensorSpec, mapping: LinearMap) -> bool:
-    """Tell whether some outputs of a weight can be quantized, as matrices, without the others."""
+    """Return whether some outputs of a weight can be quantized, in matrix form, without the others."""
     return weight.granularity is not Granularity.TENSOR and (mapping.stacked or mapping.groups == 1)
 
 
 def _views(node: Node) -> bool:
-    """Tell whether what a node returns is a part of its first argument's memory."""
+    """Return whether a node's result shares memory with its first argument."""
     if is_getitem(node):
         return True
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
@@ -363,7 +364,7 @@ def _stored(weight: Tensor, spec: TensorSpec) -> int:
 
 
 def peak(moments: Iterable[Moment], cache: int | None = None) -> int:
-    """Return the largest sum of a moment's bytes where at most `cache` of the cached ones are in memory."""
+    """Return the largest sum of a moment's bytes, with at most `cache` of the cached bytes in memory."""
     return max((m.working + _in_memory(m, cache) for m in moments), default=0)
 
 
