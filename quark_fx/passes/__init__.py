@@ -1,4 +1,4 @@
-"""Graph to graph, one file a pass."""
+"""Graph-to-graph passes, one per file."""
 
 from quark_fx.passes.absorb_high_bias import AbsorbHighBias
 from quark_fx.passes.adaquant import AdaQuant

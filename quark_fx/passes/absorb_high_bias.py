@@ -1,4 +1,4 @@
-"""Take the part of a bias that a ReLU never cuts into the bias of the next layer."""
+"""Move the part of a bias that a ReLU never clips into the bias of the next layer."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from quark_fx.system.options import NonNegativeFloat
 @graph_pass(exact=False, after=("fold_batch_norm",))
 @dataclass(frozen=True)
 class AbsorbHighBias(Selective):
-    """Lower biases by `c = max(0, beta - deviations * |gamma|)`, and raise those of the next operator by `W @ c`.
+    """Lower biases by `c = max(0, beta - deviations * |gamma|)`, and raise the next operator's biases by `W @ c`.
 
-    `beta` and `gamma` are the batch norm's that was folded into the operator: the mean and the deviation of its output.
-    Where a ReLU lies between, its input is above `c`, and the rewrite exact, for all but a share of the data (0.14 % of
-    a normal distribution at 3 deviations); with nothing between it is exact, and `c` is `beta`. Lower biases make
-    activations, and the steps they are quantized with, smaller. The next operator must be the only reader, and must not
-    pad: the zeros of a border would have been lowered, too.
+    `beta` and `gamma` come from the batch norm that was folded into the operator: mean and deviation of its output.
+    Across a ReLU, the rewrite is exact where its input is above `c`: for all but a fraction of the data (0.14 % of a
+    normal distribution at 3 deviations). Without a ReLU it is exact, and `c` is `beta`. Lower biases make activations,
+    and their quantization steps, smaller. The next operator must be the only reader, and must not pad, because padded
+    zeros would have to be lowered as well.
 
     Attributes:
-        deviations: how many there are to be between the mean and `c`.
+        deviations: Number of deviations between the mean and `c`.
 
     Source:
         Nagel et al. 2019, section 4.1.3.
@@ -38,7 +38,7 @@ class AbsorbHighBias(Selective):
     deviations: NonNegativeFloat = 3.0
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
-        """Rewrite `gm`, note what became of each operator, and return how many biases were lowered."""
+        """Rewrite `gm`, report each operator, and return the number of lowered biases."""
         absorbed = 0
         for node in list(gm.graph.nodes):
             linear = Linear.of(node)
@@ -55,7 +55,7 @@ class AbsorbHighBias(Selective):
         return absorbed
 
     def _absorb(self, gm: GraphModule, producer: Linear, position: int) -> float | str:
-        """Move what can be moved of a bias; return the most that a channel's is lowered by, or why nothing is."""
+        """Move part of a bias; return the most that a channel was lowered by, or the reason that nothing was moved."""
         if "batch_norm" not in producer.node.meta:
             return "no batch norm was folded into it"
         consumer, rectified = _only_reader(producer.node), False
@@ -89,7 +89,7 @@ def _only_reader(node: Node) -> Node | None:
 
 
 def _refusal(gm: GraphModule, producer: Linear, reader: Linear) -> str:
-    """Return why the reader does not sum over the producer's channels with constants alone; empty if it does."""
+    """Return the reason that the reader is not a sum over the producer's channels with constants; empty if it is."""
     name = reader.node.name
     if reader.kind not in ("conv", "linear") or (reader.weight_at, reader.bias_at) != (1, 2):
         return f"it is read by {target_name(reader.node)} (%{name})"
@@ -104,7 +104,7 @@ def _refusal(gm: GraphModule, producer: Linear, reader: Linear) -> str:
 
 
 def _add(gm: GraphModule, linear: Linear, position: int, change: Tensor) -> None:
-    """Add to the bias of an operator, the argument at `position`; one that other operators read stays theirs."""
+    """Add to an operator's bias, the argument at `position`; a shared bias is copied first."""
     old = linear.bias
     if old is not None and len(old.users) == 1:
         bias = parameter(gm, old).detach()

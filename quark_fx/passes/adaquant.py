@@ -1,4 +1,4 @@
-"""Learn the weights themselves, through their rounding."""
+"""Learn weights through their rounding."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from quark_fx.system.options import NonNegativeFloat, NonNegativeInt
 
 
 class StraightThrough(LearnedWeight):
-    """A weight that is rounded in every step, with the gradient of one that is not, and the ratios of its scales.
+    """A weight that is rounded in every step with a straight-through gradient, and ratios of its scales.
 
     Args:
-        grid: what codes stand for.
-        weight: what is rounded.
-        start: the codes to start from.
-        range_rate: of the scales where they are free, as a share of the learning rate; 0 leaves them as they are.
+        grid: Scales, zero points, and format of the codes.
+        weight: Weight to round.
+        start: Initial codes.
+        range_rate: Rate of adjustable scales, as a fraction of the learning rate; 0 keeps them.
     """
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, range_rate: float = 0.0) -> None:
         self.grid, self.range_rate = grid, range_rate
-        # As near to the weight as still rounds to the code it starts at.
+        # Start as close to the weight as possible while still rounding to the initial code.
         low, high = start + 0.49 * (grid.below(start) - start), start + 0.49 * (grid.above(start) - start)
-        # In steps of the scales that there are at first.
+        # The unit is a step of the initial scales.
         self.parameter = torch.minimum(torch.maximum(grid.position(weight), low), high)
         self.parameter.requires_grad_()
         self.logarithms: Tensor | None = None
@@ -38,22 +38,22 @@ class StraightThrough(LearnedWeight):
 
     @property
     def ratio(self) -> Tensor | None:
-        """What the scales are multiplied by; what is learned of them is its logarithm, in steps of `range_rate`."""
+        """Factors of the scales; the learned parameter is their logarithm, in units of `range_rate`."""
         return None if self.logarithms is None else (self.range_rate * self.logarithms).exp()
 
     def weight(self) -> Tensor:
-        """Return the rounded weight; of scales it has the gradient of LSQ."""
+        """Return the rounded weight; its scales have the gradient of LSQ."""
         grid = self.grid.times(self.ratio)
         position = grid.within_reach(self._position(grid))
         return grid.value(position + (grid.round(position) - position).detach())
 
     def codes(self) -> Tensor:
-        """Return the codes it rounds to."""
+        """Return the codes that it rounds to."""
         with torch.no_grad():
             return self.grid.round(self._position(self.grid.times(self.ratio)))
 
     def _position(self, grid: Grid) -> Tensor:
-        """Return where the weight, which stays as its scale changes, lies on a grid."""
+        """Return the position of the weight on a grid; the weight itself does not change with its scale."""
         if self.logarithms is None:
             return self.parameter
         return grid.position(self.grid.value(self.parameter))
@@ -62,14 +62,15 @@ class StraightThrough(LearnedWeight):
 @solver
 @dataclass(frozen=True, kw_only=True)
 class AdaQuant(GradientSolver):
-    """Learn weights through their rounding, with biases and activation scales, to keep what an operator or block makes.
+    """Learn weights through their rounding, with biases and activation scales, so that outputs match the float model.
 
-    Weights may move by more than one code, so it needs more data than `AdaRound`. The other options are those of
-    `quark_fx.solvers.schedule.Schedule`; `learning_rate` is in codes per step.
+    They are compared per operator or block. Weights may move by more than one code, so it needs more data than
+    `AdaRound`. The other options are documented in `quark_fx.solvers.schedule.Schedule`; the unit of `learning_rate` is
+    codes per step.
 
     Args:
-        range_rate: of the scales of weights, where they may change one by one: relative to their size, as a share of
-            `learning_rate`. 0 leaves them as they are.
+        range_rate: Rate of weight scales that can change individually, relative to their size, as a fraction of
+            `learning_rate`. 0 keeps them.
 
     Source:
         Hubara et al. 2021, section 3; by default codes start from coordinate descent. Gradients of scales: Esser et al.
@@ -84,11 +85,11 @@ class AdaQuant(GradientSolver):
 
     @property
     def fits_scales(self) -> bool:
-        """Whether scales of weights are learned."""
+        """True if scales of weights are learned."""
         return self.range_rate > 0
 
     def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> StraightThrough:
-        """Return the weight, which is rounded in every step."""
+        """Return the weight with straight-through rounding."""
         return StraightThrough(grid, weight, start, self.range_rate)
 
 

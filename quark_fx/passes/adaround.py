@@ -1,4 +1,4 @@
-"""Learn which way to round each weight."""
+"""Learn the direction in which each weight is rounded."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from quark_fx.solvers.trainable import LearnedWeight
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt
 
 _ZETA, _GAMMA = 1.1, -0.1
-"""The sigmoid is stretched to this range and cut off at 0 and 1, so that it reaches both."""
+"""Range that the sigmoid is stretched to before it is clipped to 0 and 1, so that it reaches both."""
 
 _STEEPEST, _FLATTEST = 20.0, 2.0
-"""Exponent of the penalty at its beginning and at its end."""
+"""Exponent of the penalty at the start and at the end."""
 
 
 class SoftRounding(LearnedWeight):
-    """A weight between the code it starts at and the next one on the side where the weight lies that it is to be near.
+    """A weight between its initial code and the next code toward the weight to approximate.
 
-    The weight is `floor + h(v) * gap`, with `gap` the distance of the two codes (1, but for floats) and `h` a stretched
-    and cut sigmoid. It begins `softness` of the way from the starting code to that weight.
+    The value is `floor + h(v) * gap`, where `gap` is the distance of the two codes (1 for integers) and `h` is a
+    stretched and clipped sigmoid. It starts at the fraction `softness` of the way from the initial code to that weight.
     """
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AdaRound) -> None:
         self.grid, self.options = grid, options
-        # Codes that make up for the errors of others may lie more than one step from the weight.
+        # Codes that compensate for errors of other weights may be more than one step from the weight.
         below, above = grid.below(start), grid.above(start)
         real = torch.minimum(torch.maximum(grid.position(weight), below), above)
         position = start + options.softness * (real - start)
         self.floor = torch.where(position < start, below, start)
         self.gap = torch.where(position < start, start, above) - self.floor
-        # At 0 and 1 the sigmoid would have no gradient; half way it would not say which code it starts at.
+        # At 0 and 1 the sigmoid has zero gradient; at one half the initial code would be ambiguous.
         h = ((position - self.floor) / self.gap).clamp(0.01, 0.99)
         h = torch.where(self.floor < start, h.clamp(min=0.5 + 1e-6), h.clamp(max=0.5 - 1e-6))
         self.parameter = torch.logit((h - _GAMMA) / (_ZETA - _GAMMA)).requires_grad_()
         self.parameters = (self.parameter,)
 
     def weight(self) -> Tensor:
-        """Return the weight with its soft rounding."""
+        """Return the softly rounded weight."""
         return self.grid.value((self.floor + self._h() * self.gap).clamp(*self.grid.limits))
 
     def penalty(self, progress: float) -> Tensor | float:
-        """Return `1 - |2 h - 1| ** beta`, averaged, once the warm start is over; `beta` falls from 20 to 2."""
+        """Return the mean of `1 - |2 h - 1| ** beta` after the warm start; `beta` falls from 20 to 2."""
         warm = self.options.warm_start
         if progress < warm:
             return 0.0
@@ -55,7 +55,7 @@ class SoftRounding(LearnedWeight):
         return self.options.regularization * (1 - (2 * self._h() - 1).abs().pow(beta)).mean()
 
     def codes(self) -> Tensor:
-        """Return the codes on the side that `h` is nearer to."""
+        """Return the codes on the side that `h` is closer to."""
         return (self.floor + (self.parameter.detach() >= 0) * self.gap).clamp(*self.grid.limits)
 
     def _h(self) -> Tensor:
@@ -65,21 +65,22 @@ class SoftRounding(LearnedWeight):
 @solver
 @dataclass(frozen=True, kw_only=True)
 class AdaRound(GradientSolver):
-    """Learn, for each weight, which of two codes to take, so that what an operator or a block makes is kept.
+    """Learn, for each weight, which of two codes to use, so that operator or block outputs match the float model.
 
-    Scales stay. By default codes start from coordinate descent on each operator's error, which most of the gain comes
-    from, and gradient steps refine them. With `start="codes", softness=1, iterations=10_000, learning_rate=1e-3` they
-    start where the paper's do, at the float weight; what differs from it then is that the penalty is a mean and the
-    error relative, that the rate decays, and that the best state on validation batches is kept. `unit="block"`
-    reconstructs blocks as BRECQ does, without Fisher weights; `drop=0.5, scale_rate=0.01` besides mixes float into
-    what enters the block and into every activation of it, and learns activation scales, as QDrop does.
+    Scales do not change. By default, codes start from coordinate descent on each operator's error, which accounts for
+    most of the gain, and gradient steps refine them. With `start="codes", softness=1, iterations=10_000,
+    learning_rate=1e-3` they start at the float weight, as in the paper. The remaining differences are that the penalty
+    is a mean, that the error is relative, that the rate decays, and that the best state on validation batches is kept.
+    `unit="block"` reconstructs blocks like BRECQ, without Fisher weights. With `drop=0.5, scale_rate=0.01` in addition,
+    values of the block's inputs and activations stay in float at random, and activation scales are learned, like in
+    QDrop.
 
     Args:
-        regularization: weight of the penalty that drives soft codes to hard ones, relative to the relative error.
-        warm_start: share of the steps without it.
-        softness: how far towards the float weight a code begins, 0 to 1.
+        regularization: Weight of the penalty that drives soft codes to hard ones, relative to the relative error.
+        warm_start: Fraction of the steps without the penalty.
+        softness: Initial position of a code on the way to the float weight, 0 to 1.
 
-    The other options are those of `quark_fx.solvers.schedule.Schedule`.
+    The other options are documented in `quark_fx.solvers.schedule.Schedule`.
 
     Source:
         Nagel et al. 2020, section 3; Li et al. 2021 (BRECQ); Wei et al. 2022 (QDrop).
@@ -92,7 +93,7 @@ class AdaRound(GradientSolver):
     softness: Annotated[float, Interval("[0, 1]")] = 0.5
 
     def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> SoftRounding:
-        """Return the weight between two codes each."""
+        """Return the weight with soft rounding."""
         return SoftRounding(grid, weight, start, self)
 
 

@@ -1,4 +1,4 @@
-"""Learn roundings and ranges by the signs of gradients, block by block."""
+"""Learn roundings and ranges by sign gradient descent, block by block."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from quark_fx.solvers.trainable import LearnedWeight
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _FROM_FEEDBACK = 0.3
-"""The number of steps times the first, in codes: those at the end of their bin may change, most stay."""
+"""Number of steps times the first step, in codes: a value close to the edge of its bin may change, most do not."""
 
 
 class SignRounding(LearnedWeight):
-    """A rounded weight, an offset of up to half a code before rounding, and a share of each scale that stays."""
+    """A rounded weight with an offset of up to half a code before rounding, and a ratio for each scale."""
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AutoRound) -> None:
         self.grid, self.options = grid, options
         self.weights = weight
         self.offset = torch.zeros_like(weight, requires_grad=True)
-        # Codes of another start than the nearest are where they are, whatever the weight is.
+        # A code that is not the nearest stays where it is, whatever the weight is.
         self.shift = torch.where(_nearest(grid, weight) == start, 0.0, start - grid.position(weight))
         self.shares: Tensor | None = None
         if grid.free is not None and options.ranges:
-            # What has been learned of them, in steps of `range_rate`.
+            # Change of the ratios so far, in units of `range_rate`.
             self.shares = torch.zeros_like(grid.free.stored, dtype=torch.float32).requires_grad_()
         self.parameters = (self.offset,) if self.shares is None else (self.offset, self.shares)
 
     @property
     def ratio(self) -> Tensor | None:
-        """The shares of the scales, between `smallest_range` and 1."""
+        """Ratios of the scales, between `smallest_range` and 1."""
         if self.shares is None:
             return None
         return _within(1 + self.options.range_rate * self.shares, self.options.smallest_range, 1.0)
 
     def weight(self) -> Tensor:
-        """Return the rounded weight, with the gradient of one that is not."""
+        """Return the rounded weight, with a straight-through gradient."""
         grid = self._grid()
         position = grid.within_reach(self._position(grid))
         return grid.value(position + (grid.round(position) - position).detach())
 
     def codes(self) -> Tensor:
-        """Return the codes it rounds to."""
+        """Return the codes that it rounds to."""
         with torch.no_grad():
             return self.grid.round(self._position(self._grid()))
 
@@ -66,31 +66,31 @@ def _nearest(grid: Grid, weight: Tensor) -> Tensor:
 
 
 def _within(x: Tensor, low: float, high: float) -> Tensor:
-    """Return `x` between two bounds, with a gradient that leads back from beyond them."""
+    """Return `x` clamped to two bounds, with a gradient that leads back from outside."""
     return x + (x.clamp(low, high) - x).detach()
 
 
 @solver
 @dataclass(frozen=True, kw_only=True)
 class AutoRound(GradientSolver):
-    """Learn how each weight rounds and how much of its range each scale covers, by the signs of gradients.
+    """Learn how each weight rounds, and how much of its range each scale covers, by sign gradient descent.
 
-    Steps have the size `learning_rate` and shrink linearly to zero. A block learns from what the quantized blocks
-    before it make. By default codes start anew from error feedback, as `GPTQ(asymmetry=1, fit_scales=True)` rounds,
-    each as near to the next code as the weight was that was rounded, so that few steps do, and small ones: together
-    they are about 0.15 of a code. `start="codes", iterations=200, range_rate=1` is what the paper does: from the
-    nearest codes, half a code in all. That start keeps the codes of passes before, too; those that are not the nearest
-    hardly move.
+    Steps have the size `learning_rate` and shrink linearly to zero. A block learns from the outputs of the quantized
+    blocks before it. By default, codes start from error feedback like `GPTQ(asymmetry=1, fit_scales=True)`. Each value
+    starts at the same distance from the next code as the weight that was rounded, so that few and small steps suffice:
+    together they are about 0.15 of a code. `start="codes", iterations=200, range_rate=1` follows the paper: from the
+    nearest codes, half a code in total. With that start, codes of earlier passes are kept as well, and those that are
+    not the nearest hardly move.
 
     Args:
-        ranges: choose the shares of the scales, too, where they may change one by one.
-        smallest_range: of a share of the scale that steps start with.
-        range_rate: steps of the shares, relative to those of the codes.
+        ranges: Learn the ratios of scales as well, if scales can change individually.
+        smallest_range: Smallest ratio to the initial scale.
+        range_rate: Step size of the ratios, relative to the codes.
 
-    The other options are those of `quark_fx.solvers.schedule.Schedule`.
+    The other options are documented in `quark_fx.solvers.schedule.Schedule`.
 
     Source:
-        Cheng et al. 2023 (SignRound); one share per scale instead of one for either end of the range.
+        Cheng et al. 2023 (SignRound); one ratio per scale instead of one for each end of the range.
     """
 
     unit: Unit = Unit.BLOCK
@@ -104,25 +104,25 @@ class AutoRound(GradientSolver):
 
     @property
     def rate(self) -> float:
-        """The learning rate; 0 stands for one over the number of steps, and 0.3 over it from error feedback."""
+        """Learning rate; 0 means 1 / steps, or 0.3 / steps if codes start from error feedback."""
         far = _FROM_FEEDBACK if self.start is Start.FEEDBACK else 1.0
         return self.learning_rate or far / max(1, self.iterations)
 
     @property
     def fits_scales(self) -> bool:
-        """Whether scales of weights are learned."""
+        """True if scales of weights are learned."""
         return self.ranges
 
     def optimizer(
         self, groups: list[dict[str, Any]]
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        """Return steps by sign: those of Adam without memory."""
-        # The square of a smaller gradient is zero in float32: such a one is no reason to move.
+        """Return sign gradient descent, implemented as Adam without memory."""
+        # The square of a gradient below `eps` is zero in float32; such a gradient causes no step.
         optimizer = torch.optim.Adam(groups, betas=(0.0, 0.0), eps=1e-20)
         return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.iterations)
 
     def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> SignRounding:
-        """Return the weight with its offsets, and the shares of its scales where these are free."""
+        """Return the weight with its offsets, and with ratios of adjustable scales."""
         return SignRounding(grid, weight, start, self)
 
 

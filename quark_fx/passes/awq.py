@@ -1,4 +1,4 @@
-"""Scale up the weights that large activations multiply, so that rounding them matters less."""
+"""Scale up the weights that multiply large activations, so that rounding them causes smaller errors."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
 from quark_fx.system.options import Interval
 
 _SMALLEST = 1e-4
-"""Of a channel, relative to the largest: one that is never there is scaled like one that hardly is."""
+"""Smallest value of a channel relative to the largest; smaller ones are scaled alike."""
 
 
 @scaling_solver
 @dataclass(frozen=True, kw_only=True)
 class AWQ(ScalingSolver):
-    """Multiply weights by `s = a ** r / w ** q` per input channel and divide what they read by it, where something can.
+    """Multiply weights by `s = a ** r / w ** q` per input channel, and divide their input by it where possible.
 
-    `a` is the root mean square of a channel on the calibration data, `w` the mean magnitude of the weights that read
-    it, each relative to the scale of its group: what the data multiplies most is rounded finer, and so is what lies far
-    below the largest weight of its group. Of the exponents it tries, on a grid from 0 to 1, each site takes those whose
-    rounded weights change the outputs of the operators that read it least. That error is a quadratic form of the
-    weights, so the data is read once, whatever is tried. Of wide operators every few outputs are asked. What is
-    no better on validation data is dropped. Set `feedback=True` if `GPTQ` follows: its error feedback makes up for much
-    of the error that scales for rounding to nearest are chosen by, and with those scales it may lose more than without.
+    `a` is the root mean square of a channel on the calibration data, and `w` the mean magnitude of the weights that
+    read it, each relative to the scale of its group: weights of large activations are rounded more finely, and so are
+    weights far below the largest of their group. Exponents are searched on a grid from 0 to 1; each site gets the ones
+    that minimize the output error of its readers with rounded weights. That error is a quadratic form of the weights,
+    so the data runs only once. For wide operators it is measured on a subset of the outputs. A scale that is not better
+    on validation data is rejected. Set `feedback=True` if `GPTQ` follows: its error feedback removes much of the error
+    that scales for rounding to nearest are chosen by, and with those scales it may be worse than without any.
 
     Args:
-        feedback: choose the scales that error feedback loses least with.
-        steps: intervals of the grid; about every fifth of it is tried for each exponent, then what lies around.
-        explicit: insert a multiplication where nothing before can absorb the scale.
+        feedback: Choose the scales with the smallest error after error feedback.
+        steps: Intervals of the grid; about every fifth point is tried for each exponent, then points around the best.
+        explicit: Insert a multiplication if nothing before the site can absorb the scale.
 
     Raises:
-        ConfigError: for fewer than two steps.
+        ConfigError: For fewer than two steps.
 
     Source:
-        Lin et al. 2024 (AWQ), section 3.2, where `a` is the mean magnitude, `q` is 0, and the objective the error of a
-        block; squares are what the error of an operator weighs by. llm-compressor's "duo" scales have `q = 1 - r`.
-        `feedback` is ours (`quark_fx.solvers.error_feedback.Factor.left_over`).
+        Lin et al. 2024 (AWQ), section 3.2, where `a` is the mean magnitude, `q` is 0, and the objective is the error of
+        a block; squares are the proper weights for the error of an operator. llm-compressor's "duo" scales have
+        `q = 1 - r`. `feedback` is ours (`quark_fx.solvers.error_feedback.Factor.left_over`).
     """
 
     trial: ClassVar = HessianTrial
@@ -50,17 +50,17 @@ class AWQ(ScalingSolver):
 
     @property
     def judge(self) -> type[HessianTrial]:
-        """Rounding to nearest, or with error feedback."""
+        """Trial with rounding to nearest, or with error feedback."""
         return FeedbackTrial if self.feedback else HessianTrial
 
     @property
     def grid(self) -> dict[str, list[float]]:
-        """The exponents."""
+        """Exponents to try."""
         values = [step / self.steps for step in range(self.steps + 1)]
         return {"r": values, "q": values}
 
     def scale(self, seen: MeasuredSite, values: tuple[float, ...]) -> Tensor:
-        """Return the scale of a pair of exponents, around 1."""
+        """Return the scale of a pair of exponents, centered at 1."""
         r, q = values
         return _around_one(_relative(seen.root_mean_square) ** r / _relative(seen.mean_weight) ** q)
 

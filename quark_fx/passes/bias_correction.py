@@ -1,4 +1,4 @@
-"""Take the mean error that quantization causes out of the biases."""
+"""Correct biases by the mean error that quantization causes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from quark_fx.solvers.solver import Bias, Proposal, Solver, solver
 
 
 class Means(StrEnum):
-    """Where the mean error of an output comes from."""
+    """Source of an output's mean error."""
 
     EMPIRICAL = "empirical"
-    """Float and quantized outputs on calibration data, everything before quantized and corrected."""
+    """Float and quantized outputs on calibration data, with everything before quantized and corrected."""
     ANALYTIC = "analytic"
-    """The batch norm folded into the operator before: its activations are normal, and clamped."""
+    """Batch norm folded into the previous operator; activations are assumed normal, and clamped."""
 
 
 @solver
 @dataclass(frozen=True, kw_only=True)
 class BiasCorrection(Solver):
-    """Add to each bias the mean, per output channel, of what quantization takes from the operator's output.
+    """Add the mean quantization error of an operator's output, per output channel, to its bias.
 
-    Not after `AdaRound` or `AdaQuant`, whose error contains the mean already.
+    Do not use it after `AdaRound` or `AdaQuant`, whose objective already includes the mean.
 
     Args:
-        means: `"empirical"`, sequentially on calibration data, kept where the error on unseen batches falls; or
-            `"analytic"`, `(W - Q(W)) E[x]` with `E[x]` of a clamped normal distribution, without data, for operators
-            that a batch norm (folded by `fold_batch_norm`) and at most a clamp lie before.
+        means: `"empirical"`: sequentially on calibration data; kept if the error on unseen batches decreases.
+            `"analytic"`: `(W - Q(W)) E[x]`, with `E[x]` of a clamped normal distribution, without data, for operators
+            after a batch norm (folded by `fold_batch_norm`) and at most a clamp.
 
     Source:
         Nagel et al. 2019, section 4.2 and appendix C; sequential correction as in section 4.2.2 of Banner et al. 2019.
@@ -52,11 +52,11 @@ class BiasCorrection(Solver):
 
     @property
     def reads(self) -> OutputError:
-        """The mean error of each output channel."""
+        """Mean error of each output channel."""
         return OutputError(Mean())
 
     def solve(self, now: Bias, seen: Mean) -> Proposal:
-        """Add the mean error."""
+        """Return the bias plus the mean error."""
         return Proposal(replace(now, value=now.value + seen.value))
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
@@ -68,7 +68,7 @@ class BiasCorrection(Solver):
         return sum(change.changed for change in context.changes)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes: nothing where it reads no data."""
+        """Return the needs of a run: none if it uses no data."""
         return super().needs(sizes) if self.means is Means.EMPIRICAL else Need()
 
 
@@ -88,7 +88,7 @@ def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, bias: Stored
 
 
 def _expected_input(gm: GraphModule, linear: Linear) -> Tensor | None:
-    """Return the mean of each input channel, from the batch norm before and the clamp between."""
+    """Return the mean of each input channel, given the preceding batch norm and the clamp after it."""
     source = linear.activation
     bounds = _bounds(gm, source)
     norm: Any = source if bounds is None else source.args[0]
@@ -106,7 +106,7 @@ Bound = float | Tensor | None
 
 
 def _bounds(gm: GraphModule, node: Node) -> tuple[Bound, Bound] | None:
-    """Return the constant bounds of a clamp, one value per channel where equalization made them so."""
+    """Return the constant bounds of a clamp; equalization may have made them per channel."""
     if target_name(node) != "aten.clamp.Tensor":
         return clamp_bounds(node)
     low, high = argument(node, 1), argument(node, 2)
@@ -117,16 +117,16 @@ def _bounds(gm: GraphModule, node: Node) -> tuple[Bound, Bound] | None:
 
 
 def clamped_mean(mean: Tensor, deviation: Tensor, low: Bound, high: Bound) -> Tensor:
-    """Return the mean of a normal variable clamped to `[low, high]`; `None` is no bound.
+    """Return the mean of a normal variable clamped to `[low, high]`; `None` means unbounded.
 
     Args:
-        mean: of the variable, shape (channels,).
-        deviation: its standard deviation, of either sign, shape (channels,).
-        low: one for all, or shape (channels,).
-        high: likewise.
+        mean: Mean of the variable, shape (channels,).
+        deviation: Standard deviation of the variable, of either sign, shape (channels,).
+        low: Lower bound, a number or shape (channels,).
+        high: Upper bound, a number or shape (channels,).
 
     Returns:
-        Shape (channels,).
+        The means, shape (channels,).
 
     Source:
         Nagel et al. 2019, appendix C.

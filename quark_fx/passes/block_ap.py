@@ -1,4 +1,4 @@
-"""Learn all weights of a block and their scales together, from error feedback."""
+"""Learn all weights of a block and their scales together, starting from error feedback."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quark_fx.system.options import NonNegativeFloat, NonNegativeInt, PositiveIn
 @solver
 @dataclass(frozen=True, kw_only=True)
 class BlockAP(AdaQuant):
-    """`AdaQuant` for language models: all weights of a block and their scales, from the codes of error feedback.
+    """`AdaQuant` for language models: all weights of a block and their scales, starting from error feedback.
 
-    A weight may go to any code, where `AutoRound` moves it by one at most: at 2 bits the best is often further away.
-    `TuneScales` behind it is the other half of EfficientQAT.
+    A weight may move to any code, while `AutoRound` moves it by at most one: at 2 bits the best code is often further
+    away. Add `TuneScales` after it for the second half of EfficientQAT.
 
     Source:
-        Chen et al. 2024 (EfficientQAT), section 3.2 (Block-AP). Zero points stay, which are whole numbers here; with
-        little data, steps are larger and fewer.
+        Chen et al. 2024 (EfficientQAT), section 3.2 (Block-AP). Zero points, which are integers here, do not change;
+        for little data, steps are larger and fewer.
     """
 
     unit: Unit = Unit.BLOCK

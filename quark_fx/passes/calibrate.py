@@ -17,12 +17,12 @@ from quark_fx.graph.pass_manager import Stage, graph_pass
 
 @graph_pass(stage=Stage.OBSERVED, distributed=True)
 def calibrate(gm: GraphModule, context: Context) -> int:
-    """Run the calibration data, read scales off the observers, take these out, and return how many there were.
+    """Run the calibration data, compute scales from the observers, remove these, and return their number.
 
-    No data is read where nothing is observed, or a `Session` has observed it before.
+    Without observers, or if a `Session` has run the data before, it does not run.
 
     Raises:
-        CalibrationError: if there is no batch, a value is not finite, or an index beyond its table; the message
+        CalibrationError: If batches are missing, a value is not finite, or an index exceeds its table; the message
             names the batch, or the operator and the user's source line.
     """
     watches = watches_in(gm)

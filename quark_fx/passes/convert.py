@@ -1,4 +1,4 @@
-"""Replace what the plan quantizes by codes, `quantize` and `dequantize`."""
+"""Replace the planned constants by codes, and insert `quantize` and `dequantize`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from quark_fx.plan.placement import Coded, Plan
 
 @graph_pass(exact=False, stage=Stage.SETTLED, distributed=True)
 def convert(gm: GraphModule, context: Context) -> int:
-    """Rewrite `gm` so that it computes in the plan's formats; return how many operators were quantized.
+    """Rewrite `gm` so that it computes in the plan's formats; return the number of quantized operators.
 
-    The rows of the report, one per weighted operator, go to `context.rows`.
+    The rows of the report, one per weighted operator, are stored in `context.rows`.
 
     Raises:
-        CalibrationError: if a weight is not finite; the message names it.
-        PassError: if a pass in the place of `calibrate` left something to do.
+        CalibrationError: If a weight is not finite; the message names it.
+        PassError: If a pass used in place of `calibrate` left observers, or did not set all scales.
     """
     found = context.planned
     plan = found.plan

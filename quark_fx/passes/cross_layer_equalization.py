@@ -1,4 +1,4 @@
-"""Even out the ranges of weights across layers."""
+"""Equalize the ranges of weights across layers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from quark_fx.system.options import Interval, PositiveInt
 @graph_pass(after=("fold_batch_norm",))
 @dataclass(frozen=True)
 class CrossLayerEqualization(Selective):
-    """Move scale between layers until each channel's weights reach as far where it is made as where it is read.
+    """Move scale between layers until each channel's weights have equal ranges before and after it.
 
-    At every site between convolutions and matrix products the scale of a channel is `sqrt(r1 / r2)`: `r1` is the
-    largest magnitude among the weights that make the channel, `r2` among those that read it. Rounds over all sites go
-    on until none moves. A channel that only zeros make or read is left alone, and so are sites at which a norm or
-    another constant takes part, whose range nobody quantizes. The bounds of a clamp, such as ReLU6's 6, become
-    constants per channel.
+    At every site between convolutions and matrix products, the scale of a channel is `sqrt(r1 / r2)`: `r1` is the
+    largest magnitude of the weights that produce the channel, `r2` of its readers' weights. Rounds over all sites
+    repeat until no scale changes. Channels with only zero weights on either side are skipped, and so are sites with a
+    norm or another constant, whose range is not quantized. The bounds of a clamp, such as ReLU6's 6, become constants
+    per channel.
 
     Attributes:
-        rounds: at most that many.
-        tolerance: the first round in which no scale changes by more than this factor, less 1, is the last.
-        keep_scalar_bounds: leave out sites with such clamps, for hardware that has only scalar ones.
+        rounds: Largest number of rounds.
+        tolerance: Relative change of scales; the first round in which no scale changes by more is the last.
+        keep_scalar_bounds: Skip sites with clamps, for hardware that supports only scalar bounds.
 
     Source:
         Nagel et al. 2019, section 4.1.
@@ -48,7 +48,7 @@ class CrossLayerEqualization(Selective):
     keep_scalar_bounds: bool = False
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
-        """Equalize `gm`, note what became of each operator, and return the number of sites that were rescaled."""
+        """Equalize `gm`, report each operator, and return the number of rescaled sites."""
         analysis = find_scale_sites(gm)
         readers = [found.reader for site in analysis.sites for found in site.inputs]
         names = {node: names_of(node) for node in (*analysis.reasons, *readers)}
@@ -76,7 +76,7 @@ class CrossLayerEqualization(Selective):
         return rescaled
 
     def _refusal(self, site: ScaleSite) -> str:
-        """Return why a site is left out, empty if it takes part."""
+        """Return the reason to skip a site, empty if it takes part."""
         for absorber in (*site.producers, *site.consumers):
             node = absorber.node
             if Linear.of(node) is None:
@@ -88,7 +88,7 @@ class CrossLayerEqualization(Selective):
 
 @dataclass(frozen=True, eq=False)
 class _Role:
-    """How a weight takes part in the site at `index`; labels are as in `Absorber`."""
+    """Role of a weight in the site at `index`; labels are documented in `Absorber`."""
 
     index: int
     labels: Tensor
@@ -97,13 +97,13 @@ class _Role:
 
 @dataclass(eq=False)
 class _Weight:
-    """The magnitudes of a weight: the largest over dimensions along which none of its roles' labels vary."""
+    """Magnitudes of a weight, reduced by maximum over dimensions along which the labels of its roles do not vary."""
 
     roles: list[_Role] = field(default_factory=list)
     magnitude: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32))
 
     def reduce(self, weight: Tensor) -> None:
-        """Take the magnitudes of `weight`."""
+        """Compute the magnitudes from `weight`."""
         varying = [any(role.labels.shape[d] > 1 for role in self.roles) for d in range(weight.dim())]
         alike = [d for d, varies in enumerate(varying) if not varies]
         magnitude = weight.detach().abs()
@@ -111,7 +111,7 @@ class _Weight:
         self.roles = [_Role(r.index, r.labels.to(weight.device), r.divides) for r in self.roles]
 
     def largest(self, role: _Role, scales: Sequence[Tensor]) -> Tensor:
-        """Return the largest magnitude per component of a role's site, under the scales so far."""
+        """Return the largest magnitude per component of a role's site, with the current scales applied."""
         now = self.magnitude
         for other in self.roles:
             factor = per_element(other.labels, scales[other.index])
@@ -120,7 +120,7 @@ class _Weight:
 
 
 def _weights(gm: GraphModule, sites: Sequence[ScaleSite]) -> list[list[tuple[_Weight, _Role]]]:
-    """Return, for each site, the weights that take part."""
+    """Return the weights that take part in each site."""
     found: dict[Node, _Weight] = {}
     per_site: list[list[tuple[_Weight, _Role]]] = []
     for index, site in enumerate(sites):
@@ -143,7 +143,7 @@ def _device(gm: GraphModule, site: ScaleSite) -> torch.device:
 
 
 def _equalize(index: int, scales: list[Tensor], weights: Sequence[Sequence[tuple[_Weight, _Role]]]) -> float:
-    """Update the scale of one site; return the largest logarithm of a factor it changed by."""
+    """Update the scale of one site; return the largest absolute logarithm of its change."""
     made, read = torch.zeros_like(scales[index]), torch.zeros_like(scales[index])
     for weight, role in weights[index]:
         found = weight.largest(role, scales)

@@ -1,4 +1,4 @@
-"""Fit scales to where rounding to nearest changes the outputs of operators least."""
+"""Fit scales to minimize the output errors of operators under rounding to nearest."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 class FitScales(Solver):
     """Choose each weight scale to minimize the operator's output error under round-to-nearest.
 
-    Scales of integers only shrink. Those of floats may grow as well, because float codes get coarser as they get
-    larger. After `AWQ` this is the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Scales with
-    offsets and those of two levels (`quark_fx.gguf_types`) are fitted by least squares instead, inputs weighted by the
-    mean of their squares: llama.cpp's importance matrix. Every operator sees inputs that everything before it,
-    quantized, makes of the data, in one forward pass over it. Scales per tensor, `POWER_OF_TWO` scales and those of
-    sub-blocks (MX4 to MX9) stay, and so does what is no better on validation data.
+    Scales of integers only shrink. Scales of floats may grow as well, because float codes get coarser as they get
+    larger. After `AWQ`, this is the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Scales with
+    offsets, and scales of two levels (`quark_fx.gguf_types`), are fitted by least squares instead, with inputs weighted
+    by their mean square: llama.cpp's importance matrix. Everything before an operator is quantized when its input is
+    measured, in one forward pass over the data. Scales per tensor, `POWER_OF_TWO` scales, and scales of sub-blocks (MX4
+    to MX9) do not change, and a result that is not better on validation data is rejected.
 
     Args:
-        guided: weight each row of the data by how much the model's predictions depend on it, as `GPTQ` does. It costs a
+        guided: Weight each row of the data by the sensitivity of the model's predictions to it, like `GPTQ`. It costs a
             forward and a backward pass of the float model, and a Hessian for each operator.
 
     Source:
-        Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand;
+        Lin et al. 2024 (AWQ), clip search of the reference code, with the sum over tokens computed beforehand;
         `fit_ranges` for offsets; for `guided` Kim et al. 2025 (GuidedQuant).
     """
 
@@ -41,11 +41,11 @@ class FitScales(Solver):
 
     @property
     def reads(self) -> InputHessian:
-        """The Hessian, as guided."""
+        """Hessian of the input, guided if requested."""
         return InputHessian(guided=self.guided)
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
-        """Fit the scales and round to nearest."""
+        """Fit the scales, and round to nearest."""
         if weight.columns is None:
             return self._with_ranges(weight, seen)
         columns, allowed = weight.columns, weight.allowed
@@ -64,7 +64,7 @@ class FitScales(Solver):
         return Proposal(weight.with_ranges(*found).nearest(), seen.unguided)
 
     def working_bytes(self, matrices: Matrices) -> int:
-        """Return the bytes of a piece of a weight at work."""
+        """Return the bytes needed to process a piece of a weight."""
         return working_bytes(matrices.groups, matrices.outputs, matrices.inputs)
 
 

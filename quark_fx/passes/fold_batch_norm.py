@@ -1,4 +1,4 @@
-"""Fold affine maps by constants, batch norms among them, into the convolution or matrix product next to them."""
+"""Fold affine maps with constants, including batch norms, into the adjacent convolution or matrix product."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ from quark_fx.graph.pass_manager import graph_pass
 
 @graph_pass()
 def fold_batch_norm(gm: GraphModule) -> int:
-    """Fold every affine map by constants into the operator before it, or else the one after it, where that is exact.
+    """Fold every affine map with constants into the operator before it, or else the one after it, where that is exact.
 
-    An affine map multiplies each channel by a constant `g` and adds a constant `c`: a batch norm in eval mode, and any
-    chain of products and sums with parameters, buffers, and numbers, in whatever operators and shapes they are written.
+    An affine map multiplies each channel by a constant `g` and adds a constant `c`: a batch norm in eval mode, or any
+    chain of products and sums with parameters, buffers, and numbers, with any operators and shapes.
 
-    Before: `W' = W * g` along the output channels, `b' = b * g + c`. Legal if nothing else reads the operator, and its
-    output channels are what the constants vary along. Transpositions and reshapes may lie between.
-    After: `W' = W * g` along the input channels, `b' = b + W @ c`. Legal if nothing else reads the map, and it adds
-    nothing where the operator pads (the padded zeros would have been shifted).
+    Before: `W' = W * g` along the output channels, `b' = b * g + c`. This is valid if the map is the operator's only
+    reader, and its constants vary only along the operator's output channels. Transpositions and reshapes may be in
+    between.
+    After: `W' = W * g` along the input channels, `b' = b + W @ c`. This is valid if the operator is the map's only
+    reader, and `c` is zero where the operator pads (otherwise the padded zeros would have to be shifted).
 
-    Transpositions that cancel without the map between them are dropped.
+    Transpositions that cancel once the map between them is gone are removed.
 
-    Left alone: one factor for all channels next to a matrix product, which gains nothing by it unless a clamp follows
-    (models divide logits and queries so); the weights of a normalization, where scale sites and rotations end; and
-    constants that are infinite. An operator that a batch norm after it went into keeps, as `node.meta["batch_norm"]`,
-    the mean and the deviation of its output per channel: float32, shape `(channels,)`.
+    Not folded: a single factor for all channels next to a matrix product, which gains nothing unless a clamp follows
+    (models scale logits and queries this way); the weights of a normalization, where scale sites and rotations end; and
+    infinite constants. If a batch norm is folded into the operator before it, that operator's `node.meta["batch_norm"]`
+    holds the mean and the deviation of its output per channel: float32, shape `(channels,)`.
 
     Returns:
-        The number of maps that were folded.
+        Number of folded maps.
 
     Source:
         Jacob et al. 2018, section 3.2.
@@ -69,12 +70,12 @@ def fold_batch_norm(gm: GraphModule) -> int:
 
 @dataclass
 class _Chain:
-    """A chain of affine maps, as one.
+    """A chain of affine maps, combined into one.
 
     Attributes:
-        factor, offset: Map of all steps, float64, shape `(channels,)`.
-        steps: Steps in the order in which values pass them.
-        statistics: Mean and deviation of each channel of the result, where a batch norm says so.
+        factor, offset: Combined map, float64, shape `(channels,)`.
+        steps: Steps in the order in which they are applied.
+        statistics: Mean and deviation of each channel of the result, known from a batch norm.
     """
 
     factor: Tensor
@@ -160,7 +161,7 @@ def _identity(linear: Linear, channels: int) -> _Chain:
 
 
 def _is_foldable(gm: GraphModule, linear: Linear) -> bool:
-    """Tell whether weight and bias of an operator are its own to change."""
+    """Return whether weight and bias of an operator can be changed without affecting other operators."""
     return (
         (linear.bias is None or is_parameter(linear.bias))
         and not linear.has_factors
@@ -170,7 +171,7 @@ def _is_foldable(gm: GraphModule, linear: Linear) -> bool:
 
 
 def _is_normalized(gm: GraphModule, value: Node, constants: Collection[Node]) -> bool:
-    """Tell whether a value is a product or quotient of activations, such as a normalized one."""
+    """Return whether a value is a product or quotient of activations, such as a normalized one."""
     while target_name(value) == CAST:
         value = value.args[0]  # type: ignore[assignment]
     factors = [n for n in value.all_input_nodes if is_floating(gm, n) and not is_constant(n, constants)]
@@ -178,7 +179,7 @@ def _is_normalized(gm: GraphModule, value: Node, constants: Collection[Node]) ->
 
 
 def _only_reader(value: Node) -> Node | None:
-    """Return the one node that reads the elements of a value, not its sizes alone."""
+    """Return the only node that reads the elements of a value; readers of its sizes do not count."""
     readers = [user for user in value.users if not _reads_sizes_alone(user, value)]
     return readers[0] if len(readers) == 1 else None
 
@@ -196,7 +197,7 @@ def _multiplied(gm: GraphModule, linear: Linear, placed: Callable[[Tensor], Tens
 
 
 def _store(gm: GraphModule, linear: Linear, weight: Tensor, bias: Tensor | None) -> bool:
-    """Give an operator its weight and bias; refuse those that overflow."""
+    """Store an operator's weight and bias, unless they overflow; return whether they were stored."""
     stored = linear.stored
     old, like = linear.bias, parameter(gm, stored.node)
     weight = weight.to(like.dtype)
@@ -213,7 +214,7 @@ def _store(gm: GraphModule, linear: Linear, weight: Tensor, bias: Tensor | None)
 
 
 def _replace(gm: GraphModule, node: Node, position: int, old: Node | None, name: str, value: Tensor) -> None:
-    """Give `node` the constant `value`: under the old name if nothing else reads it, else under a fresh one."""
+    """Give `node` the constant `value`: under the old name if it was the only reader, else under a new one."""
     if old is not None and len(old.users) == 1:
         set_parameter(gm, name, value)
         return
@@ -222,7 +223,7 @@ def _replace(gm: GraphModule, node: Node, position: int, old: Node | None, name:
 
 
 def _drop(gm: GraphModule, linear: Linear, chain: _Chain, notes: AbsorbedMaps, *, before: bool) -> int:
-    """Let what reads a chain of maps read what they map; return how many there are."""
+    """Remove a chain of maps from the graph; return the number of its steps."""
     notes.note(linear.node, chain.steps, chain.factor, chain.offset, before=before)
     for step in reversed(chain.steps):
         step.result.replace_all_uses_with(step.value)

@@ -31,18 +31,18 @@ from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.graph.provenance import note_folded
 
 LARGEST = 1 << 26
-"""Bytes up to which a constant may be larger than twice the parameters it is computed from."""
+"""Size in bytes up to which a constant may exceed twice the parameters that it is computed from."""
 
 
 @graph_pass()
 def fold_constants(gm: GraphModule) -> int:
     """Replace floating-point values computed from parameters alone by new parameters.
 
-    So every such value that an operator multiplies by, looks rows up in, or adds becomes a weight or bias: weights
-    under weight, spectral or orthogonal norm, standardized kernels, slices and concatenations of parameters, and
-    products of parameters. A transposed parameter stays as it is, since operators find it where it is stored. Values
-    with other readers are folded up to the last operator that is not data movement. A constant of more than twice the
-    bytes of its parameters, and more than 64 MiB, stays computed; the report names the operators that read it.
+    Afterwards, every such value that an operator multiplies by, looks rows up in, or adds is a weight or bias: weights
+    under weight, spectral, or orthogonal norm, standardized kernels, slices and concatenations of parameters, and
+    products of parameters. A transposed parameter is left alone, because operators find the parameter through the
+    transposition. Values with other readers are folded up to the last operator that is not data movement. A constant of
+    more than twice the bytes of its parameters, and more than 64 MiB, stays computed; the report names its readers.
     """
     constants = computed_constants(gm.graph)
     count = 0
@@ -87,7 +87,7 @@ def _weights(node: Node, constants: Collection[Node]) -> Iterator[Node]:
 
 
 def _computed(values: Collection[Node], constants: Collection[Node]) -> Iterator[Node]:
-    """Yield the last computations of some values, which data movement may follow."""
+    """Yield the last computations of some values, ignoring data movement after them."""
     pending, seen = [value for value in values if value in constants], set(values)
     while pending:
         node = pending.pop()
@@ -100,7 +100,7 @@ def _computed(values: Collection[Node], constants: Collection[Node]) -> Iterator
 
 
 def _is_lookup(node: Node) -> bool:
-    """Tell whether a node looks rows up: those of a table that a constant selects are quantized like others."""
+    """Return whether a node looks rows up; rows that a constant selects from a table are quantized like any others."""
     row = row_by_target(node)
     return row is not None and not row.activations
 
@@ -111,7 +111,7 @@ def _holds_floats(node: Node) -> bool:
 
 
 def _has_parameters_alone(node: Node) -> bool:
-    """Tell whether a constant depends on no values made from sizes, such as a mask or a range of positions."""
+    """Return whether a constant is computed without values that come from sizes, such as masks or position ranges."""
     return all(call.all_input_nodes for call in calls_of(node))
 
 
@@ -122,7 +122,7 @@ def _fits(gm: GraphModule, node: Node, sources: Collection[Node]) -> bool:
 
 
 def _own_value(gm: GraphModule, node: Node, sources: Collection[Node]) -> Tensor:
-    """Return the value of a constant, in memory that it shares with no parameter."""
+    """Return the value of a constant, in memory not shared with a parameter."""
     value = constant_value(gm, node).contiguous()
     tensors = [parameter(gm, n) for n in sources]
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta}
@@ -130,7 +130,7 @@ def _own_value(gm: GraphModule, node: Node, sources: Collection[Node]) -> Tensor
 
 
 def _name(source: Node) -> str:
-    """Name the result after the module: `conv.parametrizations.weight.original0` makes `conv.weight`."""
+    """Return a name derived from the module: `conv.parametrizations.weight.original0` becomes `conv.weight`."""
     module, found, rest = str(source.target).partition(".parametrizations.")
     if found:
         return f"{module}.{rest.partition('.')[0]}"

@@ -1,4 +1,4 @@
-"""Spell the mean over height and width as the pool that it is."""
+"""Rewrite the mean over height and width to a pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 def pool_means(gm: GraphModule) -> int:
     """Rewrite the mean of images, `(batch, channels, height, width)`, over both dimensions to a global average pool.
 
-    Compilers for accelerators know the pool. What follows a mean without `keepdim` reads it without its two dimensions
+    Compilers for accelerators support the pool. Without `keepdim`, a squeeze removes the two dimensions of size 1.
     of size 1.
     """
     done = 0

@@ -1,4 +1,4 @@
-"""Choose codes column by column, so that each column makes up for the errors of those before it."""
+"""Choose codes column by column; each column compensates for the errors of earlier columns."""
 
 from __future__ import annotations
 
@@ -31,43 +31,42 @@ from quark_fx.system.options import Interval, NonNegativeInt
 class GPTQ(Solver):
     """Round the weights of matrix products and convolutions so that their outputs, not the weights, are nearest.
 
-    Every operator sees inputs that the quantized operators before it compute from the data (true sequential), in one
-    forward pass over it. Operators that read one value share its Hessian and its factors, unless guided; of a stack of
-    experts each has the tokens routed to it, and borrows from the average of all where they are few. Positions that the
-    data's `attention_mask` leaves out do not count, but for experts. A weight keeps its codes where the error on
-    validation data would be higher.
+    Each operator's input is computed by the quantized operators before it (true sequential), in one forward pass over
+    the data. Operators with the same input share its Hessian and factors, unless guided. In a stack of experts, each
+    expert uses the tokens routed to it, and borrows from the average of all if they are few. Positions that the data's
+    `attention_mask` leaves out are excluded, except for experts. A weight keeps its codes if the error on validation
+    data would not decrease.
 
     Args:
-        damping: share of the mean diagonal of the Hessian that is added to it.
-        by_activation: round the inputs that matter most first (activation order; no trace of it in the result).
-        asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
-            to what the float model makes of its own inputs (1), at the cost of a second forward pass.
-        fit_scales: first shrink each scale to the one that this rounding is expected to lose least with.
-        static_groups: keep scales fixed while rounding. Otherwise each is chosen just before the first of its inputs is
-            rounded: of the scales around it that can be stored, the one that this rounding loses least with, errors of
-            earlier inputs included. Inputs of a scale are then rounded one after the other, which restricts
-            `by_activation` to ordering groups, and inputs within a group: it suits small blocks whose scales are close
-            to each other (NVFP4), not powers of two (MXFP4). Scales stay where groups differ in size, or outputs share
-            a scale.
-        sweeps: of coordinate descent over the codes that error feedback chose, at most. Error feedback makes up for the
-            error of an input in those after it alone; a sweep moves each code to the best one given all others. Each
-            costs as much as rounding. Rows that make up for each other are not swept.
-        two_sided: rows of a weight make up for the errors of other rows, too, by which output channels' errors add up
-            in what the model predicts. It costs the passes of `guided`, and a Hessian of the outputs for each operator;
-            together they cost the passes once. Operators of several matrices, as stacks of experts, are rounded as
-            without.
-        guided: weight each row of the data by how much the model's predictions depend on it. It costs a forward and a
-            backward pass of the float model, and a Hessian for each operator. Rows routed to experts weigh the same.
+        damping: Fraction of the Hessian's mean diagonal that is added to its diagonal.
+        by_activation: Round the inputs with the largest diagonal first (activation order); the result stores no order.
+        asymmetry: Position of the target between the float weight's output on quantized inputs (0, the paper's) and the
+            float model's output on its own inputs (1); values above 0 cost a second forward pass.
+        fit_scales: First shrink each scale to the one with the smallest expected error for this rounding.
+        static_groups: Keep scales fixed while rounding. Otherwise each scale is chosen just before its first input is
+            rounded: among the storable scales around it, the one with the smallest error, including errors of earlier
+            inputs. Inputs that share a scale are then rounded consecutively, which restricts `by_activation` to the
+            order of groups, and of inputs within a group. This suits small blocks with closely spaced scales (NVFP4),
+            not powers of two (MXFP4). Scales stay fixed if groups differ in size, or outputs share a scale.
+        sweeps: Largest number of coordinate-descent sweeps over the codes from error feedback. Error feedback
+            compensates for the error of an input only in later inputs; a sweep moves each code to the best one given
+            all others. Each sweep costs as much as rounding. Rows that compensate for each other are not swept.
+        two_sided: Let rows of a weight compensate for the errors of other rows as well, based on how errors of output
+            channels add up in the model's predictions. It costs the passes of `guided`, and a Hessian of the outputs
+            for each operator; both options together cost the passes once. Operators with several matrices, such as
+            stacks of experts, are rounded as usual.
+        guided: Weight each row of the data by the sensitivity of the model's predictions to it. It costs a forward and
+            a backward pass of the float model, and a Hessian for each operator. Rows routed to experts are weighted
+            equally.
 
     Raises:
-        ConfigError: for a value out of range.
+        ConfigError: For a value out of range.
 
     Source:
-        Frantar et al. 2023 (GPTQ), which recomputes the range of each group on the way, where we search; for
+        Frantar et al. 2023 (GPTQ), which recomputes the range of each group on the way, while this searches; for
         `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos), minimized column by column
-        (Qronos rounds the first column for the float weights of the others); for `sweeps` Behdin et al. 2023
-        (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant); for `two_sided` Tseng
-        et al. 2025 (YAQA).
+        (Qronos rounds the first column given the float weights of the others); for `sweeps` Behdin et al. 2023
+        (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant); for `two_sided` Tseng et al. 2025 (YAQA).
     """
 
     damping: Annotated[float, Interval("(0, 1]")] = DAMPING
@@ -88,7 +87,7 @@ class GPTQ(Solver):
 
     @property
     def reads(self) -> InputHessian:
-        """The Hessian, as guided, and where the target moves, what the float model makes of its own inputs."""
+        """Hessian of the input, guided if requested, with the shift if `asymmetry` is above 0."""
         return InputHessian(shifted=self.asymmetry > 0, guided=self.guided, two_sided=self.two_sided)
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal:
@@ -120,10 +119,10 @@ class GPTQ(Solver):
         return Proposal(weight, "; ".join(filter(None, remarks)), self.asymmetry)
 
     def working_bytes(self, matrices: Matrices) -> int:
-        """Return the bytes of a factor and a piece of a weight at work, and of what moves targets and fits scales."""
+        """Return the bytes of a factor and of a piece of a weight, and of the copies that the options need."""
         more = matrices.moment * bool(self.asymmetry or self.fit_scales) + matrices.target * bool(self.asymmetry)
         more += matrices.moment * bool(self.sweeps)
-        if self.two_sided:  # the errors and the target in steps, and the factor of the outputs
+        if self.two_sided:  # the errors and the target in steps of the grid, and the factor of the outputs
             more += 4 * matrices.target + 2 * together_bytes(matrices)
         tried = 0 if self.static_groups else MOST_TRIED
         return working_bytes(matrices.groups, matrices.outputs, matrices.inputs, tried) + more
@@ -132,11 +131,13 @@ class GPTQ(Solver):
         """Return the multiplications of rounding a weight."""
         rounding = 2 * matrices.inputs * matrices.values
         two_sided = self.two_sided and matrices.groups == 1
-        return rounding * (3 if two_sided else 1 + self.sweeps)  # judging takes all outputs, once before and once after
+        return rounding * (
+            3 if two_sided else 1 + self.sweeps
+        )  # two-sided evaluation uses all outputs, before and after
 
 
 def _few(seen: Hessian) -> str:
-    """Say which of a stack of experts saw fewer rows than it has inputs."""
+    """Return a remark on the experts of a stack that have fewer rows than inputs."""
     inputs = seen.h.shape[-1]
     few = [f"{expert} ({count})" for expert, count in enumerate(seen.rows.tolist()) if count < inputs]
     return f"few rows: expert {', '.join(few)}" if len(seen.rows) > 1 and few else ""

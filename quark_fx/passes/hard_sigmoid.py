@@ -1,4 +1,4 @@
-"""Sigmoids by straight lines."""
+"""Replace sigmoids by hard sigmoids."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from quark_fx.graph.pass_manager import graph_pass
 
 @graph_pass(exact=False, after=("spell_out_swish",))
 def harden_sigmoids(gm: GraphModule) -> int:
-    """Put `hardsigmoid(x) = clamp(x / 6 + 1/2, 0, 1)` in the place of every sigmoid. Returns how many there were.
+    """Replace every sigmoid by `hardsigmoid(x) = clamp(x / 6 + 1/2, 0, 1)`; return their number.
 
-    The two differ by up to 0.0692 (at ±1.32): train or fine-tune with it, or measure what it costs. A DPU has no other.
+    The two differ by up to 0.0692 (at ±1.32): train or fine-tune with it, or measure the loss of accuracy. A DPU
+    supports no other.
 
     Source:
         AMD Quark for ONNX, `ConvertSigmoidToHardSigmoid`.

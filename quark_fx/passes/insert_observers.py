@@ -1,4 +1,4 @@
-"""Plan what is quantized, and watch the values whose ranges are not known."""
+"""Plan the quantization, and insert observers for ranges that must be calibrated."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quark_fx.plan.placement import plan_quantization, require_finite_floats
 
 @graph_pass(stage=Stage.PLANNED, distributed=True)
 def insert_observers(gm: GraphModule, context: Context) -> int:
-    """Plan the quantization of `gm`, put an observer at every value with a static range, and return how many.
+    """Plan the quantization of `gm`, insert an observer for every value with a static range, and return their number.
 
-    The plan goes to `context.calibrated`, with a copy of the graph.
+    The plan is stored in `context.calibrated`, with a copy of the graph.
 
     Raises:
-        CalibrationError: if a weight that stays in float is not finite.
+        CalibrationError: If a weight that stays in float is not finite.
     """
     plan = plan_quantization(gm, context.config)
     require_finite_floats(gm, plan.operators)

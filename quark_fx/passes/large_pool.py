@@ -1,4 +1,4 @@
-"""Split global average pools whose kernel a device is too small for."""
+"""Split global average pools with kernels that are too large for a device."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _aten = torch.ops.aten
 @graph_pass(after=("pool_means",))
 @dataclass(frozen=True)
 class SplitLargePools:
-    """Rewrite a global average pool of more than `largest` values to a pool of averages and a smaller global one.
+    """Rewrite a global average pool of more than `largest` values to a pool of small windows and a smaller global one.
 
-    A side `n` is divided by its largest divisor up to `sqrt(n)`; every window has the same size, so that the mean of
-    their means is the mean. A pool whose sides have no such divisors stays, as does one over a size that varies.
+    The windows divide a side `n` by its largest divisor up to `sqrt(n)`; all windows have the same size, so the mean of
+    their means is the mean. A pool without such divisors is left alone, and so is a pool with dynamic sizes.
 
     Args:
-        largest: values under the kernel that the device can do.
+        largest: Most values under a kernel that the device supports.
 
     Raises:
-        ConfigError: if it is not positive.
+        ConfigError: If it is not positive.
 
     Source:
-        AMD Quark for ONNX, `SplitLargeKernelPool`; 512 is what it has for the DPU.
+        AMD Quark for ONNX, `SplitLargeKernelPool`; its limit for the DPU is 512.
     """
 
     largest: PositiveInt = 512
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
-        """Split the pools of `gm`, note those that cannot be, and return how many were."""
+        """Split the pools of `gm`, report those that cannot be split, and return the number of split ones."""
         done = 0
         for node in list(gm.graph.nodes):
             if target_name(node) != "aten.adaptive_avg_pool2d.default" or list(argument(node, 1)) != [1, 1]:
@@ -60,7 +60,7 @@ class SplitLargePools:
         return done
 
     def _windows(self, height: int | None, width: int | None) -> list[int] | str:
-        """Return the sides of the windows of the first pool, or why there is none."""
+        """Return the sides of the first pool's windows, or the reason that the pool cannot be split."""
         if height is None or width is None:
             return "skipped: a pool over sizes that vary"
         windows = [_divisor(height), _divisor(width)]

@@ -1,4 +1,4 @@
-"""Compute the directions in which activations and weights are largest in float, beside quantized operators."""
+"""Compute the directions in which activations and weights are largest in float, in addition to quantized operators."""
 
 from __future__ import annotations
 
@@ -32,57 +32,58 @@ from quark_fx.solvers.in_turn import Chosen, choose_in_turn
 from quark_fx.system.options import Interval, PositiveInt
 
 _MORE, _ROUNDS = 8, 12
-"""Directions that are iterated beside those wanted, and how often: more rounds leave less than 1 % less."""
+"""Extra directions in the iteration, and its number of rounds; more rounds improve the result by less than 1 %."""
 
 _LEAST = 1e-6
-"""The least share of the squares that is taken to be left."""
+"""Smallest fraction of the squares that is assumed to remain."""
 
 _CONFIRMED = 1.25
-"""How much more of the squares may be left of validation data than of what directions were learned from. Calibrated
-ranges come from the data that directions fit best, so other data is clipped."""
+"""Largest allowed ratio of the fraction of squares that remains on validation data to the one on the data that
+directions were learned from. Calibrated ranges come from the data that directions fit best, so new data is clipped."""
 
 _BEFORE = ("fold_constants", "fold_batch_norm", "CrossLayerEqualization", "SmoothQuant", "NormalizeColumns", "AWQ")
-"""Passes that come first: they find nothing to scale in a graph with branches."""
+"""Passes that must run first, because they cannot scale a graph with branches."""
 
 
 @graph_pass(after=_BEFORE, distributed=True, branches=True)
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Selective):
-    """Split `rank` directions off what quantized operators read, and multiply them in float.
+    """Split `rank` directions off the inputs of quantized operators, and multiply them in float.
 
-    With orthonormal columns `U`, `W x = W' (x - U U' x) + (W U) (U' x)`, where `W' = W - W U U'` and `x - U U' x` are
-    quantized and the second product is not. Operators that read one value share `U`. The graph's function stays what it
-    is, up to rounding.
+    With orthonormal columns `U`, `W x = W' (x - U U' x) + (W U) (U' x)`, where `W' = W - W U U'`; `W'` and `x - U U' x`
+    are quantized, the second product is not. Operators with the same input share `U`. The graph's function is
+    preserved, up to rounding.
 
-    Rounding errors of activations are proportional to the root mean square of what is rounded, and multiply weights;
-    those of weights are proportional to theirs, and multiply activations. Either way the squared error of the output is
-    proportional to the product of the two mean squares. `U` is chosen to minimize that product once both have lost
-    these directions. The report says what the error is multiplied by, on validation data. Where ranges of activations
-    are calibrated, a value is skipped if `U` leaves much more of validation data than of what it was learned from.
+    Rounding errors of activations are proportional to the root mean square of the rounded values, and multiply weights;
+    rounding errors of weights are proportional to theirs, and multiply activations. Either way the squared error of the
+    output is proportional to the product of the two mean squares. `U` is chosen to minimize that product after both
+    lose these directions. The report gives the factor of the error on validation data. If ranges of activations are
+    calibrated, a value is skipped if `U` leaves much more of the validation data than of the data it was learned from.
 
-    Place it behind `SmoothQuant(rms=True)`, whose scales lessen the same error, and before `GPTQ`. The quantized model,
-    `compile()`, `eager()` and ONNX files compute branches; checkpoints do not.
+    Run it after `SmoothQuant(rms=True)`, whose scales reduce the same error, and before `GPTQ`. The quantized model,
+    `compile()`, `eager()`, and ONNX files compute branches; checkpoints do not.
 
     Args:
-        rank: directions, fewer than the inputs of an operator. A branch has `rank * (2 * inputs + outputs)` floats, and
-            as many multiplications for each row.
-        overhead: multiplications that a branch may take, as a share of those of the operators that read the value.
+        rank: Number of directions, fewer than the inputs of an operator. A branch has `rank * (2 * inputs + outputs)`
+            floats, and as many multiplications for each row.
+        overhead: Largest number of multiplications in a branch, as a fraction of the multiplications in the value's
+            readers.
 
     Source:
         Ours. Li et al. 2024 (SVDQuant) compute the largest directions of weights in float, and Saxena et al. 2024
-        (ResQ) those of activations in 8 bits. Scetbon and Hensman 2024 (LRC) fit float matrices of low rank, which
-        multiply activations that are not rounded, to the error of rounded ones; here they come first, share `U`, and
-        leave the function as it is.
+        (ResQ) the largest directions of activations in 8 bits. Scetbon and Hensman 2024 (LRC) fit low-rank float
+        matrices, which multiply activations that are not rounded, to the error of rounded ones; here directions are
+        split off first, share `U`, and preserve the function.
     """
 
     rank: PositiveInt = 32
     overhead: Annotated[float, Interval("[0, inf)")] = 0.5
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Split the inputs of operators with codes, value by value; return how many values were.
+        """Split the inputs of quantized operators, value by value; return the number of split values.
 
         Raises:
-            CalibrationError: if there is no data.
+            CalibrationError: If calibration data is missing.
         """
 
         def chosen(left: Mapping[int, _Site]) -> Iterator[Chosen]:
@@ -94,10 +95,10 @@ class LowRank(Selective):
         return changed
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes: both Hessians of what is read, the weights that read it, and new ones."""
+        """Return the needs of a run: both Hessians of the input, its readers' weights, and new ones."""
 
         def turn(block: BlockSize) -> int:
-            forms = 3 * max((m.moment for m in block.matrices), default=0)  # of both kinds of data, and of weights
+            forms = 3 * max((m.moment for m in block.matrices), default=0)  # of both kinds of data, and of the weights
             return forms + max(block.entrances, 3 * max((m.target for m in block.matrices), default=0))
 
         def work(block: BlockSize) -> float:
@@ -110,7 +111,7 @@ class LowRank(Selective):
         return sizes.walk(Unit.OPERATOR, turn, held=scaled + branches, work=work)
 
     def _sites(self, gm: GraphModule, context: Context) -> list[_Site]:
-        """Return the values to split, in graph order; note why operators read none."""
+        """Return the values to split, in graph order; report the reasons for operators that are skipped."""
         target = context.config.target
         beside = f"target={str(target)!r} computes nothing in float beside a layer"
         context.remark = refused = "" if target.placement.branches else beside
@@ -136,7 +137,13 @@ class LowRank(Selective):
         return sites
 
     def _reader(self, op: Coded, walk: Walk, *, refused: str) -> _Reader | str:
-        """Return an operator whose input can be split, or say why it cannot; `refused`: why the target has none."""
+        """Return an operator whose input can be split, or the reason that it cannot.
+
+        Args:
+            op: Planned operator.
+            walk: Traversal of the graph.
+            refused: Reason that the target does not support branches; empty if it does.
+        """
         linear, mapping = op.linear, None if op.linear is None else op.linear.matrices
         if not self.selects(op):
             return NOT_SELECTED
@@ -163,35 +170,35 @@ class _Reader:
     mapping: LinearMap
 
     def matrix(self, gm: GraphModule) -> Tensor:
-        """Return its weight in float32, shape (outputs, inputs)."""
+        """Return the operator's weight in float32, shape (outputs, inputs)."""
         return self.mapping.matrix(parameter(gm, self.operator.weight_node).detach())[0].float()
 
 
 @dataclass(frozen=True, eq=False)
 class _Site:
-    """Operators that read one value."""
+    """Operators with the same input."""
 
     readers: tuple[_Reader, ...]
 
     @property
     def name(self) -> str:
-        """Their modules."""
+        """Modules of the operators."""
         return ", ".join(reader.operator.name for reader in self.readers)
 
     @property
     def inputs(self) -> int:
-        """How many channels they read."""
+        """Number of channels of the input."""
         first = self.readers[0].linear
         return first.shape[first.input_axis]
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the range of what one of them reads is found on calibration data."""
+        """True if an operator's input range is calibrated."""
         specs = (reader.operator.input for reader in self.readers)
         return any(spec is not None and spec.is_calibrated for spec in specs)
 
     def overhead(self, rank: int) -> float:
-        """Return the multiplications of a branch over those of the operators."""
+        """Return the multiplications of a branch, relative to the operators' own."""
         outputs = sum(reader.linear.shape[reader.linear.output_axis] for reader in self.readers)
         return rank * (2 * self.inputs + outputs) / (self.inputs * outputs)
 
@@ -199,7 +206,7 @@ class _Site:
 def _measured(
     gm: GraphModule, before: GraphModule, sites: Mapping[int, _Site], context: Context, rank: int
 ) -> Iterator[Chosen]:
-    """Yield the directions of each site, shape (inputs, rank); the data goes through the graph as it was before."""
+    """Yield the directions of each site, shape (inputs, rank); the data runs through the unchanged graph."""
     for run in walk_float_blocks(before, context, unit=Unit.OPERATOR, label=LowRank.__name__):
         nodes = named_nodes(run.module)
         for number, site in sites.items():
@@ -209,11 +216,11 @@ def _measured(
             linear = first.linear.at(nodes[first.linear.node.name])
             learned, judge = Hessian.of_parts(context, Entrance(run.module, linear, first.mapping, run.inputs))
             settled = with_room(context, partial(_settled, gm, site, learned.h[0], judge.h[0], rank))
-            yield number, *context.ranks.gather(settled)[0]  # another processor may see other directions
+            yield number, *context.ranks.gather(settled)[0]  # results may differ between processors
 
 
 def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank: int) -> tuple[Tensor | None, Change]:
-    """Return the directions to split off a value, `None` if there are none, and what to note."""
+    """Return the directions to split off a value, or `None`, and the change to report."""
     began = time.perf_counter()
     weights = torch.zeros_like(learned)
     for reader in site.readers:
@@ -239,15 +246,15 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
 
 
 def _directions(x: Tensor, w: Tensor, rank: int) -> Tensor:
-    """Return orthonormal columns `U`, shape (n, rank), that leave little of `tr(P x) tr(P w)`, with `P = 1 - U U'`.
+    """Return orthonormal columns `U`, shape (n, rank), that make `tr(P x) tr(P w)` small, with `P = 1 - U U'`.
 
     At a minimum they span the leading eigenvectors of `x / tr(P x) + w / tr(P w)`. Subspace iteration finds such
-    directions while the two numbers settle, which lessens the product in every round. It begins with either form, and
-    with both; the best of the three minima is taken.
+    directions while the two traces converge, which reduces the product in every round. It starts from each form alone,
+    and from both; the best of the three minima is returned.
 
     Args:
-        x, w: positive semidefinite, not zero, shape (n, n).
-        rank: less than n.
+        x, w: Positive semidefinite, nonzero forms, shape (n, n).
+        rank: Number of directions, less than n.
     """
     generator, n = torch.Generator().manual_seed(0), len(x)
     start = torch.randn(n, min(n, rank + _MORE), generator=generator, dtype=torch.float32).to(x.device)
@@ -271,7 +278,7 @@ def _directions(x: Tensor, w: Tensor, rank: int) -> Tensor:
 
 
 def _left(form: Tensor, directions: Tensor) -> Tensor:
-    """Return the trace of a form without some directions."""
+    """Return the trace of a form after some directions are removed."""
     return form.trace() - (directions * (form @ directions)).sum()
 
 

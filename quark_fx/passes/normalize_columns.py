@@ -1,4 +1,4 @@
-"""Scale the columns of weights to one size, which a rotation and error feedback then lose least of."""
+"""Scale the columns of weights to one size, which minimizes the error after a rotation and error feedback."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from quark_fx.rescale.planned_sites import NOT_WHOLE, SHARED_SCALE, PlannedSite,
 from quark_fx.rescale.scale_sites import apply_scale
 
 _SMALLEST = 1e-4
-"""The least size of a column, relative to the largest: one that no weight reads is scaled like a very small one."""
+"""Smallest size of a column, relative to the largest; smaller ones, such as zero columns, are scaled alike."""
 
 
 @graph_pass()
 @dataclass(frozen=True, kw_only=True)
 class NormalizeColumns(Selective):
-    """Divide every input channel of quantized weights by its root mean square, and multiply what they read by it.
+    """Divide every input channel of quantized weights by its root mean square, and multiply the input by it.
 
-    For `Rotate(streams=False)` with `GPTQ`, where activations stay in float; reads no data. Behind a rotation, all
-    weights are rounded by steps proportional to the root mean square of all, and error feedback multiplies the squared
-    steps by the geometric mean of what the Hessian leaves of each channel. Scales `s` change that mean by the geometric
-    mean of `s**-2`, whatever the data is, so what counts is the arithmetic mean of `(s w)**2` over the geometric mean
-    of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report says what
-    that multiplies the loss by.
+    For `Rotate(streams=False)` with `GPTQ`, where activations stay in float; needs no data. After a rotation, all
+    weights are rounded with steps proportional to the root mean square of all, and error feedback multiplies the
+    squared steps by the geometric mean of each channel's conditional variance in the Hessian. Scales `s` change that
+    mean by the geometric mean of `s**-2`, for any data, so the objective is the arithmetic mean of `(s w)**2` divided
+    by the geometric mean of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report
+    gives the factor by which the loss changes.
 
     Args:
-        explicit: insert a multiplication where nothing before can absorb the scale.
+        explicit: Insert a multiplication if nothing before the site can absorb the scale.
 
     Source:
         Ours. Chee et al. 2023 (QuIP), theorem 1, for the loss of error feedback; Müller et al. 2025 (SINQ) scale
@@ -44,7 +44,7 @@ class NormalizeColumns(Selective):
     explicit: bool = False
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Scale the sites of `gm` that quantized weights read; return how many changed."""
+        """Scale the sites of `gm` with quantized readers; return how many changed."""
         sites = planned_sites(gm, context, self, explicit=self.explicit, reads=reads_whole, unread=NOT_WHOLE)
         changed = 0
         for site in sites:
@@ -65,14 +65,14 @@ class NormalizeColumns(Selective):
         return changed
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes: the squares of a weight, and the weights that are scaled."""
+        """Return the needs of a run: the squares of a weight, and the scaled weights."""
         squared = max((2 * FLOAT32 * m.values for m in sizes.matrices.values()), default=0)
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         return Need((Moment(scaled + squared),), held=scaled)
 
 
 def _mean_squares(gm: GraphModule, site: PlannedSite[Linear]) -> Tensor:
-    """Return those of all weights that read each component, shape (components,)."""
+    """Return the mean square of all weights that read each component, shape (components,)."""
     means = Means.of_none(site.site.channels)
     for reader in site.readers:
         scaled = reader.scaled

@@ -40,28 +40,28 @@ def quantize_constants(
     settled: Mapping[tuple[Node, Node], QParams],
     context: Context,
 ) -> list[Row]:
-    """Replace the weights and biases of the plan's operators by codes behind a `dequantize`.
+    """Replace the weights and biases of the plan's operators by codes and a `dequantize`.
 
-    A weight that several operators read is stored once. An embedding looks up codes and dequantizes the
-    rows it found. A bias becomes int32 at `input scale * weight scale` where its spec asks for INT32 and an
-    integer kernel takes it, or gets a range of its own for any other format.
+    A weight with several readers is stored once. An embedding looks up codes and dequantizes the selected rows. A bias
+    becomes int32 at `input scale * weight scale` if its spec is INT32 and an integer kernel accepts it; in any other
+    format it gets its own range.
 
     Args:
-        gm: the graph the plan was made of.
-        plan: from `plan_quantization`.
-        input_scales: static scale, shape `()`, of the operators whose activation has one.
-        settled: parameters of weights and biases that are known already, by operator and constant.
-        context: of the run, with the spec of biases, and weights as runs before rounded them.
+        gm: Graph that the plan was made for.
+        plan: Result of `plan_quantization`.
+        input_scales: Static scales of operators' activations, shape `()`.
+        settled: Parameters of weights and biases that are already fixed, by operator and constant.
+        context: Context of the run, with the spec of biases, and with rounded weights of earlier runs.
 
     Returns:
         One report row per operator of the plan.
 
     Raises:
-        CalibrationError: if a weight is not finite, or overflows its format; the message names it.
+        CalibrationError: If a weight is not finite, or overflows its format; the message names it.
     """
     stored: dict[_Key, _Stored] = {}
     rows, joint, beside = [], _joint_magnitudes(gm, plan), _branch_bytes(gm)
-    # What looks rows of a tied weight up reads the codes of an operator that multiplies by it.
+    # An embedding with a tied weight reads the codes of the operator that multiplies by it.
     coded = (op for op in reversed(plan.operators) if isinstance(op, Coded))
     pairs = {str(op.weight_node): op.pairs for op in coded if op.pairs is not None}
     for op in plan.operators:
@@ -77,7 +77,7 @@ def quantize_constants(
 
 
 def _branch_bytes(gm: GraphModule) -> Counter[str]:
-    """Return the bytes of what passes put beside operators in float, by the operators' names."""
+    """Return the bytes of float branches that passes added to operators, by the names of the operators."""
     found = Counter[str]()
     for node in gm.graph.nodes:
         if BRANCH in node.meta:
@@ -86,9 +86,9 @@ def _branch_bytes(gm: GraphModule) -> Counter[str]:
 
 
 def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
-    """Return the largest magnitude that the weights of a linear operator and of those beside it share.
+    """Return the largest magnitude across the weights of linear operators that have the same input.
 
-    Servers fuse linears that read one value (query, key and value), and have one global scale for the result.
+    Servers fuse such linears (query, key, and value), and use one global scale for the result.
     """
     groups: dict[object, list[Coded]] = {}
     for op in plan.operators:
@@ -97,22 +97,22 @@ def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
     found: dict[Node, Tensor] = {}
     for group in groups.values():
         weights = [parameter(gm, op.weight_node).detach() for op in group]
-        # A weight that several operators read is stored once, for whichever of them comes first.
+        # A shared weight is stored once, for its first reader.
         found |= dict.fromkeys((op.node for op in group), torch.stack([w.abs().amax().float() for w in weights]).amax())
     return found
 
 
 _BIAS_STEPS = 1 << 23
-"""Steps that the bias of a channel of zeros gets. float32 holds as many, and the bias may grow 255 times in int32."""
+"""Steps in the bias of an all-zero channel. float32 represents as many, and the bias may grow 255 times in int32."""
 
 
 _Key = tuple[str, TensorSpec, float | None, PairBound | None]
-"""A weight is stored once for each spec, scale that is settled beforehand, and order in which its codes are added."""
+"""Key of a stored weight: its name, its spec, a scale fixed beforehand, and the order in which its codes are added."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A quantized constant, its spec, the nodes that read its codes, scale and zero point, and a weight's SQNR, dB."""
+    """Quantized constant with its spec, the nodes of its codes, scale, and zero point, and a weight's SQNR in dB."""
 
     tensor: QuantizedTensor
     spec: TensorSpec
@@ -148,7 +148,7 @@ def _quantize_operator(
         encode = partial(_quantize_weight, op, weight.detach(), smallest, amax, given, known)
         quantized, sqnr = with_room(context, encode)
         if free is not None and given is None:
-            quantized = rescale_zeros(quantized, free, op.weight.scale)  # which changes no value
+            quantized = rescale_zeros(quantized, free, op.weight.scale)  # does not change any value
         found = stored[key] = replace(_store(gm, op.weight_node, quantized, op.weight), sqnr=sqnr)
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None and op.input is not None:
@@ -170,7 +170,7 @@ def _quantize_operator(
 
 
 def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> bool:
-    """Tell whether a weight that is stored lets the bias of another operator that reads it be stored."""
+    """Return whether a stored weight allows the bias of another reader to be stored."""
     scale = stored.tensor.scale
     if smallest is not None and bool((scale.abs() < smallest).any()):
         return False
@@ -178,7 +178,7 @@ def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> boo
 
 
 def _takes_int32_bias(gm: GraphModule, op: Coded, bias: TensorSpec) -> bool:
-    # A product of more than two dimensions is a MatMul followed by an Add, which takes no integers.
+    # A product of more than two dimensions is a MatMul followed by an Add, which does not take integers.
     kernel = op.kind == "conv" or value_of(gm, op.node).dim() == 2
     weight = op.weight.format.is_integer and op.weight.granularity is not Granularity.GROUP
     return bias.format == INT32 and kernel and weight
@@ -223,7 +223,7 @@ def _quantize_weight(
 
 
 def _use_weight(gm: GraphModule, op: Coded, stored: _Stored) -> None:
-    """Let the operator read the stored codes instead of its weight."""
+    """Replace the operator's weight by the stored codes."""
     if not op.row.activations:
         with gm.graph.inserting_before(op.node):
             found = _embed(gm, op.node, stored)
@@ -245,7 +245,7 @@ def _replace_bias(
     input_scale: Tensor | None,
     qparams: QParams | None,
 ) -> None:
-    """Let the operator read codes instead of its bias."""
+    """Replace the operator's bias by codes."""
     bias = parameter(gm, node).detach()
     if spec.format != INT32:
         codes = quantize_tensor(bias, spec, qparams=qparams)
@@ -264,7 +264,7 @@ def _int32_bias(bias: Tensor, scale: Tensor) -> QuantizedTensor:
 
 
 def _store(gm: GraphModule, value: Node, quantized: QuantizedTensor, spec: TensorSpec) -> _Stored:
-    """Add codes, scale and zero point as attributes of the graph, named for the `value` they are made of."""
+    """Add codes, scale, and zero point as attributes of the graph, named after the `value` they represent."""
     parts = {"codes": quantized.codes}
     if not spec.is_cast:
         zero = torch.zeros((), dtype=torch.int32, device=quantized.scale.device)
@@ -272,7 +272,7 @@ def _store(gm: GraphModule, value: Node, quantized: QuantizedTensor, spec: Tenso
     with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
         nodes = [get_attr(gm, f"{value.target}_{part}", tensor) for part, tensor in parts.items()]
     inherit(nodes[0], value)
-    return _Stored(replace(quantized, codes=parameter(gm, nodes[0])), spec, nodes)  # those of the graph may be on disk
+    return _Stored(replace(quantized, codes=parameter(gm, nodes[0])), spec, nodes)  # the graph's tensors may be on disk
 
 
 def _dequantize(gm: GraphModule, like: Node, stored: _Stored, dtype: torch.dtype) -> Node:
@@ -284,7 +284,7 @@ def _dequantize(gm: GraphModule, like: Node, stored: _Stored, dtype: torch.dtype
 
 
 def _embed(gm: GraphModule, node: Node, stored: _Stored) -> Node:
-    """Look codes up first and dequantize the few rows found, not the table."""
+    """Look up codes first, and dequantize the selected rows instead of the table."""
     quantized, nodes = stored.tensor, stored.nodes
     dtype, indices = value_of(gm, node).dtype, argument(node, 1)
 

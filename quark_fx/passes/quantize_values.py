@@ -1,4 +1,4 @@
-"""Send activations through `quantize` and `dequantize` where the plan says so."""
+"""Quantize and dequantize activations at the points of the plan."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def quantize_values(gm: GraphModule, plan: Plan, qparams: Mapping[tuple[Node, Te
     """Insert a `quantize` and `dequantize` pair at every point of the plan; drop clamps that saturation performs.
 
     Args:
-        gm: the graph the plan was made of.
-        plan: from `plan_quantization`.
-        qparams: the parameters of every static (source, spec).
+        gm: Graph that the plan was made for.
+        plan: Result of `plan_quantization`.
+        qparams: Parameters of every static (source, spec).
     """
     stored: dict[tuple[Node, TensorSpec], list[Node]] = {}
-    # Points that serve some readers go first: where a value is also produced in integers, they then read those.
+    # Points for specific readers go first: if a value is also computed in integers, these points then read them.
     for point in sorted(plan.points.values(), key=lambda p: p.readers is None):
         _convert_point(gm, point, qparams.get((point.source, point.spec)), stored)
 
@@ -60,10 +60,10 @@ def _convert_point(
 
 
 def _parameters(gm: GraphModule, point: Point, qparams: QParams, stored: list[Node] | None) -> list[Node]:
-    """Return nodes that read the point's scale and zero point, stored once for all points of a source."""
+    """Return nodes for the point's scale and zero point, which are stored once for all points of a source."""
     if stored is None:
         name = f"{point.source.name}_quantizer"
-        # Copied, as the fake value of a view takes that of its base as well.
+        # Cloned, because the fake value of a view includes its base.
         shape = _scale_shape(gm, point)
         tensors = {part: getattr(qparams, part).reshape(shape).clone() for part in ("scale", "zero_point")}
         return [get_attr(gm, f"{name}_{part}", tensor) for part, tensor in tensors.items()]
@@ -74,7 +74,7 @@ def _parameters(gm: GraphModule, point: Point, qparams: QParams, stored: list[No
 
 
 def _scale_shape(gm: GraphModule, point: Point) -> list[int]:
-    """Return the shape of a point's scale: none of one scale, else that of the value without samples and tokens."""
+    """Return the shape of a point's scale: empty for a single scale, else the value's without samples and tokens."""
     if point.spec.granularity is not Granularity.CHANNEL:
         return []
     sizes = value_of(gm, point.value).shape

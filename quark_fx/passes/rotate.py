@@ -1,4 +1,4 @@
-"""Rotate activations and the weights that read them, so that no channel stands out."""
+"""Rotate activations and their readers' weights, so that outlier channels are spread out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quark_fx.system.options import Interval
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A site with its matrix, what to call it, and what to note of it."""
+    """A site with its matrix, its name, and the text to report."""
 
     name: str
     site: RotationSite
@@ -34,19 +34,19 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotating(Selective, ABC):
-    """What rotates the sites of a graph that operators with codes read, and keys.
+    """Base class of passes that rotate the sites with quantized readers, and keys.
 
     Args:
-        overhead: multiplications at run time that a rotation may take, as a share of those of the operators that read
-            the rotated value. 0 rotates only where weights absorb everything, and no keys.
-        streams: rotate residual streams as a whole. Otherwise what norms make is rotated where operators read it, at
-            run time. The factors of norms then stay in the activations instead of going into the weights. That loses
-            less at 4 bits, and `SmoothQuant(rms=True)` can change these factors.
-        block: rotate blocks of at most so many channels, of the largest size that divides them and all by one matrix,
-            instead of all channels together. Rotating at run time costs less then, and groups of that size (MXFP4,
-            NVFP4) keep scales of their own. Keys are rotated as a whole.
-        keys: rotate quantized keys, and their queries.
-        seed: of the random signs.
+        overhead: Largest number of multiplications at run time for a rotation, as a fraction of the multiplications in
+            the rotated value's readers. 0 rotates only where weights absorb everything, and no keys.
+        streams: Rotate residual streams as a whole. Otherwise the outputs of norms are rotated where operators read
+            them, at run time. The factors of norms then stay in the activations instead of moving into the weights.
+            That loses less at 4 bits, and `SmoothQuant(rms=True)` can change these factors.
+        block: Rotate blocks of at most this many channels, of the largest size that divides them and all by one matrix,
+            instead of all channels together. Rotating at run time then costs less, and groups of that size (MXFP4,
+            NVFP4) keep independent scales. Keys are rotated as a whole.
+        keys: Rotate quantized keys, and their queries.
+        seed: Seed of the random signs.
     """
 
     overhead: Annotated[float, Interval("[0, inf)")] = 0.5
@@ -56,7 +56,7 @@ class Rotating(Selective, ABC):
     seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
     def rotate(self, gm: GraphModule, context: Context | None) -> int:
-        """Rotate the inputs of operators that will be quantized, without a context of all; return how many sites."""
+        """Rotate the inputs of operators that will be quantized, or of all without a context; return the site count."""
         names, note = _names(gm, context), context.note if context is not None else lambda change: None
         unrotated = context.config.target.checkpoints.unrotated if context is not None else None
         generator = torch.Generator().manual_seed(self.seed)
@@ -79,13 +79,13 @@ class Rotating(Selective, ABC):
     def turn(
         self, gm: GraphModule, drawn: Sequence[Drawn], names: Mapping[Node, Named], context: Context | None
     ) -> None:
-        """Rotate sites of a graph and note it.
+        """Rotate sites of a graph and report them.
 
         Args:
-            gm: the graph.
-            drawn: the sites, with a matrix each.
-            names: of the operators that are to be quantized; `Quantized` ones if there is a context.
-            context: of the run, if there is one.
+            gm: Graph to rotate.
+            drawn: Sites, with a matrix each.
+            names: Names of the operators that will be quantized; `Quantized` ones if there is a context.
+            context: Context of the run, if there is one.
         """
 
     def _draw(
@@ -96,7 +96,7 @@ class Rotating(Selective, ABC):
         generator: torch.Generator,
         note: Callable[[Change], None],
     ) -> list[Drawn]:
-        """Return the sites to rotate, each with a random matrix, in graph order; note why others are left."""
+        """Return the sites to rotate with random matrices, in graph order; report the reasons for skipping others."""
         analysis, drawn = find_rotation_sites(gm, streams=self.streams), list[Drawn]()
         for node, reason in analysis.reasons.items():
             if node in names:
@@ -129,7 +129,7 @@ class Rotating(Selective, ABC):
     def _rotate_keys(
         self, gm: GraphModule, op: Attending, generator: torch.Generator, unrotated: Unrotated | None
     ) -> Change:
-        """Rotate the keys and queries of an attention, unless there is a reason not to."""
+        """Rotate the keys and queries of an attention, or report the reason for skipping it."""
         if not self.selects(op):
             return Change(op.name, NOT_SELECTED, changed=False)
         size = channels_of_keys(gm, op.attention)
@@ -144,32 +144,32 @@ class Rotating(Selective, ABC):
 @graph_pass(after=("fold_constants", "fold_batch_norm"))
 @dataclass(frozen=True, kw_only=True)
 class Rotate(Rotating):
-    """Multiply what quantized operators read by random Hadamard matrices, and their weights by the inverses.
+    """Multiply the inputs of quantized operators by random Hadamard matrices, and their weights by the inverses.
 
     A sum of many channels with random signs is nearly normal: outliers are spread over all channels of activations and
     weights. The residual stream is rotated as a whole, values of attention head by head. Weights absorb a matrix where
-    they can; the factors of norms are folded into the operators behind them. Elsewhere, as before the down projection
-    of an MLP, the model multiplies at run time, by two factors of a Kronecker product. The graph's function stays what
-    it is, up to rounding. Needs no data.
+    they can; the factors of norms are folded into the operators after them. Elsewhere, such as before the down
+    projection of an MLP, the model multiplies at run time, by two Kronecker factors. The graph's function is preserved,
+    up to rounding. Needs no data.
 
-    What the target does not rotate at run time is skipped, with a reason.
+    Rotations that the target does not support at run time are skipped, with a reason.
 
-    Where keys are quantized (`QuantConfig.kv_cache`), they and the queries that multiply them are rotated head by head
-    at run time, behind rotary embeddings.
+    If keys are quantized (`QuantConfig.kv_cache`), they and their queries are rotated head by head at run time, after
+    rotary embeddings.
 
     Source:
-        Ashkboos et al. 2024 (QuaRot), of which these are R1, R2, R3 (keys) and R4; Chee et al. 2023 for why. LayerNorm
-        is kept, by matrices that keep means, instead of being replaced by RMSNorm.
+        Ashkboos et al. 2024 (QuaRot): rotations R1, R2, R3 (keys), and R4; Chee et al. 2023 for the reason. LayerNorm
+        is kept, with matrices that preserve means, instead of being replaced by RMSNorm.
     """
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
-        """Rotate the inputs of operators that will be quantized, without a context of all; return how many sites."""
+        """Rotate the inputs of operators that will be quantized, or of all without a context; return the site count."""
         return self.rotate(gm, context)
 
     def turn(
         self, gm: GraphModule, drawn: Sequence[Drawn], names: Mapping[Node, Named], context: Context | None
     ) -> None:
-        """Rotate sites and note it."""
+        """Rotate sites and report them."""
         for one in drawn:
             apply_rotation(gm, one.site, one.rotation)
             if context is not None:
@@ -177,7 +177,7 @@ class Rotate(Rotating):
 
 
 def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
-    """Return what patterns call the operators that are to be quantized."""
+    """Return the names, for patterns, of the operators that will be quantized."""
     if context is None:
         return {node: names_of(node) for node in gm.graph.nodes if Linear.of(node) is not None}
     operators = plan_quantization(gm, context.config, quiet=True).operators
@@ -185,7 +185,7 @@ def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
 
 
 def _unrotated(site: RotationSite, unrotated: Unrotated) -> str:
-    """Say why a target does not multiply at run time by the matrix of a site; empty if it does."""
+    """Return the reason that a target does not multiply by a site's matrix at run time; empty if it does."""
     if site.read:
         return "others read this value as it was, and no server rotates it back for them; set streams=False"
     reasons = (unrotated(names_of(r.node).kinds, r.bias is not None, site.size) for r in site.readers)

@@ -1,4 +1,4 @@
-"""Move outliers from activations into the weights that read them."""
+"""Move outliers from activations into their readers' weights."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class SmoothQuant(ScalingSolver):
     """Divide the channels of quantized activations by `s = a ** alpha / w ** (1 - alpha)` and multiply weights by `s`.
 
     `a` and `w` are the largest magnitudes, per channel, of the activation over the calibration data and of the weights
-    that read it. `a` counts as no smaller than its median over the site's channels: a channel that hardly fired would
-    be blown up until it is clipped when it does, and only outliers have to move. A site's strength is the one whose
-    quantized outputs are nearest to the float ones on calibration samples, each quarter of them with scales and ranges
-    of the others: what equalizes channels to their extremes clips every one of them on data it has not seen. It is
-    chosen by a few samples, and kept if all that are remembered, of the calibration batches and of the validation ones,
-    agree that a good part of the error is gone.
+    of its readers. `a` is raised to at least its median over the site's channels: a channel that is almost always near
+    zero would be scaled up until it clips when it is not, and only outliers have to move. Each site gets the strength
+    that brings its quantized outputs closest to the float ones on calibration samples; each quarter of the samples is
+    evaluated with scales and ranges measured on the others, because scales that equalize channels to their extremes
+    clip all of them on new data. The strength is chosen on a few samples, and accepted if all samples, both of
+    calibration and of validation batches, show that a good part of the error is gone.
 
-    With `rms=True`, `a` and `w` are root mean squares, and the error assumes that rounding errors have the same size in
-    every channel (`quark_fx.solvers.energy_trial`). Behind a rotation they do, and roughly so where the range of each
-    token or small group is measured at run time.
+    With `rms=True`, `a` and `w` are root mean squares, and rounding errors are assumed to have the same size in every
+    channel (`quark_fx.solvers.energy_trial`). After a rotation this holds; with ranges per token or small group,
+    measured at run time, it holds approximately.
 
     Args:
-        alphas: strengths to choose from; leaving the site alone is always one more.
-        rms: scale by root mean squares instead of largest magnitudes; for ranges that are measured at run time, and
+        alphas: Strengths to choose from; the site may also stay unchanged.
+        rms: Scale by root mean squares instead of largest magnitudes; for ranges that are measured at run time, and
             before `Rotate(streams=False)`.
-        explicit: insert a multiplication where nothing before can absorb the scale.
+        explicit: Insert a multiplication if nothing before the site can absorb the scale.
 
     Source:
-        Xiao et al. 2023, equation 4; floor, search and acceptance are ours. That scales and rotations add up: Sun et
-        al. 2024 (FlatQuant), who learn both.
+        Xiao et al. 2023, equation 4; lower limit, search, and acceptance are ours. Combining scales and rotations: Sun
+        et al. 2024 (FlatQuant), who learn both.
     """
 
     trial: ClassVar = SampleTrial
@@ -56,16 +56,16 @@ class SmoothQuant(ScalingSolver):
 
     @property
     def judge(self) -> type[Trial[Any]]:
-        """Samples in codes, or with `rms` the energy of channels."""
+        """Trial on quantized samples, or on the energy of channels with `rms`."""
         return EnergyTrial if self.rms else self.trial
 
     @property
     def grid(self) -> dict[str, list[float]]:
-        """The strengths."""
+        """Strengths to try."""
         return {"alpha": sorted(self.alphas)}
 
     def scale(self, seen: SampledSite | EnergySite, values: tuple[float, ...]) -> Tensor:
-        """Return the scale of a strength, 1 where the activation or, but with `rms`, the weights are zero."""
+        """Return the scale of a strength; 1 where the activation is zero, or, without `rms`, the weights are."""
         (alpha,) = values
         a, w = (seen.activation, seen.weight) if isinstance(seen, EnergySite) else (seen.largest, seen.largest_weight)
         used = (a > 0) & (w > 0)

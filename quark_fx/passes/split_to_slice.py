@@ -1,4 +1,4 @@
-"""Slices in the place of splits."""
+"""Replace splits by slices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SPLITS = {"aten.split.Tensor": 2, "aten.split_with_sizes.default": 2, "aten.chu
 
 @graph_pass()
 def slice_splits(gm: GraphModule) -> int:
-    """Rewrite each part of a split or chunk to the slice that it is, where sizes are known. Returns how many splits.
+    """Rewrite each part of a split or chunk to a slice, if sizes are static; return the number of splits.
 
     Source:
-        AMD Quark for ONNX, `ConvertSplitToSlice`: compilers know slices.
+        AMD Quark for ONNX, `ConvertSplitToSlice`: compilers support slices.
     """
     done = 0
     for node in list(gm.graph.nodes):

@@ -1,4 +1,4 @@
-"""Spell swishes as products."""
+"""Rewrite swish operators to products."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _GATES = {"aten.silu.default": _aten.sigmoid.default, "aten.hardswish.default": 
 
 @graph_pass()
 def spell_out_swish(gm: GraphModule) -> int:
-    """Rewrite `silu(x)` to `x * sigmoid(x)` and `hardswish(x)` to `x * hardsigmoid(x)`, which they are.
+    """Rewrite `silu(x)` to `x * sigmoid(x)` and `hardswish(x)` to `x * hardsigmoid(x)`; the values are equal.
 
-    A DPU rounds the gate and the product; what is one operator is rounded once.
+    A DPU rounds both the gate and the product; a single operator would be rounded once.
     """
     done = 0
     for node in list(gm.graph.nodes):

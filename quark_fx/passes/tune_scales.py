@@ -1,4 +1,4 @@
-"""Learn the scales of weights from what the whole model predicts."""
+"""Learn the scales of weights from the predictions of the whole model."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ from quark_fx.system.options import Interval, PositiveInt
 @graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True, validated=True)
 @dataclass(frozen=True, kw_only=True)
 class TuneScales(Selective):
-    """Learn the scales of weights by gradient steps on the whole model's predictions; codes stay.
+    """Learn the scales of weights by gradient steps on the whole model's predictions; codes do not change.
 
-    What solvers minimize is the error of one operator or block at a time. Here every scale follows the gradient of the
-    end loss (`quark_fx.engine.end_loss`): the KL divergence from the float model's predictions, or, where the model
-    returns none, the relative squared error. The report has that of validation data before and after. Place it last. A
-    step takes about five forward passes over its batches; memory is that of the values of one block, of what enters
-    each block for one batch, and of what enters the last block for all of them.
+    Solvers minimize the error of one operator or block at a time. Here every scale follows the gradient of the end loss
+    (`quark_fx.engine.end_loss`): the KL divergence from the float model's predictions or, if the model returns none,
+    the relative squared error. The report shows the end loss on validation data before and after. Run it last. A step
+    takes about five forward passes over its batches; memory holds the values of one block, the inputs of each block for
+    one batch, and the inputs of the last block for all batches.
 
     Args:
-        iterations: gradient steps.
-        batches: calibration batches of a step; several ranks share them.
-        learning_rate: of a scale, relative to its size; it rises over the first eighth of the steps, then decays to 0.
-        validation_checks: how often validation data is looked at; the best scales found there are kept.
-        seed: of the order of batches.
+        iterations: Number of gradient steps.
+        batches: Calibration batches per step, shared by all ranks.
+        learning_rate: Learning rate of a scale, relative to its size; it rises over the first eighth of the steps, then
+            decays to 0.
+        validation_checks: Number of evaluations on validation data; the best scales at these points are stored.
+        seed: Seed of the order of batches.
 
     Source:
-        Chen et al. 2024 (EfficientQAT), section 3.3, with the float model's predictions in the place of labels, and
-        with multiplicative steps.
+        Chen et al. 2024 (EfficientQAT), section 3.3, with the float model's predictions in place of labels, and with
+        multiplicative steps.
     """
 
     iterations: PositiveInt = 32
@@ -57,8 +58,8 @@ class TuneScales(Selective):
         """Learn the scales of `gm`; return how many weights changed.
 
         Raises:
-            CalibrationError: if there is no data, the model returns nothing to compare, what it returns is not finite,
-                or an operator has no gradient.
+            CalibrationError: If calibration data is missing, the model returns nothing to compare, its outputs are not
+                finite, or an operator is not differentiable.
         """
         tuned, walk = self._tunable(gm, context), context.next_walk()
         known = context.checkpoint.load(walk, 0) if context.checkpoint is not None else None
@@ -74,7 +75,7 @@ class TuneScales(Selective):
         return sum(change.changed for change in context.changes)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what the steps take, each a walk forward and back, and what looking at validation data does."""
+        """Return the needs of the steps, each a forward and a backward walk, and of evaluations on validation data."""
         one, steps = sizes.back_walk(), self.iterations * self.batches
         entering = int(sizes.batches * sizes.blocks(Unit.BLOCK)[-1].entering)
         moments = tuple(replace(moment, cached=moment.cached + entering) for moment in one.moments)
@@ -82,7 +83,7 @@ class TuneScales(Selective):
         return Need(moments, operations=int(one.operations * times), blocks=int(one.blocks * (1 + steps)))
 
     def _tunable(self, gm: GraphModule, context: Context) -> list[_Scales]:
-        """Return the selected weights whose scales may take any value; note the others."""
+        """Return the selected weights with scales that may take any value; report the skipped ones."""
         found = []
         for weight in own_weights(gm, context, self)(gm):
             reason = ""
@@ -97,7 +98,7 @@ class TuneScales(Selective):
         return found
 
     def _learn(self, gm: GraphModule, context: Context, tuned: Sequence[_Scales]) -> dict[str, Tensor]:
-        """Take the steps, and leave the best scales in the graph; return its new tensors."""
+        """Take the steps, and store the best scales in the graph; return its new tensors."""
         parameters, order = [scales.offset for scales in tuned], _Order(context, self.batches, self.seed)
         optimizer = torch.optim.Adam(parameters, lr=self.learning_rate, betas=(0.9, 0.95))
         decay = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
@@ -121,7 +122,7 @@ class TuneScales(Selective):
                     if now < best:
                         best, kept = now, [p.detach().clone() for p in parameters]
                     elif not math.isfinite(now):
-                        break  # what follows is not finite either
+                        break  # later losses would not be finite either
         stored: dict[str, Tensor] = {}
         for scales, offset in zip(tuned, kept, strict=True):
             scales.offset = offset
@@ -142,7 +143,7 @@ class TuneScales(Selective):
     def _differentiate(
         self, both: SideBySide, batches: Sequence[int], context: Context, tuned: Sequence[_Scales]
     ) -> None:
-        """Set the gradients of a step: those of all ranks' batches, added."""
+        """Set the gradients of a step to the sum over the batches of all ranks."""
         sizes = [scales.offset.numel() for scales in tuned]
         flat = torch.zeros(sum(sizes), dtype=torch.float32, device=context.device)
         slopes = flat.split(sizes)
@@ -157,12 +158,12 @@ class TuneScales(Selective):
 
 
 class _Order:
-    """Draws the calibration batches of each step, all of them before one comes again; the same on every rank.
+    """Draws the calibration batches of each step, each once before any repeats, identically on every rank.
 
     Args:
-        context: with the batches of this rank.
-        count: batches of a step.
-        seed: of the order.
+        context: Context with the batches of this rank.
+        count: Batches per step.
+        seed: Seed of the order.
     """
 
     def __init__(self, context: Context, count: int, seed: int) -> None:
@@ -174,7 +175,7 @@ class _Order:
         self._generator, self._pending = torch.Generator().manual_seed(seed), list[int]()
 
     def draw(self) -> list[int]:
-        """Return those batches of the next step that this rank has."""
+        """Return this rank's batches of the next step."""
         while len(self._pending) < self._count:
             self._pending += torch.randperm(self._all, generator=self._generator).tolist()
         drawn, self._pending = self._pending[: self._count], self._pending[self._count :]
@@ -195,11 +196,11 @@ class _Scales:
     """The scales of a weight while they are learned, on the device: `free.stored * exp(offset)`.
 
     Attributes:
-        weight: whose they are.
-        free: the scales as they were.
-        bias: the int32 bias that has a scale for each of them, with its value and scales as they were.
-        offset: what is learned, float32, the shape of the scales.
-        now: the scales that the graph runs with.
+        weight: Weight of the scales.
+        free: Original scales.
+        bias: Int32 bias with a scale for each of them, and its original value and scales.
+        offset: Learned tensor, float32, of the shape of the scales.
+        now: Scales that the graph currently uses.
     """
 
     weight: QuantizedWeight
@@ -210,7 +211,7 @@ class _Scales:
 
     @classmethod
     def of(cls, weight: QuantizedWeight, gm: GraphModule, device: torch.device) -> _Scales:
-        """Return those of a weight of a graph."""
+        """Return the scales of a weight of a graph."""
         scale, bias = weight.scale(gm).to(device), weight.int32_bias
         free = FreeScales(scale, weight.layout(gm), weight.scheme.scale)
         offset = torch.zeros_like(scale, dtype=torch.float32)
@@ -218,9 +219,9 @@ class _Scales:
         return cls(weight, free, follows, offset, scale)
 
     def tensors(self, gm: GraphModule) -> dict[str, Tensor]:
-        """Return the scales, and a bias in their units, as tensors of a graph by name."""
+        """Return names and tensors of the scales, and of a bias in their units."""
         ratio = self.offset.exp()
-        if self.bias is not None:  # which has to fit int32
+        if self.bias is not None:  # the bias must fit int32
             bias, value, units = self.bias
             ratio = ratio.maximum(least_bias_scale(value) / units.abs())
         self.now = self.free.times(ratio)
