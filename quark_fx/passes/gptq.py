@@ -131,9 +131,7 @@ class GPTQ(Solver):
         """Return the multiplications of rounding a weight."""
         rounding = 2 * matrices.inputs * matrices.values
         two_sided = self.two_sided and matrices.groups == 1
-        return rounding * (
-            3 if two_sided else 1 + self.sweeps
-        )  # two-sided evaluation uses all outputs, before and after
+        return rounding * (3 if two_sided else 1 + self.sweeps)  # two-sided errors use all outputs, before and after
 
 
 def _few(seen: Hessian) -> str:

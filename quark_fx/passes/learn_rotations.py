@@ -1,4 +1,4 @@
-"""Rotate activations by matrices that are learned from what operators read."""
+"""Rotate activations by matrices learned from the inputs of operators."""
 
 from __future__ import annotations
 
@@ -35,34 +35,35 @@ from quark_fx.solvers.samples import Part
 from quark_fx.system.options import Interval, PositiveInt
 
 _ROWS, _AT_ONCE, _FEW = 2048, 256, 32
-"""Rows that a matrix is learned from, those of one step, and the fewest of one value in a step."""
+"""Rows that a matrix is learned from, rows per step, and fewest rows of one value in a step."""
 
 _TINY = torch.finfo(torch.float32).tiny
 
 _BEFORE = ("fold_constants", "fold_batch_norm", "SmoothQuant", "NormalizeColumns", "AWQ", "LowRank")
-"""Passes that come first: they change what operators read."""
+"""Passes that must run first because they change the inputs of operators."""
 
 
 @graph_pass(after=_BEFORE, distributed=True, validated=True)
 @dataclass(frozen=True, kw_only=True)
 class LearnRotations(Rotating):
-    """`Rotate` with matrices that are learned: what operators read loses less when it is rounded.
+    """`Rotate` with learned matrices, which reduce the rounding error of operators' inputs.
 
-    Both Kronecker factors of a matrix begin as `Rotate` draws them. Each is multiplied by the Cayley transform of a
-    skew-symmetric matrix, which is orthogonal, so the graph's function stays what it is, up to rounding. Steps of Adam
-    on the skew-symmetric matrix minimize the squared rounding error of rows that operators read, relative to the
-    squares of all rows. The learned matrix of a site is kept where it lowers that error on validation data.
+    Both Kronecker factors of a matrix start as `Rotate` draws them. Each is multiplied by the Cayley transform of a
+    skew-symmetric matrix, which is orthogonal, so the graph's function is preserved, up to rounding. Adam steps on the
+    skew-symmetric matrix minimize the squared rounding error of input rows, relative to the squares of all rows. The
+    learned matrix of a site is accepted if it lowers that error on validation data.
 
-    The drawn matrix stays where operators read floats or ranges that are calibrated, and where it has to keep means.
-    Matrices of keys are drawn, too. Where one range is measured for a whole tensor, that of the rows stands for it.
+    The drawn matrix stays if operators read floats, or calibrated ranges, and if it must preserve means. Matrices of
+    keys are drawn, too. If one range is measured for a whole tensor, the range of the sampled rows approximates it.
 
     Args:
-        iterations: steps for each site.
-        learning_rate: the angle, in radians, by which the first step turns two channels of a factor; it decays to zero.
+        iterations: Number of steps for each site.
+        learning_rate: Angle, in radians, by which the first step rotates two channels of a factor; decays to zero.
 
     Source:
         Liu et al. 2024 (SpinQuant) learn rotations that weights absorb, by steepest descent with Cayley transforms on
-        the loss of the whole model. Here each site has its own error, and what is multiplied at run time is learned.
+        the loss of the whole model. Here each site minimizes its own error, and matrices multiplied at run time are
+        learned.
     """
 
     iterations: PositiveInt = 150
@@ -72,7 +73,7 @@ class LearnRotations(Rotating):
         """Rotate the inputs of operators that will be quantized; return how many sites.
 
         Raises:
-            CalibrationError: if there is no data.
+            CalibrationError: If calibration data is missing.
         """
         rotated = self.rotate(gm, context)
         learned = sum(change.before != change.after for change in context.changes)
@@ -94,7 +95,7 @@ class LearnRotations(Rotating):
         )
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes: rows of what is read, and what their gradient needs."""
+        """Return the needs of a run: sampled input rows, and memory for their gradients."""
 
         def turn(block: BlockSize) -> int:
             widest = max((m.inputs for m in block.matrices), default=0)
@@ -109,7 +110,7 @@ class LearnRotations(Rotating):
         )
 
     def _learned(self, gm: GraphModule, sites: Mapping[int, _Site], context: Context) -> Iterator[Chosen]:
-        """Yield the matrix of each site; the data goes through the graph as it was before."""
+        """Yield the matrix of each site; the data runs through the unchanged graph."""
         for number, site in sites.items():
             if site.kept:
                 change = Change(site.drawn.name, f"as drawn, {site.kept}; {site.drawn.what}")
@@ -128,10 +129,10 @@ class LearnRotations(Rotating):
                     found = self._settle(site, context)
                     for value in site.values:
                         value.rows.clear()
-                    yield number, *context.ranks.gather(found)[0]  # another processor may see other matrices
+                    yield number, *context.ranks.gather(found)[0]  # results may differ between processors
 
     def _settle(self, site: _Site, context: Context) -> tuple[Tensor, Change]:
-        """Return the learned matrix of a site, or the drawn one if it is no worse, and what to note."""
+        """Return the learned matrix of a site, or the drawn one unless that is worse, and the change to report."""
         began, drawn = time.perf_counter(), site.drawn
         if not all(len(value.rows["learned"]) for value in site.values):
             why = "all positions of the calibration data are padding"
@@ -158,7 +159,7 @@ class LearnRotations(Rotating):
             site.error(Rotation(*factors), step).backward()
             optimizer.step()
             decay.step()
-        # In float64, the matrix is orthogonal to more digits than the model has.
+        # In float64, the matrix is orthogonal to higher precision than the model's.
         exact = (_cayley(t.detach().cpu().double()) for t in turns)
         return Rotation(
             *(m @ t for m, t in zip((site.drawn.rotation.left, site.drawn.rotation.right), exact, strict=True))
@@ -167,15 +168,15 @@ class LearnRotations(Rotating):
 
 @dataclass(frozen=True, eq=False)
 class _Value:
-    """A value that operators read in codes.
+    """A value that operators read quantized.
 
     Attributes:
-        linear: the first of them.
-        mapping: how it multiplies.
-        spec: of the codes.
-        runs: channels in runs of n, each of which the matrix multiplies, on the device.
-        factor: that a folded norm leaves out of the value, per channel; `None` for none.
-        rows: samples of the value by what they are for, `"learned"` or `"judged"`, float32, shape (rows, channels).
+        linear: First of these operators.
+        mapping: Mapping from it to matrix products.
+        spec: Spec of the quantization.
+        runs: Channels in runs of n, each multiplied by the matrix, on the device.
+        factor: Factor per channel that a folded norm no longer applies to the value; `None` for none.
+        rows: Samples of the value by purpose, `"learned"` or `"judged"`, float32, shape (rows, channels).
     """
 
     linear: Linear
@@ -186,7 +187,7 @@ class _Value:
     rows: dict[str, Tensor] = field(default_factory=dict)
 
     def sample(self, context: Context, entrance: Entrance, wanted: int) -> None:
-        """Remember about as many rows as are wanted of the batches of all ranks, in random order."""
+        """Sample about `wanted` rows from the batches of all ranks, in random order."""
         generator = torch.Generator().manual_seed(0)
         for what, batches in (("learned", context.data.calibration), ("judged", context.data.validation)):
             part = Part.of(batches, context)
@@ -202,13 +203,13 @@ class _Value:
 
     @torch.no_grad()
     def _some(self, entrance: Entrance, batch: int, number: int, context: Context, count: int) -> Tensor:
-        """Return rows of a batch, spread over it, and of each batch at other places."""
+        """Return rows spread over a batch, at different positions for each batch."""
         (rows,) = entrance.values(batch, context.data.kept_positions(batch)).matrices(self.mapping)
         rows = rows[spread_indices(len(rows), count, seed=number).to(rows.device)]
         return rows if self.factor is None else rows / self.factor.to(rows)
 
     def error(self, rotation: Rotation, rows: Tensor) -> Tensor:
-        """Return the squared error of rounding rotated rows, relative to their squares."""
+        """Return the squared rounding error of rotated rows, relative to their squares."""
         noise = torch.stack([self._noise(rotation, some) for some in rows.split(_AT_ONCE)]).sum()
         return noise / rows.square().sum().clamp_min(_TINY)
 
@@ -221,12 +222,12 @@ class _Value:
 
 @dataclass(frozen=True, eq=False)
 class _Site:
-    """A site with the values that are read there.
+    """A site with the values that operators read there.
 
     Attributes:
-        drawn: the site.
-        values: in graph order.
-        kept: why the drawn matrix stays; empty if one is learned.
+        drawn: Site with its drawn matrix.
+        values: Values in graph order.
+        kept: Reason that the drawn matrix stays; empty if a matrix is learned.
     """
 
     drawn: Drawn
@@ -235,7 +236,7 @@ class _Site:
 
     @classmethod
     def of(cls, gm: GraphModule, drawn: Drawn, names: Mapping[Node, Named], device: torch.device) -> _Site:
-        """Return the site with the values that operators read in codes."""
+        """Return the site with the values that operators read quantized."""
         site, values = drawn.site, dict[tuple[Node, TensorSpec], _Value]()
         kept = "no operator reads it in codes whose range is measured at run time"
         runs = {(absorber.parameter, absorber.axis): absorber.runs for absorber in site.absorbers}
@@ -274,7 +275,7 @@ class _Site:
 
     @torch.no_grad()
     def judge(self, rotation: Rotation) -> float:
-        """Return the mean relative error of all values, on the rows to judge by."""
+        """Return the mean relative error of all values, on the validation rows."""
         return float(torch.stack([value.error(rotation, value.rows["judged"]) for value in self.values]).mean())
 
     def pack(self, rotation: Rotation) -> Tensor:
@@ -292,18 +293,18 @@ def _cayley(turn: Tensor) -> Tensor:
     """Return the orthogonal matrix `(1 - s / 2)^-1 (1 + s / 2)` of the skew-symmetric part `s` of a matrix."""
     skew = (turn - turn.T) / 4
     one = torch.eye(len(turn), device=turn.device, dtype=turn.dtype)
-    turned: Tensor = torch.linalg.solve_ex(one - skew, one + skew)[0]  # never singular, so nothing has to be looked at
+    turned: Tensor = torch.linalg.solve_ex(one - skew, one + skew)[0]  # never singular, so no check is needed
     return turned
 
 
 def _rounded(x: Tensor, spec: TensorSpec) -> Tensor:
-    """Return what is read of rows, with a straight-through gradient, and that of the range that they measure."""
+    """Return quantized rows, with straight-through gradients for the rows and gradients for their measured range."""
     name, _, axis, block, *_ = measurement = spec.measurement(1)
     with torch.no_grad():
         scale, zero_point = ops.dynamic_qparams(x, *measurement)
     low, high = ops.extremes(x, axis, block)
     width = torch.maximum(-low, high) if spec.scheme.symmetric else high - low
-    # As large as before, with the gradient of the range; that of a row of zeros has none.
+    # The value is unchanged, with the gradient of the range; a row of zeros gets a zero gradient.
     grows = torch.where(width > 0, width / width.detach().clamp_min(_TINY), 1)
     scale = ops.spread(scale * grows, x, axis, block)
     ones = torch.ones_like(zero_point, dtype=torch.float32)

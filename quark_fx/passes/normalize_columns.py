@@ -72,7 +72,7 @@ class NormalizeColumns(Selective):
 
 
 def _mean_squares(gm: GraphModule, site: PlannedSite[Linear]) -> Tensor:
-    """Return the mean square of all weights that read each component, shape (components,)."""
+    """Return the mean square of each component's weights over all readers, shape (components,)."""
     means = Means.of_none(site.site.channels)
     for reader in site.readers:
         scaled = reader.scaled

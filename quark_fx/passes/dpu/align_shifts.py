@@ -1,4 +1,4 @@
-"""Choose power-of-two scales that a DPU has shifts for, before anything is rounded with them."""
+"""Choose power-of-two scales that fit the shifts of a DPU, before anything is rounded with them."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from quark_fx.plan.placement import Coded, Point, module_name
 from quark_fx.system.names import unknown
 
 RULES = ("concat", "pool", "pad", "read", "write", "hard_sigmoid", "swish", "cut", "bias")
-"""Every rule."""
+"""Names of all rules."""
 
 Value = tuple[Node, TensorSpec]
 Constant = tuple[Node, Node]
-"""An operator, and a weight or bias of it."""
+"""An operator, and its weight or bias."""
 
 
 @graph_pass(exact=False, stage=Stage.CALIBRATED, targets=("dpu",), distributed=True)
 @dataclass(frozen=True)
 class AlignShifts:
-    """Change positions (a scale is `2**-position`) until the shifts between them are those a DPU can do.
+    """Change positions (a scale is `2**-position`) until a DPU supports the shifts between them.
 
-    Weights and biases are rounded afterwards, with the scales found here. `docs/dpu.md` says what each rule is, and
-    what is changed to meet it. Positions are lowered, which costs bits, rather than raised, which cuts values off.
+    Weights and biases are rounded afterwards, with the resulting scales. `docs/dpu.md` lists the rules and the changes
+    that satisfy them. Positions are lowered, which costs bits, rather than raised, which saturates values.
 
     Args:
-        rules: which to follow; all, unless a device is known not to need one.
+        rules: Names of the rules to satisfy; default: all.
 
     Raises:
-        ConfigError: for an unknown rule.
+        ConfigError: For an unknown rule.
 
     Source:
         AMD Quark for ONNX, `quark.onnx.refine`.
@@ -57,7 +57,7 @@ class AlignShifts:
                 raise unknown("rule", rule, RULES)
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
-        """Change the scales of the run, note each, and return how many changed."""
+        """Change the scales of the run, report each change, and return their number."""
         if context is None or context.calibrated is None:
             raise ConfigError("AlignShifts changes scales that calibration found; run it through `quantize`")
         found = context.calibrated
@@ -72,7 +72,7 @@ class AlignShifts:
 
 
 class _Builder:
-    """Reads the positions of a plan, and what its operators ask of them, off the graph."""
+    """Collects the positions of a plan, and the constraints of its operators, from the graph."""
 
     def __init__(self, gm: GraphModule, found: Calibrated, bias: TensorSpec | None, rules: frozenset[str]) -> None:
         self.gm, self.found, self.bias, self.rules = gm, found, bias, rules
@@ -98,7 +98,7 @@ class _Builder:
         return self.system
 
     def store(self, variable: shifts.Name, position: int) -> None:
-        """Give a tensor the scale of a position."""
+        """Set the scale of a tensor to that position."""
         if abs(position) > 126:
             raise CalibrationError(f"{self.names[variable]} needs the scale 2**{-position}, which is no float32")
         values = self.found.values
@@ -108,19 +108,19 @@ class _Builder:
             self.found.constants[variable] = _moved(self.constants[variable], position)
 
     def _read(self, node: Node, value: object) -> Value | None:
-        """Return what an operator reads a value with."""
+        """Return the source and spec with which an operator reads a value."""
         points = self.points.get(value, []) if isinstance(value, Node) else []
         own = [p for p in points if p.readers is not None and node in p.readers]
         return next(((p.source, p.spec) for p in (*own, *points) if p.readers is None or node in p.readers), None)
 
     def _made(self, node: Node) -> Value | None:
-        """Return what the output of an operator is rounded with."""
+        """Return the source and spec with which an operator's output is rounded."""
         value = self.found.plan.outputs.get(node)
         points = self.points.get(value, []) if value is not None else []
         return next(((p.source, p.spec) for p in points if p.readers is None), None)
 
     def _tie_concatenation(self, point: Point) -> None:
-        """Tie what is moved together to all it is made of; what is moved alone has its scale anyway."""
+        """Tie the result of data movement to all of its inputs; with a single input they share a scale anyway."""
         if "concat" in self.rules and target_name(point.value) in MOVING and point.source is point.value:
             self._tie("concat", (point.source, point.spec), *self._parts(point.value))
 
@@ -155,7 +155,7 @@ class _Builder:
     def _add_pair(self, node: Node, a: Value, b: Value) -> None:
         made = self._made(node)
         if target_name(node) != "aten.mul.Tensor":
-            # The compiler asks for the shift after an addition only.
+            # The compiler requires this shift only for additions.
             rules = self.rules - ({"write"} if target_name(node) == "aten.sub.Tensor" else set())
             self.system.limits += shifts.sum_limits((a, b), made, rules)
             return
@@ -164,7 +164,7 @@ class _Builder:
             self.system.limits += shifts.product_limits((a, b), made, rule, most)
 
     def _is_swish(self, node: Node) -> bool:
-        """Tell whether one factor is the hard sigmoid of the other."""
+        """Return whether one factor is the hard sigmoid of the other."""
         for gate, value in (node.args[:2], node.args[1::-1]):
             while isinstance(gate, Node) and target_name(gate) == "aten.mul.Scalar":
                 gate = gate.args[0]
@@ -187,7 +187,7 @@ class _Builder:
         self.system.products.append(shifts.Product(read, weight, bias, made, leaky))
 
     def _add_constant(self, key: Constant, spec: TensorSpec) -> bool:
-        """Observe a weight or bias; tell whether it is finite (conversion names what is not)."""
+        """Observe a weight or bias; return whether it is finite (conversion reports it otherwise)."""
         value = parameter(self.gm, key[1]).detach()
         if not bool(torch.isfinite(value).all()):
             return False

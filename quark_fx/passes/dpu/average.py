@@ -1,4 +1,4 @@
-"""Averages as a DPU computes them: a sum, a multiplication by an integer and a shift."""
+"""Averages as computed by a DPU: a sum, a multiplication by an integer, and a shift."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.plan.placement import module_name
 
 _SQUARES = {3: (7, 6), 5: (10, 8), 6: (7, 8), 7: (21, 10), 14: (21, 12)}
-"""For a square kernel by its side: `1 / side**2` is taken for `a / 2**b`."""
+"""Approximation `a / 2**b` of `1 / side**2` for square kernels, by their side."""
 
 _WIDEST = 255
-"""The largest side whose factor is known."""
+"""Largest side with a known factor."""
 
 
 @graph_pass(exact=False, after=("pool_means", "SplitLargePools"))
 def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
-    """Multiply every average of `n` values by `n * a / 2**b`, where a DPU multiplies their sum by `a / 2**b`.
+    """Multiply every average of `n` values by `n * a / 2**b`, because a DPU multiplies their sum by `a / 2**b`.
 
-    The factor is within 1 % of 1 for the kernels networks have: 63/64 for 3×3, 1029/1024 for 7×7.
+    The factor is within 1 % of 1 for common kernels: 63/64 for 3×3, 1029/1024 for 7×7.
 
-    The factor is that of the kernel: of windows that reach over the border, where `count_include_pad=False` or
-    `ceil_mode` divide by fewer, it is an approximation, the one Quark makes.
+    The factor depends on the kernel alone: for windows that extend over the border, where `count_include_pad=False` or
+    `ceil_mode` divide by fewer values, it is an approximation, the same as in Quark.
 
-    Returns how many were rewritten. Those that are left are noted, with the reason.
+    Returns the number of rewritten averages. Others are reported, with the reason.
 
     Source:
         AMD Quark for ONNX, `ConvertAvgPoolToDPUVersion` and `ConvertReduceMeanToDPUVersion`.
@@ -51,7 +51,7 @@ def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
 
 
 def _factor(gm: GraphModule, node: Node) -> float | str:
-    """Return what a DPU's average is of the exact one, or why it is left."""
+    """Return the ratio of a DPU's average to the exact one, or the reason to skip it."""
     shape = [static_size(size) for size in value_of(gm, argument(node, 0)).shape]
     name = target_name(node)
     if name == "aten.mean.dim":
@@ -84,7 +84,7 @@ def _noted(factor: float) -> float | str:
 
 
 def square_factor(side: int) -> float:
-    """Return the factor for a square kernel; 1 beyond 255.
+    """Return the factor for a square kernel; 1 for sides above 255.
 
     >>> square_factor(3), square_factor(7), square_factor(2)
     (0.984375, 1.0048828125, 1.0)
@@ -98,7 +98,7 @@ def square_factor(side: int) -> float:
 
 
 def nearest_shift(count: int) -> float:
-    """Return `count * a / 2**b` with the `a / 2**b` nearest to `1 / count`, `b` below 7 bits more than `count` has.
+    """Return `count * a / 2**b` with `a / 2**b` nearest to `1 / count`, for `b` up to `6 + ceil(log2(count))`.
 
     >>> nearest_shift(16), nearest_shift(12)
     (1.0, 0.99609375)

@@ -1,4 +1,4 @@
-"""Bounds of clips that a DPU has."""
+"""Restrict the bounds of clips to ones that a DPU supports."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.plan.placement import module_name
 
 _CLIPS = ("aten.clamp.default", "aten.hardtanh.default")
-"""Those with bounds of the user's: of a relu there is one, and 0 and 6 of a relu6 are integers already."""
+"""Operators with bounds set by the user; the bounds of a relu and a relu6 are integers already."""
 
 _ENDS = (-128, 127)
 
 
 @graph_pass(exact=False)
 def use_dpu_clips(gm: GraphModule, context: Context | None = None) -> int:
-    """Round the bounds of every clip to integers from -128 to 127; a missing one is -128 or 127. Returns how many.
+    """Round the bounds of every clip to integers from -128 to 127; missing ones become -128 or 127. Returns the count.
 
-    So Quark has it, of the values themselves and whatever their scales: bounds of ±0.4 leave zero alone. Bounds that
-    are tensors, as those of equalized channels, stay.
+    This follows Quark, which rounds the values of the bounds regardless of scales: bounds of ±0.4 become zero. Bounds
+    stored in tensors, such as equalized channels', are left alone.
 
     Source:
         AMD Quark for ONNX, `ConvertClipToDPUVersion`, off by default.

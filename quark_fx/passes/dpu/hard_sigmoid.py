@@ -1,4 +1,4 @@
-"""Hard sigmoids as a DPU computes them."""
+"""Hard sigmoids as computed by a DPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.plan.placement import module_name
 
 FACTOR = 2731 / 16384 * 6
-"""A DPU multiplies by `2731 / 2**14` for a sixth."""
+"""Ratio of a DPU's multiplier, `2731 / 2**14`, to one sixth."""
 
 
 @graph_pass(exact=False, after=("spell_out_swish", "harden_sigmoids"))
 def use_dpu_hard_sigmoids(gm: GraphModule, context: Context | None = None) -> int:
-    """Multiply every hard sigmoid by `6 * 2731 / 2**14 = 1.00012`, what a DPU makes of it. Returns how many.
+    """Multiply every hard sigmoid by `6 * 2731 / 2**14 = 1.00012`, the ratio of a DPU's result; return the count.
 
     Source:
         AMD Quark for ONNX, `ConvertHardSigmoidToDPUVersion`.

@@ -1,4 +1,4 @@
-"""Slopes of leaky relus that a DPU has."""
+"""Round the slopes of leaky relus to ones that a DPU supports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quark_fx.plan.placement import module_name
 
 @graph_pass(exact=False)
 def use_dpu_slopes(gm: GraphModule, context: Context | None = None) -> int:
-    """Round the slope of every leaky relu to 8 fractional bits: 0.1 becomes 26/256. Returns how many changed.
+    """Round the slope of every leaky relu to 8 fractional bits: 0.1 becomes 26/256; return the number of changes.
 
     Source:
         AMD Quark for ONNX, `ConvertLeakyReluToDPUVersion`.

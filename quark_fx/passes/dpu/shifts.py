@@ -1,10 +1,10 @@
-"""The shifts of a DPU, which multiplies powers of two: what scales a plan may have together, and the nearest that fit.
+"""Shift constraints of a DPU, which multiplies powers of two, on the scales of a plan; find the nearest valid scales.
 
 The *position* of a tensor is the number of its fractional bits: its scale is `2**-position`. Every rule is a sum of
 positions that must not exceed a bound (`Limit`), positions that must be equal (`System.ties`) or not too low
 (`System.floors`), or the three shifts of a product (`Product`).
 
-Source: AMD Quark for ONNX, `quark.onnx.refine` (`adjust_quantize_info`), on what the compiler of the DPU asks for.
+Source: AMD Quark for ONNX, `quark.onnx.refine` (`adjust_quantize_info`), on the requirements of the DPU's compiler.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Name = Any
-"""Whatever tells tensors apart; hashable."""
+"""Hashable identifier of a tensor."""
 
 CUT, BIAS = (0, 16), 15
-"""Product to output, and the most from bias to product."""
+"""Range of the shift from product to output, and largest shift from bias to product."""
 READ, WRITE, WRITE_PRODUCT, SWISH = 7, (-7, 25), 32, 15
-"""Between addends; from a sum to its output, from a product of activations to its output, and from that of a swish."""
+"""Largest shift between addends, and shifts to the output from a sum, from a product of activations, from a swish."""
 SIGMOID_INPUT, SIGMOID_OUTPUT, SIGMOID_SHIFT = (0, 15), 7, 14
-"""Of a hard sigmoid: positions of its input, lowest of its output, and the most that is above its input."""
+"""Range of a hard sigmoid's input position, lowest output position, and largest difference of output and input."""
 FREE_BITS = 16
-"""Of an accumulator of 24 bits, above 8 of the bias: a bias may be as much finer than the output."""
+"""Bits of a 24-bit accumulator above the bias's 8: a bias may have this many more fractional bits than the output."""
 
 _FAR = 1 << 8
-"""Below the positions of all floats: lowering that got here does not end."""
+"""A position below all positions of floats; if lowering reaches it, it does not terminate."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Limit:
     """`sum(plus) - sum(minus) <= bound`.
 
     Attributes:
-        rule: its name.
-        plus: tensors whose positions may be lowered to meet it.
-        minus: the others.
-        bound: bits.
+        rule: Name of the rule.
+        plus: Tensors whose positions may be lowered to satisfy it.
+        minus: Other tensors.
+        bound: Bound in bits.
     """
 
     rule: str
@@ -53,11 +53,11 @@ class Product:
     """A convolution or matrix product.
 
     Attributes:
-        input: tensor it reads.
-        weight: its weight.
-        bias: its bias, if it has one with a position.
-        output: tensor it makes.
-        leaky: a leaky relu follows before anything is rounded.
+        input: Input tensor.
+        weight: Weight tensor.
+        bias: Bias tensor, if it has one with a position.
+        output: Output tensor.
+        leaky: True if a leaky relu follows before the output is rounded.
     """
 
     input: Name
@@ -69,15 +69,15 @@ class Product:
 
 @dataclass
 class System:
-    """The positions of a graph and what they have to satisfy.
+    """Positions of a graph and their constraints.
 
     Attributes:
-        positions: of every tensor, as calibrated.
-        ties: groups of tensors, with the name of the rule, whose positions are equal.
-        limits: sums of activations.
-        floors: rule, tensor and the lowest position it may have, at most 7.
-        products: operators with weights.
-        rules: which of `"cut"` and `"bias"` hold for them.
+        positions: Calibrated position of every tensor.
+        ties: Groups of tensors with equal positions, with the name of the rule.
+        limits: Limits on sums of activations' positions.
+        floors: Rule, tensor, and its lowest position, at most 7.
+        products: Operators with weights.
+        rules: Subset of `"cut"` and `"bias"` that applies to the products.
     """
 
     positions: dict[Name, int]
@@ -90,25 +90,25 @@ class System:
 
 @dataclass(frozen=True)
 class Settled:
-    """Positions that satisfy a `System`, and the rules that changed each."""
+    """Positions that satisfy a `System`, and the rules that changed each of them."""
 
     positions: dict[Name, int]
     reasons: dict[Name, tuple[str, ...]]
 
 
 def settle(system: System) -> Settled:
-    """Return positions near those of `system` that satisfy all of it.
+    """Return positions near the calibrated ones that satisfy all constraints of `system`.
 
-    Positions are lowered, which costs bits but cuts nothing off, wherever that meets a limit, and none so far that it
-    could be higher with all others as they are. Raised are those below a floor or held up by one, and weights and
-    biases whose output cannot be lowered: it is tied to the input, has a floor, or is read again by what makes the
-    input, so that lowering chases itself in a circle. Limits among activations that do so (a tensor tied to what is
-    made of it) get floors of zero for the factors of their products, with which lowering ends.
+    A position is lowered, which costs bits but saturates nothing, wherever that satisfies a limit, and never further
+    than needed given all other positions. A position is raised if it is below a floor or is kept up by one; so are
+    weights and biases if the output cannot be lowered, because it is tied to the input, has a floor, or feeds back into
+    the input, so that lowering would not terminate. If limits among activations form such a cycle (a tensor tied to a
+    result computed from it), the factors of their products get floors of zero, with which lowering terminates.
 
-    It ends: positions only go down, each time by one at least, until all holds or one is below any that a float has.
-    Then, of the outputs that were lowered last because of their weights, the coarsest weight is raised by a bit, which
-    is taken back later where it was not needed. If there is none, the factors get their floors, which happens once. A
-    system that satisfies everything stays as it is.
+    The algorithm terminates: positions only decrease, each time by at least one, until all constraints hold or a
+    position is below the range of floats. In that case, among the outputs that were lowered last because of their
+    weights, the coarsest weight is raised by a bit, which is undone later if it was not needed. If there is none, the
+    factors get their floors, which happens once. A system that satisfies all constraints does not change.
     """
     chased, bits = False, Counter[int]()
     while (settling := _settled(system, chased, bits)).stuck:
@@ -136,10 +136,10 @@ class _Settling:
     """The state of `settle`: positions of groups of tied tensors.
 
     Attributes:
-        chased: factors of products of activations have floors.
-        bits: by the index of a product, how far its weight will be raised.
-        stuck: lowering did not end.
-        chasing: indices of products whose output was lowered last for its weight.
+        chased: True if factors of products of activations have floors.
+        bits: Number of bits to raise weights by, per index of the product.
+        stuck: True if lowering did not terminate.
+        chasing: Indices of products with outputs that were lowered last because of their weights.
     """
 
     def __init__(self, system: System, chased: bool, bits: Counter[int]) -> None:
@@ -161,12 +161,12 @@ class _Settling:
             self._spread_floors()
 
     def _cancelled(self, limit: Limit) -> Limit:
-        """Return a limit on groups, without those on both sides."""
+        """Return a limit on groups, without groups that are on both sides."""
         plus, minus = (Counter(self.group[v] for v in side) for side in (limit.plus, limit.minus))
         return Limit(limit.rule, tuple((plus - minus).elements()), tuple((minus - plus).elements()), limit.bound)
 
     def _hold(self, g: Name, bound: int, rule: str) -> bool:
-        """Give a group a floor; tell whether it is news."""
+        """Set the floor of a group; return whether it is higher than before."""
         if g in self.floor and self.floor[g] >= bound:
             return False
         self.floor[g] = bound
@@ -175,10 +175,10 @@ class _Settling:
         return True
 
     def _spread_floors(self) -> None:
-        """Give floors to what could otherwise be lowered below what a floor holds up.
+        """Propagate floors to groups whose lowering would violate a limit on a group with a floor.
 
-        Floors may raise positions that nothing would lower, so call it only where something has to be lowered. It ends,
-        as no floor is above the highest given one, of at most 7, and 0 is met by factors at 0.
+        Floors may raise positions that nothing would lower, so call it only if something must be lowered. It
+        terminates, because floors never exceed the highest initial one, at most 7, and factors at 0 satisfy 0.
         """
         news = True
         while news:
@@ -207,19 +207,19 @@ class _Settling:
         """Lower activations until all their limits hold, and outputs until they fit their products."""
         self.stuck = not self._lower_all()
         while not self.stuck and (lowered := self._coarsen_outputs()):
-            # Raising a weight does not help an output that was lowered for its bias.
+            # Raising a weight does not help an output that was lowered because of its bias.
             self.chasing = {index for index, rule in lowered.items() if rule == "cut"}
             self.stuck = not self._lower_all() or min(self.position.values()) < -_FAR
 
     def _lower_all(self) -> bool:
-        """Lower until all limits hold; tell if that ended. With floors on all factors, every circle does."""
+        """Lower until all limits hold; return whether that terminated. With floors on all factors, it always does."""
         while sum(self._lower(limit) for limit in self.limits):
             if not self.chased and min(self.position.values()) < -_FAR:
                 return False
         return True
 
     def _coarsen_outputs(self) -> dict[int, str]:
-        """Lower outputs finer than their products; return whose were, and the rules."""
+        """Lower outputs that are finer than their products; return the products' indices, and the rules."""
         lowered = {}
         for index, fitting, rule in self._finer_outputs():
             self._move(self.group[self.system.products[index].output], fitting, rule)
@@ -227,7 +227,7 @@ class _Settling:
         return lowered
 
     def _finer_outputs(self) -> Iterator[tuple[int, int, str]]:
-        """Yield products whose output has bits that say nothing, the position it should be lowered to, and the rule."""
+        """Yield products whose output has meaningless bits, the position it should be lowered to, and the rule."""
         for index, product in enumerate(self.system.products):
             o = self.group[product.output]
             fitting, rule = self._fitting_output(index)
@@ -236,18 +236,18 @@ class _Settling:
                 yield index, int(fitting), rule
 
     def _fitting_output(self, index: int) -> tuple[float, str]:
-        """Return the highest position of an output for which weight and bias need no raising, and the rule."""
+        """Return the highest position of an output at which weight and bias need no raising, and the rule."""
         product = self.system.products[index]
         i, w, o = (self.group[v] for v in (product.input, product.weight, product.output))
         if "cut" not in self.system.rules or i == o:
-            return math.inf, "cut"  # no position of the output helps
+            return math.inf, "cut"  # no output position helps
         fitting = self.position[w] + self.bits[index] + self.position[i] - CUT[0], "cut"
         if product.bias is None or "bias" not in self.system.rules:
             return fitting
         return min(fitting, (self.position[self.group[product.bias]] + BIAS, "bias"))
 
     def raise_again(self) -> None:
-        """Raise what was lowered further than the others need as they are now. Ends, as nothing passes calibration."""
+        """Raise positions that are lower than the others require; terminates at the calibrated positions."""
         limits: dict[Name, list[Limit]] = {}
         for limit in self.limits:
             for g in set(limit.plus):
@@ -282,13 +282,13 @@ class _Settling:
         return int(plus - minus - limit.bound)
 
     def settle_product(self, product: Product) -> None:
-        """Choose the positions of weight and bias; whatever input and output are, there are some."""
+        """Choose the positions of weight and bias; they exist for any positions of input and output."""
         i, w, o = (self.group[v] for v in (product.input, product.weight, product.output))
         b = None if product.bias is None or "bias" not in self.system.rules else self.group[product.bias]
         read, made = self.position[i], self.position[o]
         low, high = (made - read + cut for cut in CUT) if "cut" in self.system.rules else (-math.inf, math.inf)
         if b is not None:
-            # A bias coarser than this has no weight beside it that satisfies both its own limit and the cut.
+            # With a bias coarser than this, no weight satisfies both the limit of the bias and the cut.
             self._clamp(b, low + read - BIAS, made + FREE_BITS, "bias")
             self._clamp(w, low, high, "cut")
             self._clamp(w, -math.inf, BIAS + self.position[b] - read, "bias")
@@ -340,7 +340,7 @@ def sum_limits(inputs: Iterable[Name], output: Name | None, rules: frozenset[str
     limits = [Limit("read", (a,), (b,), READ) for a in inputs for b in inputs if a != b] if "read" in rules else []
     if output is not None and "write" in rules:
         limits += [Limit("write", (output,), (a,), -WRITE[0]) for a in inputs]
-        # The rule is about the coarsest addend. Those finer than the output by more have nothing to lose.
+        # The rule concerns the coarsest addend; an addend that is much finer than the output loses nothing.
         limits += [Limit("write", (a,), (output,), WRITE[1]) for a in inputs]
     return limits
 

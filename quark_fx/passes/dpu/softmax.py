@@ -1,4 +1,4 @@
-"""Softmax as a DPU computes it: a polynomial for the exponential, in bfloat16."""
+"""Softmax as computed by a DPU: a polynomial for the exponential, in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from quark_fx.plan.placement import module_name
 
 _aten = torch.ops.aten
 _COEFFICIENTS = (0.21875, 0.486328125, 1.0, 1.0)
-"""Of `exp` on `[0, log 2)`, from the third power down."""
+"""Coefficients of `exp` on `[0, log 2)`, from the third power down."""
 
 
 @graph_pass(exact=False)
 def use_dpu_softmax(gm: GraphModule, context: Context | None = None) -> int:
     """Compute every softmax as `2**n * polynomial(x - n log 2)` over its sum, each step rounded to bfloat16.
 
-    `n = floor(x / log 2)`. Nothing is subtracted first: inputs above 88 overflow, which those of a network rounded to
-    8 bits seldom reach. The steps, `log 2` among them, have 8 bits: an exponential is off by up to `|x| / 2**7` of
-    itself. Returns how many were rewritten; a softmax inside of `scaled_dot_product_attention`, and of another type
-    than float32, is left.
+    `n = floor(x / log 2)`. The maximum is not subtracted first: inputs above 88 overflow, but rarely occur in a network
+    rounded to 8 bits. Every step, and the constant `log 2`, has 8 bits of precision: an exponential has a relative
+    error of up to `|x| / 2**7`. Returns the number of rewritten ones; a softmax inside
+    `scaled_dot_product_attention`, or of another type than float32, is left alone.
 
     Source:
         AMD Quark for ONNX, `ConvertSoftmaxToDPUVersion` (`SimulateDPUSoftmax`), off by default.
@@ -48,7 +48,7 @@ def use_dpu_softmax(gm: GraphModule, context: Context | None = None) -> int:
 
 
 def _softmax(gm: GraphModule, like: Node, x: Any, dim: int) -> Node:
-    """Return the quotient of the exponentials of `x` and their sum along `dim`."""
+    """Return the exponentials of `x` divided by their sum along `dim`."""
 
     def step(target: Any, *args: Any) -> Node:
         result = call(gm, target, *args, like=like)
