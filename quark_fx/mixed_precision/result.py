@@ -144,7 +144,7 @@ class Search:
         return self.verified[0]
 
     def to_yaml(self) -> str:
-        """Return `config` as text for `QuantConfig.from_yaml`, as differences from the preset it starts from."""
+        """Return `config` as text for `QuantConfig.from_yaml`: the differences from the preset it starts from."""
         return yaml_of(self.config, self.preset)
 
     def to_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _NEAR = 0.9
 """Share of the limit from which a measured error or latency is close enough to stop."""
 
 _SAFE = 0.99
-"""Share of the remaining latency that the next mixture aims at, because times vary; for file sizes, close enough."""
+"""Share of the remaining latency that the next mixture aims at, because times vary; for file sizes, enough to stop."""
 
 _NOTHING = 1e-3
 """Share of the limit below which a measured error counts as zero."""

@@ -51,7 +51,7 @@ class Space:
             outputs are not finite.
         float_graph: Graph of the operators.
         latencies: Measured latencies in milliseconds, by group and candidate; empty unless the budget is a latency.
-        shares: Ratios of written to reported bytes of the weights, by candidate; empty if the report counts.
+        shares: Ratios of written to reported bytes of the weights, by candidate; empty if sizes in the report count.
         overhead: Number of bytes of a file that do not depend on weights or candidate.
     """
 

@@ -494,7 +494,7 @@ def _blocks(weight: QuantizedTensor, form: str) -> dict[str, Tensor]:
 def _share_global_scales(tensors: dict[str, Tensor]) -> None:
     """Store layers whose global scales differ by a power of two with the smallest of these (readers divide by it).
 
-    Layers that read one value have a common global scale, because servers fuse them. Factoring their scales again may
+    Layers with the same input have a common global scale, because servers fuse them. Factoring their scales again may
     return global scales that differ by a power of two.
     """
     smallest: dict[float, Tensor] = {}

@@ -163,7 +163,7 @@ def _runs_in_torch(gm: GraphModule, sample: tuple[Any, ...]) -> bool:
 
 
 _FAILING = (
-    r"""(?:Name:'|with name '|(?<!<)[Nn]ode ?\(|In Node, \("|<Node\(\w+\): )([^'")>]+)""",  # a node or what it makes
+    r"""(?:Name:'|with name '|(?<!<)[Nn]ode ?\(|In Node, \("|<Node\(\w+\): )([^'")>]+)""",  # a node or its output
     r"rule found for operations: (\w+)-",  # a kind of nodes, whose lack makes others fail
     r"in the (\w+) operator",
 )

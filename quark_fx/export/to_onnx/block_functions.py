@@ -1,6 +1,6 @@
 """ONNX functions of standard operators: rounding to blocks at run time, and the values of stored codes.
 
-Results are equal to those of `numbers.ops`, bit for bit. Before opset 24, no ONNX operator extracts an exponent, so
+Results equal `numbers.ops` bit for bit. Before opset 24, no ONNX operator extracts an exponent, so
 powers of two come from tables: a logarithm finds the entry or the one before it, and a comparison decides.
 """
 

@@ -13,7 +13,7 @@ def use_contrib_domain(model: ir.Model) -> None:
     """Move every quantizer and dequantizer to `com.microsoft`, whose kernels support 4- and 16-bit codes in any opset.
 
     Raises:
-        ExportError: If there are no quantizers, or they have scales in blocks, 8-bit floats, or 2-bit codes, which
+        ExportError: If the model lacks quantizers, or they have scales in blocks, 8-bit floats, or 2-bit codes, which
             these kernels do not support; all are listed.
     """
     bad, moved = [], 0

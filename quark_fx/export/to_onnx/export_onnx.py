@@ -114,7 +114,7 @@ def onnx(
 
     Raises:
         ExportError: If the format cannot represent the quantized model or does not know an option, the target does
-            not support the format or the opset, a type needs a newer opset, an operator has no lowering (all are
+            not support the format or the opset, a type needs a newer opset, an operator lacks a lowering (all are
             listed, with the user's source lines), the path cannot be written, or the file fails its check or its run.
     """
     try:
@@ -237,7 +237,7 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
             with _quiet_exporter(), nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols():
                 model = translate(program, names, result_names, opset=opset, decompose=decompose)
         except torch.onnx.OnnxExporterError as error:
-            # Some operator has no lowering: let torch decompose the graph and try again.
+            # Some operator lacks a lowering: let torch decompose the graph and try again.
             errors.append(error)
             logger.debug("decomposing, since %s", _root(error))
             continue
@@ -395,7 +395,7 @@ def _is_built(node: Node, fmt: Format) -> bool:
 
 
 def _unmeasured(node: Node) -> str:
-    """Return the property of a `dynamic_qparams` that has no lowering; empty if it has one."""
+    """Return the property of a `dynamic_qparams` that prevents its lowering; empty if none does."""
     fmt, symmetry, _, block, scale_type = node.args[1:6]
     if block in (0, -1):
         return "" if scale_type == str(FLOAT32) else "with 8-bit scales"

@@ -75,7 +75,7 @@ FORMATS: dict[str, OnnxFormat] = {
     "matmul_nbits": OnnxFormat(rewrite=_matmul_nbits, choices={"accuracy_level": (0, 1, 2, 3, 4)}),
     "vitis": OnnxFormat(rewrite=_vitis, choices={"domain": tuple(reversed(PREFIXES))}, runs=False, wide=True),
 }
-"""All formats by name."""
+"""All formats."""
 
 
 def find_format(name: str, options: FormatOptions, target: Target) -> tuple[OnnxFormat, FormatOptions]:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from quark_fx.export.to_onnx.edit import add_initializer, array_of
 
 _SCALES = {"DequantizeLinear": 1, "MatMulNBits": 2, "GatherBlockQuantized": 2}
-"""Position of the scales among the inputs of operators that read weights in groups."""
+"""Position of the scales among the inputs of operators on weights in groups."""
 
 
 def halve_scales(model: ir.Model) -> int:
@@ -39,7 +39,7 @@ def halve_scales(model: ir.Model) -> int:
 
 
 def _is_read_as_scale(value: ir.Value) -> bool:
-    """Tell whether all readers are nodes of the main graph that read the value as the scales of groups."""
+    """Tell whether all readers are nodes of the main graph and use the value as scales of groups."""
     uses = list(value.uses())
     return bool(uses) and all(
         use.node.graph is value.graph and _SCALES.get(use.node.op_type) == use.idx for use in uses

@@ -1,6 +1,6 @@
 """ONNX lowerings of operators without one in torch: the operators of `quark_fx`, and the product of expert layers.
 
-`torch.onnx.export` takes these functions, one per operator, as its translation table. Source of the semantics:
+These functions, one per operator, form the translation table of `torch.onnx.export`. Source of the semantics:
 https://onnx.ai/onnx/operators/.
 """
 
@@ -84,7 +84,7 @@ def dequantize(
     block_size: int = 0,
     dtype: int = int(ir.DataType.FLOAT),
 ) -> Any:
-    """Write `DequantizeLinear`, with a cast unless the model is float32; narrow codes keep a type of their width."""
+    """Write `DequantizeLinear`, with a cast unless the model is float32; stored narrow codes get a type of their width."""
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     fmt = parse_format(format)
     whole = fmt.is_integer

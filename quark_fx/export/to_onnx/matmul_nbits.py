@@ -47,8 +47,8 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
     """Rewrite every product with, and look-up in, a weight-only matrix; return the quantized weights that stay.
 
     Raises:
-        ExportError: If no weight can be rewritten, one has an unsupported group size, or `accuracy_level` does not
-            apply because there is no product.
+        ExportError: If no weight can be rewritten, the group size of one is not supported, or `accuracy_level` does not
+            apply because no product is written.
     """
     kept, done = [], 0
     for node in list(model.graph):

@@ -32,7 +32,7 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
         folder: Folder that `ExportedModel.save_pretrained` wrote ONNX graphs to.
 
     Raises:
-        ExportError: If the folder has no ONNX graphs, a graph or its data is not a regular file, or a path is a link
+        ExportError: If the folder lacks ONNX graphs, a graph or its data is not a regular file, or a path is a link
             or leads out of the folder.
     """
     from quark_fx.export.to_onnx.whole_files import require_regular

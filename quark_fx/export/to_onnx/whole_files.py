@@ -64,7 +64,7 @@ def put_in_place(written: Path, target: Path) -> None:
 
 
 def _is_own(place: Path, target: Path, aside: str) -> bool:
-    """Tell whether `place` is empty, holds data of the graph `target`, or remained from an interrupted call."""
+    """Tell whether `place` is missing or empty, holds data of the graph `target`, or remained from an interruption."""
     if not place.exists() or not place.stat().st_size or _asides(target, aside):
         return True
     try:
@@ -118,7 +118,7 @@ def relocated(
 
 
 def _duplicate(source: Path, link: Path) -> None:
-    """Link `link` to the file `source`, or copy it if the file system has no hard links."""
+    """Link `link` to the file `source`, or copy it if the file system lacks hard links."""
     try:
         link.hardlink_to(source)
     except OSError:

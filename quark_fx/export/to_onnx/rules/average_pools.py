@@ -10,7 +10,7 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("AveragePool", runtime="onnxruntime")
 def settle_average_pool(model: ir.Model, node: ir.Node) -> bool:
-    """Avoid ONNX Runtime's integer kernel for averages of padded windows beyond the rim, which it counts incorrectly.
+    """Avoid ONNX Runtime's integer kernel if windows reach beyond the rim and padding counts: its counts are incorrect.
 
     Without padding, counting it or not is the same. With padding, a `Max` of one value between the pool and its
     quantizer, which changes nothing, prevents their fusion.

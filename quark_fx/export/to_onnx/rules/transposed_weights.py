@@ -81,5 +81,5 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
 
 
 def _may_transpose(value: ir.Value) -> bool:
-    """Tell whether a constant has no other readers; scalars and vectors may, because they do not change."""
+    """Tell whether only one node reads a constant; scalars and vectors may be shared, because they do not change."""
     return len(value.uses()) == 1 or (value.shape is not None and value.shape.rank() < 2)
