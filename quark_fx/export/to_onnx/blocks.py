@@ -174,7 +174,7 @@ _PLAIN = (INT8, FP8_E4M3, FP8_E5M2)
 
 
 def stored_weight(node: ir.Node) -> tuple[StoredCodes, QuantizedTensor] | None:
-    """Return the weight that the node dequantizes and its stored tensor; `None` if this file does not rewrite it."""
+    """Return the weight that the node dequantizes and its stored tensor; `None` if this module does not rewrite it."""
     own = node.domain == DOMAIN and node.op_type == "DequantizeBlocks"
     if not own and (node.domain or node.op_type != "DequantizeLinear" or len(node.inputs) > 2):
         return None

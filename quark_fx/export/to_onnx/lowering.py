@@ -84,7 +84,7 @@ def dequantize(
     block_size: int = 0,
     dtype: int = int(ir.DataType.FLOAT),
 ) -> Any:
-    """Write `DequantizeLinear`, with a cast unless the model is float32; stored narrow codes get a type of their width."""
+    """Write `DequantizeLinear`, with a cast unless the model is float32; stored narrow codes get a narrow type."""
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     fmt = parse_format(format)
     whole = fmt.is_integer
