@@ -44,7 +44,7 @@ class Checkpoint:
 
     @staticmethod
     def is_begun(directory: str | Path) -> bool:
-        """Tell whether a directory belongs to a run that was begun."""
+        """Return whether a directory belongs to a run that was begun."""
         return Path(directory, _OWNER).exists()
 
     def __init__(self, directory: str | Path, fingerprint: Mapping[str, str], output: Path | None = None) -> None:

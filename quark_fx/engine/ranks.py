@@ -164,7 +164,7 @@ class Ranks:
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
-        """Report an exception that leaves the context to the other processes, which wait for this one."""
+        """Within the context, report an exception to the other processes, which wait for this one."""
         try:
             yield
         except BaseException as error:

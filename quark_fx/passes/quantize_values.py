@@ -29,7 +29,7 @@ def quantize_values(gm: GraphModule, plan: Plan, qparams: Mapping[tuple[Node, Te
         qparams: Parameters of every static (source, spec).
     """
     stored: dict[tuple[Node, TensorSpec], list[Node]] = {}
-    # Points for specific readers go first: if a value is also computed in integers, these points then read them.
+    # Points for specific readers go first: if a value is also quantized for all readers, they then read the result.
     for point in sorted(plan.points.values(), key=lambda p: p.readers is None):
         _convert_point(gm, point, qparams.get((point.source, point.spec)), stored)
 

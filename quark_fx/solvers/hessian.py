@@ -169,7 +169,7 @@ class Hessian:
     def finish(self, *, routed: bool) -> None:
         """Mirror the upper triangle; if rows are routed by data, let groups with few rows borrow from the others.
 
-        With fewer than about `n` rows, a matrix of `n` inputs is singular: some directions have zero curvature. The
+        With fewer than about `n` rows, a matrix of `n` inputs is nearly singular: the rows miss some directions. The
         average of the stack is added with the weight of `n` rows.
         """
         inputs = self.h.shape[-1]
