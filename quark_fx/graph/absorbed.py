@@ -2,7 +2,7 @@
 
 `eager()` and checkpoints keep the code that multiplies and adds. Each folded map leaves one of these notes:
 
-- If the map is everything that the only call of a module computes, the module is left out, such as a batch norm.
+- If the map is everything that the only call of a module computes (a batch norm), the module is left out.
 - If its constants are parameters, they are set to 1 or 0, so that the code changes nothing.
 - Otherwise the operator's module undoes the map (`node.meta["absorbed_maps"]`), and the code outside of the module
   applies it again with the tensors it was folded with. A map that no module undoes has the same note: a module whose

@@ -145,7 +145,7 @@ def _norm(gm: GraphModule, node: Node, constants: Collection[Node]) -> Step | No
 
 
 def _require_usable(node: Node, constants: dict[Any, Tensor | None], variance: Node, epsilon: float) -> None:
-    """Raise `CalibrationError` for a constant that is not finite, or a variance that is not positive with epsilon."""
+    """Raise `CalibrationError` if a constant is not finite, or the sum of a variance and epsilon is not positive."""
     for source, constant in constants.items():
         if constant is not None and not is_finite(constant):
             raise CalibrationError(

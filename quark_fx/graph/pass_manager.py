@@ -442,7 +442,7 @@ def copy_graph(gm: GraphModule, *, lazy: bool = False) -> GraphModule:
     """Return a copy of `gm` with its own graph and attribute containers, sharing every tensor.
 
     Args:
-        gm: a graph.
+        gm: Graph.
         lazy: Whether to generate its Python code on the first call; a graph that is only rewritten never needs it.
     """
     graph = torch.fx.Graph()

@@ -349,7 +349,7 @@ def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -
     if len(examples) != sum(node.op == "placeholder" for node in gm.graph.nodes):
         raise QuarkError("the stored graph has another number of inputs than shapes of inputs")
     reason = None
-    with quiet():  # torch prints messages that are in the error
+    with quiet():  # torch prints errors that are recorded here
         try:
             restore_values(gm, examples, dynamic, _require_computable, device=device)
         except _LimitError:

@@ -82,7 +82,7 @@ _VECTORIZED: Any = {aten.nan_to_num_.default: _without_nan}
 
 
 def _dequantize(*stored: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Compute `ops.dequantize` for the same arguments, without pieces."""
+    """Compute `ops.dequantize` for the same arguments, all at once."""
     *tensor, dtype = stored if len(stored) == 7 else (*stored, dtype)
     return QuantizedTensor.of(*tensor).decoded().to(dtype)
 
