@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
+from torch import Tensor, nn
 
+import quark_fx as qfx
 from quark_fx.config.target import OnnxFiles
 from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, write_in_format
 from quark_fx.export.to_onnx.rules import FORMATTED, TRANSLATED, OnnxRule, keep_floats
@@ -195,7 +199,8 @@ CASES = [
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {name for name, *_ in CASES} | {"type_codes", "store_convolution_inputs_unsigned"} == set(RULES)
+    elsewhere = {"type_codes", "store_convolution_inputs_unsigned", "compute_bfloat16_in_float"}
+    assert {name for name, *_ in CASES} | elsewhere == set(RULES)
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES, ids=[case[0] for case in CASES])
@@ -236,6 +241,21 @@ def test_signed_codes_that_a_convolution_reads_are_stored_as_unsigned_ones(reade
     assert codes.dtype is not None
     assert codes.dtype.name == expected
     np.testing.assert_array_equal(run(model), before)
+
+
+def test_arithmetic_of_bfloat16_rounds_as_in_torch(tmp_path: Path) -> None:
+    class Biases(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            slopes = x[:, :1].bfloat16()
+            steep = slopes / 3 - (slopes * torch.arange(4)).abs().sqrt()
+            return x + steep.to(x.dtype), torch.where(steep < slopes, x, -x)
+
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    config = qfx.presets.INT8_STATIC.replace(exclude=("*",))
+    qmodel = qfx.quantize(Biases().eval(), config, [x], progress=False)
+    session = onnxruntime.InferenceSession(qfx.export.onnx(qmodel, tmp_path / "model.onnx"))
+    for made, expected in zip(session.run(None, {session.get_inputs()[0].name: x.numpy()}), Biases()(x), strict=True):
+        assert torch.equal(torch.from_numpy(made), expected)
 
 
 DECLINED = [
@@ -307,5 +327,5 @@ def test_what_all_targets_need_works_around_nothing() -> None:
         *("spell_out_row_scales", "settle_average_pool", "repeat_moved_pair", "keep_sum_from_norm"),
         *("keep_product_from_activation", "keep_padding_from_pool", "dequantize_once", "keep_floats"),
         *("give_every_convolution_a_bias", "store_convolution_inputs_unsigned", "keep_transpose_from_resize"),
-        *("keep_product_from_sum", "spell_out_circular_pad", "keep_resize_from_concat"),
+        *("keep_product_from_sum", "spell_out_circular_pad", "keep_resize_from_concat", "compute_bfloat16_in_float"),
     }

@@ -5,6 +5,7 @@ A sample of `python -m benchmarks.extreme_inputs`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,10 +55,19 @@ BYTES: dict[str, Callable[[Tensor], Tensor]] = {
     "all": torch.all,
     "all along an axis": lambda x: torch.all(x, -1, keepdim=True),
     "any along axes": lambda x: torch.any(x, (0, 2)),
-    "enlarged": lambda x: F.interpolate(x[None], (7, 5), mode="bilinear"),
-    "by factors, corners aligned": lambda x: F.interpolate(
-        x[None], scale_factor=(1.5, 2.0), mode="bilinear", align_corners=True
-    ),
+}
+
+RESIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    f"{mode}, antialias={antialias}, {options}": functools.partial(
+        F.interpolate, mode=mode, antialias=antialias, **options
+    )
+    for mode in ("bilinear", "bicubic")
+    for antialias in (False, True)
+    for options in (
+        {"size": (7, 5)},
+        {"size": (3, 4), "align_corners": True},
+        {"scale_factor": (1.2, 1.6)},
+    )
 }
 
 
@@ -66,6 +76,29 @@ def test_results_of_bytes_are_bytes_and_rounded(tmp_path: Path) -> None:
     file = qfx.export.onnx(quantize(Functions(BYTES).eval(), FLOAT, [kinds["small"]]), tmp_path / "model.onnx")
     for x in (*kinds.values(), torch.zeros_like(kinds["small"])):
         assert not differences(BYTES, onnxruntime.InferenceSession(file), x)
+
+
+def test_interpolated_bytes_are_those_of_torch(tmp_path: Path) -> None:
+    x = torch.randint(0, 256, (3, 2, 4, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    file = qfx.export.onnx(quantize(Functions(RESIZED).eval(), FLOAT, [x]), tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(file)
+    for image in (x, x[:1].contiguous(), 255 - x):
+        made = session.run(None, {session.get_inputs()[0].name: image.numpy()})
+        for (name, function), found in zip(RESIZED.items(), made, strict=True):
+            assert torch.equal(torch.from_numpy(found), function(image)), name
+
+
+def test_bytes_of_sizes_that_vary_are_rounded_once(tmp_path: Path) -> None:
+    x = torch.randint(0, 256, (2, 1, 4, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        name: functools.partial(F.interpolate, scale_factor=2.0, mode="bilinear", antialias=antialias)
+        for name, antialias in (("bilinear", False), ("antialiased", True))
+    }
+    sizes = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
+    qmodel = qfx.quantize(Functions(functions).eval(), FLOAT, [x], progress=False, dynamic_shapes={"x": sizes})
+    session = onnxruntime.InferenceSession(qfx.export.onnx(qmodel, tmp_path / "model.onnx"))
+    for image in (x, x[..., 1:]):
+        assert not differences(functions, session, image)
 
 
 ATTENTION: dict[str, Callable[[Tensor], Tensor]] = {

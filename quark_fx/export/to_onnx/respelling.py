@@ -17,6 +17,12 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.recurrent import KINDS, spell_out_layers
+from quark_fx.export.to_onnx.resized_bytes import (
+    INTERPOLATIONS,
+    has_fixed_size,
+    interpolate_bytes,
+    round_interpolation,
+)
 from quark_fx.graph.linear import per_dimension
 from quark_fx.graph.nodes import (
     call,
@@ -71,8 +77,13 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _rule_of_attention(gm, node)
     if name in ("aten.avg_pool2d.default", "aten.avg_pool3d.default") and argument(node, 6) is not None:
         return _sum_over_divisor
+    of_bytes = name in INTERPOLATIONS and value_of(gm, node).dtype == torch.uint8
+    if of_bytes and has_fixed_size(gm, node):
+        return interpolate_bytes
     if name in _ANTIALIASED and argument(node, 2):
         return _refuse("antialias=True with align_corners=True has no form in ONNX; drop one of the two")
+    if of_bytes:
+        return round_interpolation
     if name == "aten.lstm.input" and _is_projected(gm, node):
         return _refuse("an LSTM with proj_size has no form in ONNX; project its output with a linear")
     if name == "aten.index_put.default" and _has_mask_beside_others(gm, node):
@@ -85,8 +96,6 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _division
     if name in _TRUTHS and value_of(gm, node).dtype == torch.uint8:
         return _truth_as_number
-    if name in _BILINEAR and value_of(gm, node).dtype == torch.uint8:
-        return _rounded_pixels
     if name == "aten.mean.dim" and argument(node, 1) is None:
         return _mean_of_all
     if name == "aten.cat.default" and len(_joined(gm, node)) < len(argument(node, 0)):
@@ -106,8 +115,6 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
 
 _TRUTHS = frozenset(f"aten.{kind}.{overload}" for kind in ("all", "any") for overload in ("default", "dim", "dims"))
 """Operators whose result is uint8 for uint8 operands, and bool for all others."""
-
-_BILINEAR = frozenset(("aten.upsample_bilinear2d.default", "aten.upsample_bilinear2d.vec"))
 
 _ANTIALIASED = frozenset(
     f"aten._upsample_{kind}2d_aa.{overload}" for kind in ("bilinear", "bicubic") for overload in ("default", "vec")
@@ -336,14 +343,6 @@ def _truth_as_number(gm: GraphModule, node: Node) -> Node:
     truth = call(gm, aten.ne.Scalar, argument(node, 0), 0, like=node)
     made = call(gm, node.target, truth, *node.args[1:], like=node, **node.kwargs)
     return cast(gm, made, torch.uint8, node)
-
-
-def _rounded_pixels(gm: GraphModule, node: Node) -> Node:
-    """Interpolate bytes in float32, and round as torch does: `Resize` of bytes in ONNX Runtime drops the fraction."""
-    wide = cast(gm, argument(node, 0), torch.float32, node)
-    made = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
-    nearest = call(gm, aten.floor.default, call(gm, aten.add.Tensor, made, 0.5, like=node), like=node)
-    return cast(gm, nearest, torch.uint8, node)
 
 
 def _mean_of_all(gm: GraphModule, node: Node) -> Node:

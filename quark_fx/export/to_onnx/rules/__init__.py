@@ -1,6 +1,7 @@
 """Rewrites of ONNX graphs, one per file, in the order they run. To add one for a file, see `quark_fx.export.onnx`."""
 
 from quark_fx.export.to_onnx.rules.average_pools import settle_average_pool
+from quark_fx.export.to_onnx.rules.bfloat16_arithmetic import compute_bfloat16_in_float
 from quark_fx.export.to_onnx.rules.cast_likes import fold_cast_like
 from quark_fx.export.to_onnx.rules.circular_pads import spell_out_circular_pad
 from quark_fx.export.to_onnx.rules.code_types import type_codes
@@ -48,6 +49,7 @@ TRANSLATED: tuple[OnnxRule, ...] = (
 """Rules that run on a translated graph, before it is converted to a format."""
 
 FORMATTED: tuple[OnnxRule, ...] = (
+    compute_bfloat16_in_float,
     keep_sum_from_norm,
     keep_product_from_activation,
     keep_padding_from_pool,
