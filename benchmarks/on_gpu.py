@@ -396,23 +396,28 @@ def step_codes(place: Place, names: Sequence[str] = ("w4a16_gptq",)) -> Result:
     return found
 
 
+DEVICE_TESTS = (
+    *("solvers/test_error_feedback.py", "solvers/test_rounding.py", "solvers/test_group_feedback.py"),
+    *("passes/test_gptq.py", "engine/test_activation_cache.py", "engine/test_block_walk.py"),
+    *("passes/test_smooth_quant.py", "passes/test_hqq.py", "numbers/test_qparams.py", "numbers/test_ops.py"),
+    *("numbers/test_float_grids.py", "passes/test_autoround.py", "passes/test_bias_correction.py"),
+    *("engine/test_resume.py", "plan/test_convert.py", "model/test_qat.py", "model/test_gpu_kernels.py"),
+)
+"""Test files in order of importance. They import nothing that a bare machine lacks; `--small` runs the last one."""
+
+
 def step_tests(place: Place) -> Result:
     """Run the device tests of the repository."""
     install_from_wheels("pytest", "hypothesis")
-    files = [
-        *("solvers/test_error_feedback.py", "solvers/test_rounding.py", "solvers/test_group_feedback.py"),
-        *("passes/test_gptq.py", "engine/test_activation_cache.py", "engine/test_block_walk.py"),
-        *("passes/test_smooth_quant.py", "passes/test_hqq.py", "numbers/test_qparams.py", "numbers/test_ops.py"),
-        *("numbers/test_float_grids.py", "passes/test_autoround.py", "passes/test_bias_correction.py"),
-        *("engine/test_resume.py", "plan/test_convert.py", "model/test_qat.py", "model/test_gpu_kernels.py"),
-    ]
-    if place.small:
-        files = files[:1]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=line", "-k", place.device]
+    files = DEVICE_TESTS[-1:] if place.small else DEVICE_TESTS
+    # Not `-v`, of which the `-q` in pyproject.toml leaves nothing: the names of tests are read below.
+    command = [sys.executable, "-m", "pytest", "--verbosity=1", "-p", "no:cacheprovider", "--tb=line"]
+    command += ["-k", place.device]
     if place.device == "pretend":
         command += ["-p", "pretend_gpu"]
     paths = [str(ROOT / "tests" / file) for file in files]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(INSTALLED)))}
+    known = filter(None, (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH"), str(INSTALLED)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(known)}
     process = subprocess.Popen(
         [*command, *paths], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -129,6 +128,8 @@ class VisionTransformer(nn.Module):
 
 def train(network: Callable[[], nn.Module], *, epochs: int, rate: float, seed: int = 0) -> Trained:
     """Build and train a network on one thread; the same seed gives the same one on the same kind of processor."""
+    from sklearn.datasets import load_digits  # device tests of other networks run without it
+
     data, target = load_digits(return_X_y=True)
     images = torch.from_numpy(data).float().reshape(-1, 1, 8, 8) / 16
     labels = torch.from_numpy(target).long()

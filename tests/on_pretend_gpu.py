@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import quark_fx as qfx
 from quark_fx import passes
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers import quantized_tensor
 from quark_fx.numbers.formats import Codebook
 from quark_fx.presets import PRESETS
@@ -170,6 +172,17 @@ def test_a_table_is_copied_to_the_device_once(pretend_gpu: PretendGPU) -> None:
     assert pretend_gpu.copies.total() == copies
 
 
+@pytest.mark.parametrize(("most", "copies"), [(11, 1), (12, 0)])
+def test_rows_are_chosen_by_copied_indices_only_if_there_are_too_many(
+    most: int, copies: int, pretend_gpu: PretendGPU
+) -> None:
+    x, y = rand(3, 4, 8).to(DEVICE), rand(3, 4, 6).to(DEVICE)
+    before = pretend_gpu.copies.total()
+    columns, outputs = LinearMap().rows(x, y, most=most, seed=0)
+    assert (columns.shape, outputs.shape) == ((1, 8, most), (1, 6, most))
+    assert pretend_gpu.copies.total() == before + copies
+
+
 def test_half_of_the_free_memory_keeps_activations() -> None:
     with PretendGPU(total_bytes=1000):
         cache = ActivationCache(device=DEVICE)
@@ -263,6 +276,29 @@ def test_modules_and_training_on_the_device_are_those_of_the_cpu() -> None:
         found[device].append([*trained.convert().graph_module.state_dict().values()])
     for ours, theirs in zip(*found.values(), strict=True):
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(ours, theirs, strict=True))
+
+
+class Counting(nn.Module):
+    """Counts as transformers counts the rows of experts: on a GPU, integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        chosen = y.argmax(-1)
+        counts = torch.histc(chosen.float() if chosen.is_cpu else chosen.int(), bins=4, min=0, max=3)
+        return y, torch.cumsum(counts, 0, dtype=torch.int32)
+
+
+def test_a_model_that_counts_integers_on_the_device_runs_on_the_cpu(tmp_path: Path) -> None:
+    x = rand(16, 8)
+    qfx.quantize(seeded(Counting()).to(DEVICE), "w4a16_rtn", [x.to(DEVICE)], progress=False).save(tmp_path)
+    expected = qfx.quantize(seeded(Counting()), "w4a16_rtn", [x], progress=False)(x)
+    for device in ("cpu", DEVICE):
+        found = qfx.load(tmp_path, device=device)(x.to(device))
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
 
 
 class Deep(nn.Module):

@@ -67,6 +67,15 @@ _WAITING = {
 _ABSENT = {"histogram"}
 """Operators that CUDA does not have."""
 
+
+def _histc(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Count integers, too, as CUDA does."""
+    return torch.histc(x.float(), *args, **kwargs).to(x.dtype)
+
+
+_REPLACED = {**PRODUCTS, "histc": _histc}
+"""Operators that CUDA has and the CPU does not, or not for all types."""
+
 Clock = dict[int, int]
 """For each stream, how much of its work is known to be done."""
 
@@ -381,7 +390,7 @@ class PretendGPU(TorchDispatchMode):
         if held_kwargs.get("pin_memory"):
             held_kwargs = {**held_kwargs, "pin_memory": False}
         with _disable_current_modes():
-            out = PRODUCTS.get(name, func)(*held_args, **held_kwargs)
+            out = _REPLACED.get(name, func)(*held_args, **held_kwargs)
         if not here:
             known = {id(t): t for t in theirs}
             return out if name != "copy_" else known.get(id(args[0]), out)
@@ -502,8 +511,9 @@ def _merge(clock: Clock, other: Clock) -> None:
 def _moved_after(make: Any) -> Any:
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if device is not None and torch.device(device).type == DEVICE.type:
+            needs = kwargs.pop("requires_grad", False)
             result: Tensor = make(data, *args, **kwargs).to(DEVICE)
-            return result
+            return result.requires_grad_(needs) if needs else result
         moved: Tensor = make(data, *args, device=device, **kwargs)
         return moved
 

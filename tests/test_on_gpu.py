@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +21,10 @@ from benchmarks import on_gpu
 from quark_fx.model.kernels.gpu_products import KERNELS
 
 STEPS = {
-    "pretend": ("device", "codes", "syncs", "triton", "plain GPTQ 8B", "AdaRound 1B", "kernels"),
+    "pretend": ("device", "codes", "tests", "syncs", "triton", "plain GPTQ 8B", "AdaRound 1B", "kernels"),
     "cpu": ("w4a16_gptq 8B",),
 }
-"""What runs where: between them all kinds of steps, but for the one that runs other tests."""
+"""What runs where: between them all kinds of steps."""
 
 ABSENT = (
     *("PIL", "accelerate", "datasets", "gguf", "hypothesis", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "pandas"),
@@ -55,6 +57,7 @@ def test_the_script_runs(device: str, tmp_path: Path) -> None:
         assert rows["syncs"]["calibration"] == rows["syncs"]["forward int8_static"] == "no wait"
         assert rows["syncs"]["w4a16_gptq"]["waits and blocking copies"] > 0
         assert rows["codes"]["w4a16_gptq"]["same codes"] == 1
+        assert (rows["tests"]["passed"] > 20, rows["tests"]["failed"]) == (True, [])
     for name in STEPS[device]:
         if name.endswith("8B"):
             assert rows[name]["seconds of all layers (extrapolated)"] > 0
@@ -64,6 +67,28 @@ def test_the_script_runs(device: str, tmp_path: Path) -> None:
         kernels = {kernel for row in products.values() for kernel in row["kernels"]}
         assert kernels == {kernel.name for kernel in KERNELS if kernel.since <= (9, 0)}
     assert "w4a16_best 1B" in on_gpu.page(rows)
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield the modules that a file imports when it is imported."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_device_tests_import_nothing_that_a_bare_machine_lacks() -> None:
+    tests = Path(__file__).parent
+    helpers = {file.stem: file for file in tests.rglob("*.py")}
+    helpers |= {f"benchmarks.{file.stem}": file for file in Path(on_gpu.__file__).parent.glob("*.py")}
+    found, left = set[Path](), {tests / name for name in on_gpu.DEVICE_TESTS}
+    while left:
+        found |= left
+        left = {helpers[name] for file in left for name in imported(file) if name in helpers} - found
+    packages = {name.split(".")[0]: file.name for file in found for name in imported(file)}
+    assert {"hypothesis", "torch"} <= packages.keys()
+    assert {name: packages[name] for name in ABSENT if name in packages and name != "hypothesis"} == {}
 
 
 def test_the_page_judges_each_goal() -> None:

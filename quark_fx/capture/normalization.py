@@ -24,6 +24,8 @@ from quark_fx.capture.in_place import UnresolvedError, make_functional
 from quark_fx.errors import CaptureError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
+    call,
+    cast,
     describe,
     erase_dead,
     output_node,
@@ -316,6 +318,8 @@ def _drop_no_ops(gm: GraphModule) -> None:
             arguments = dict(zip(("dim", "descending"), node.args[1:], strict=False))
             node.target, node.args = _aten.sort.stable, node.args[:1]
             node.kwargs = {"stable": True, **arguments, **node.kwargs}
+        elif name == "aten.histc.default" and not node.meta["val"].is_floating_point():
+            _count_floats(gm, node)
         elif name in _NO_OPS and isinstance(node.args[0], Node) and _NO_OPS[name](node):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
@@ -325,6 +329,19 @@ def _drop_no_ops(gm: GraphModule) -> None:
             value = node.meta["val"]
             node.target, node.args = torch.ops.aten._to_copy.default, (node.args[0],)
             node.kwargs = {"dtype": value.dtype, "device": value.device} if _moves(node) else {"dtype": value.dtype}
+
+
+def _count_floats(gm: GraphModule, node: Node) -> None:
+    """Let `histc` count floats instead of integers, which no CPU does.
+
+    On a GPU, transformers counts the rows of each expert as integers.
+    """
+    (x, *others), dtype = node.args, node.meta["val"].dtype
+    assert isinstance(x, Node)
+    with gm.graph.inserting_before(node):
+        counted = call(gm, node.target, cast(gm, x, torch.float32, like=node), *others, like=node, **node.kwargs)
+        node.replace_all_uses_with(cast(gm, counted, dtype, like=node))
+    gm.graph.erase_node(node)
 
 
 def _drop_undone_reshapes(gm: GraphModule) -> None:

@@ -35,6 +35,7 @@ from quark_fx.graph.nodes import (
 )
 from quark_fx.graph.pass_manager import Change
 from quark_fx.plan.placement import Coded
+from quark_fx.system import accelerator
 from quark_fx.system.memory import give_back
 
 
@@ -141,19 +142,20 @@ class BlockRun:
 
     def store(self, name: str, value: Tensor) -> None:
         """Replace the tensor `name` in the block and in the whole graph."""
-        # Strides must be those that a checkpoint restores, because convolutions round differently with other memory
-        # layouts. This includes strides of dimensions of size 1, which `contiguous` leaves unchanged.
-        value = value.detach().contiguous().view(-1).view(value.shape)
-        if self._undo is not None:
-            self._undo.setdefault(name, tensor_of(self._whole, name))
-        set_parameter(self.module, name, value.to(self._context.device))
-        set_parameter(self._whole, name, value.to(tensor_of(self._whole, name).device))
-        self._learned[name] = value
+        self.store_all({name: value})
 
     def store_all(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace several tensors, given with their names."""
-        for name, tensor in tensors.items():
-            self.store(name, tensor)
+        """Replace several tensors, given with their names; the host waits for the device once."""
+        # Strides must be those that a checkpoint restores, because convolutions round differently with other memory
+        # layouts. This includes strides of dimensions of size 1, which `contiguous` leaves unchanged.
+        values = {name: x.detach().contiguous().view(-1).view(x.shape) for name, x in tensors.items()}
+        before = {name: tensor_of(self._whole, name) for name in values}
+        if self._undo is not None:
+            self._undo.update({name: x for name, x in before.items() if name not in self._undo})
+        for device in {x.device for x in before.values()}:
+            _set_all(self._whole, {name: x for name, x in values.items() if before[name].device == device}, device)
+        _set_all(self.module, values, self._context.device)
+        self._learned |= values
 
     def attempt(self, change: Callable[[], object], best: float) -> float:
         """Let `change` store tensors, and undo it unless the validation error falls below `best`.
@@ -182,6 +184,14 @@ class BlockRun:
     def learned(self) -> dict[str, Tensor]:
         """Names and values of the tensors stored during this visit."""
         return self._learned
+
+
+def _set_all(gm: GraphModule, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Replace parameters by tensors on `device`, and copy those on other devices together."""
+    away = [name for name, x in tensors.items() if x.device != device]
+    copied = accelerator.moved([tensors[name] for name in away], device, copy=True)
+    for name, x in {**tensors, **dict(zip(away, copied, strict=True))}.items():
+        set_parameter(gm, name, x)
 
 
 _NOTHING = 1e-12

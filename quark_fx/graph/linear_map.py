@@ -64,8 +64,10 @@ class LinearMap:
             Shapes (groups, inputs per group * kernel, positions) and (groups, outputs per group, positions).
         """
         if not self.kernel:
-            chosen = spread_indices(x[..., 0].numel(), most, seed).to(x.device)
-            rows, outputs = (v.reshape(-1, v.shape[-1])[chosen] for v in (x, y))
+            rows, outputs = (v.reshape(-1, v.shape[-1]) for v in (x, y))
+            if len(rows) > most:  # indices are drawn on the host and copied
+                chosen = spread_indices(len(rows), most, seed).to(x.device)
+                rows, outputs = rows[chosen], outputs[chosen]
             return rows.t().unsqueeze(0), outputs.t().unsqueeze(0)
         if len(self.kernel) == 1:
             x, y = x.unsqueeze(-2), y.unsqueeze(-2)

@@ -167,15 +167,17 @@ def _read(directory: Path, device: torch.device) -> tuple[dict[str, Any], dict[s
 
 
 def _read_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
-    with safe_open(file, framework="pt", device=str(device)) as stored:
-        try:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
-        except (TypeError, RuntimeError, OverflowError) as error:  # dtypes and shapes that this torch does not support
-            raise ValueError(f"{file.name}: {error}") from error
-    for tensor in tensors.values():
-        # Kernels assume that booleans are 0 or 1; a mask with other bytes would make them read out of bounds.
-        if tensor.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-            raise ValueError(f"{file.name} holds truth values other than 0 and 1")
+    tensors = {}
+    with safe_open(file, framework="pt") as stored:  # safetensors knows fewer devices than torch
+        for name in stored.keys():  # noqa: SIM118 (not a mapping)
+            try:
+                tensor = stored.get_tensor(name)
+            except (TypeError, RuntimeError, OverflowError) as error:  # dtypes and shapes torch does not support
+                raise ValueError(f"{file.name}: {error}") from error
+            # Kernels assume that booleans are 0 or 1; a mask with other bytes would make them read out of bounds.
+            if tensor.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+                raise ValueError(f"{file.name} holds truth values other than 0 and 1")
+            tensors[name] = tensor.to(device)
     return tensors
 
 

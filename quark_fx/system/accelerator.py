@@ -86,7 +86,7 @@ def checked_together() -> Iterator[None]:
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:
-    """Return tensors on a device; contiguous tensors of one dtype on other devices are copied together.
+    """Return tensors on a device; contiguous tensors on one other device are copied together.
 
     Args:
         tensors: Tensors on any devices.
@@ -94,15 +94,15 @@ def moved(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> lis
         copy: Whether results share memory neither with `tensors` nor with each other.
     """
     results = [x.to(device, copy=copy) if x.device == device else None for x in tensors]
-    groups: dict[torch.dtype, list[int]] = {}
+    groups: dict[torch.device, list[int]] = {}
     for i, x in enumerate(tensors):
         if results[i] is None and x.is_contiguous():
-            groups.setdefault(x.dtype, []).append(i)
+            groups.setdefault(x.device, []).append(i)
     for group in groups.values():
-        sizes = [tensors[i].numel() for i in group]
-        whole = torch.cat([tensors[i].flatten() for i in group]).to(device)
-        for i, part in zip(group, whole.split(sizes), strict=True):
-            view = part.view(tensors[i].shape)
+        group.sort(key=lambda i: -tensors[i].element_size())  # each begins at a multiple of its element size
+        whole = torch.cat([tensors[i].detach().flatten().view(torch.uint8) for i in group]).to(device)
+        for i, part in zip(group, whole.split([tensors[i].nbytes for i in group]), strict=True):
+            view = part.view(tensors[i].dtype).view(tensors[i].shape)
             results[i] = view.clone() if copy else view
     return [x.to(device) if y is None else y for x, y in zip(tensors, results, strict=True)]
 

@@ -467,12 +467,15 @@ def test_only_the_block_whose_turn_it_is_is_on_the_device() -> None:
 def test_what_is_learned_does_not_depend_on_the_budget(
     name: str, config: QuantConfig, device: torch.device, tmp_path: Path
 ) -> None:
-    """With a share of the memory that would be used, the rest goes to disk."""
+    """With a share of the memory of the host that would be used, the rest goes to disk."""
     model, batches = case(name, device)
     peak, spilled = list[int](), list[int]()
-    unlimited = walk(model, batches, lambda _, context: peak.append(context.cache.peak_host_bytes), config)
+    on_host = Resources(cache=CacheBudget(device_bytes=0))
+    unlimited = walk(
+        model, batches, lambda _, context: peak.append(context.cache.peak_host_bytes), config, resources=on_host
+    )
     for share in (0.0, 0.3):
-        limits = Resources(cache=CacheBudget(host_bytes=int(share * peak[0]), directory=tmp_path))
+        limits = Resources(cache=CacheBudget(device_bytes=0, host_bytes=int(share * peak[0]), directory=tmp_path))
         limited = walk(
             model, batches, lambda _, context: spilled.append(context.cache.spilled_bytes), config, resources=limits
         )

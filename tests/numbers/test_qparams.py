@@ -10,7 +10,6 @@ import torch
 from devices import on_devices
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from onnxruntime.quantization.quant_utils import compute_scale_zp
 
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FORMATS, FP8_E4M3, FP8_E5M2, INT4, UINT8, FloatFormat, IntFormat
@@ -38,6 +37,8 @@ def test_a_clip_range_of_32_bits_holds_both_ends() -> None:
 @given(low=bounds, high=bounds, name=st.sampled_from(list(NUMPY)), symmetry=st.sampled_from(NARROW))
 @settings(max_examples=400, deadline=None)
 def test_scale_and_zero_point_are_onnxruntimes(low: float, high: float, name: str, symmetry: Symmetry) -> None:
+    from onnxruntime.quantization.quant_utils import compute_scale_zp
+
     scheme = Scheme(format=FORMATS[name], symmetry=symmetry)
     a, b = ranges(low, high)
     symmetric = symmetry is Symmetry.SYMMETRIC

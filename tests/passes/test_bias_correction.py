@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
-import onnxruntime
 import pytest
 import torch
 from captured_once import quantize
@@ -15,7 +13,6 @@ from devices import on_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import trained
-from scipy import integrate, stats
 from tiny import calls, cnn, constant, divided, images, mlp, rand, seeded, tokens
 from torch import Tensor, nn
 
@@ -176,6 +173,9 @@ def test_models_in_half_precision_are_corrected(dtype: torch.dtype) -> None:
 
 def kernels(qmodel: qfx.QuantizedModel, directory: Path) -> list[str]:
     """Return the operators ONNX Runtime runs."""
+    import onnx
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(directory / "optimized.onnx")
@@ -243,6 +243,8 @@ def reference_mean(mean: float, deviation: float, low: float | None, high: float
     """Return it by quadrature: the mean of what is above a point, minus that of what is below."""
     if deviation == 0:
         return min(max(mean, -float("inf") if low is None else low), float("inf") if high is None else high)
+    from scipy import integrate, stats
+
     normal = stats.norm(mean, deviation)
     far = 40 * deviation
     a, b = mean - far if low is None else low, mean + far if high is None else high

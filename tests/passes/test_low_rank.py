@@ -143,9 +143,9 @@ def test_the_float_function_is_unchanged(name: str) -> None:
 
 @on_devices
 def test_quantized_models_lose_on_any_device_what_they_lose_on_the_cpu(device: torch.device) -> None:
-    model, config = seeded(Mlp()), configured(LowRank(rank=8), Rotate(streams=False, overhead=9))
-    expected, (x,) = lost(model, config), data(1, seed=99)
-    qmodel = quantize(model.to(device), config, [batch.to(device) for batch in data()])
+    model, config = seeded(Mlp()).to(device), configured(LowRank(rank=8), Rotate(streams=False, overhead=9))
+    expected, (x,) = lost(seeded(Mlp()), config), data(1, seed=99)
+    qmodel = quantize(model, config, [batch.to(device) for batch in data()])
     with torch.no_grad():
         difference, y = qmodel(x.to(device)) - model(x.to(device)), model(x.to(device))
     assert float(difference.square().sum() / y.square().sum()) == pytest.approx(expected, rel=0.1)
