@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import types
 from collections import deque
@@ -15,11 +17,19 @@ from torch import Tensor, nn
 _LARGEST_COPY = 64 * 2**20
 """Size in bytes of the largest buffer that is copied, in case a forward writes to it in place."""
 
-_LEAVES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_LEAVES = (type, types.ModuleType, types.BuiltinFunctionType)
+
+_OF_PROCESS = ("builtins", "logging", "quark_fx", "torch")
+"""Packages whose objects may change for reasons other than the model."""
+
+_UNSET = object()
+"""The value of a variable or attribute that has none yet."""
 
 
 class ModelState:
     """The attributes of a model, and the contents of the dicts, lists, and sets that can be reached from them.
+
+    Functions that a model holds, such as its hooks, are followed to the variables that they read and write.
 
     Attributes:
         tensors: Tensors of the model, keyed by identity.
@@ -30,6 +40,7 @@ class ModelState:
         self._dicts: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
         self._lists: list[tuple[list[Any] | deque[Any], list[Any]]] = []
         self._sets: list[tuple[set[Any], set[Any]]] = []
+        self._variables: list[tuple[Any, str, Any]] = []
         self._classes: dict[type, dict[str, Any]] = {}
         seen, pending = set[int](), list[Any]([model])
         while pending:
@@ -55,15 +66,48 @@ class ModelState:
             return list(item)
         if isinstance(item, tuple | frozenset):
             return list(item)
-        own = None if isinstance(item, _LEAVES) else getattr(item, "__dict__", None)
-        if not isinstance(own, dict) or not (isinstance(item, nn.Module) or _is_of_the_user(type(item))):
+        if isinstance(item, types.MethodType):
+            return [item.__self__, item.__func__]
+        if isinstance(item, functools.partial):
+            return [item.func, item.args, item.keywords]
+        if isinstance(item, types.FunctionType):
+            return self._parts_of_function(item)
+        if isinstance(item, _LEAVES) or not (isinstance(item, nn.Module) or _is_of_the_user(type(item))):
             return []
         kinds = inspect.getmro(type(item))
         if isinstance(item, nn.Module):
             for kind in filter(_is_of_the_user, kinds):
                 self._classes.setdefault(kind, _class_attributes(kind))
         of_classes = [list(self._classes.get(kind, {}).values()) for kind in kinds]
-        return [own, *(x for values in of_classes for x in values if isinstance(x, dict | list | set | Tensor))]
+        slots = [(item, name) for kind in kinds if _is_of_the_user(kind) for name in _slots(kind)]
+        return [
+            getattr(item, "__dict__", None),
+            *self._values(slots),
+            *(x for values in of_classes for x in values if isinstance(x, dict | list | set | Tensor)),
+        ]
+
+    def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
+        """Record the variables that a function writes, and return those it reads.
+
+        Of the variables of a file, only containers and what the file itself defines are the function's own state.
+        """
+        if not _is_of_the_user(function):
+            return []
+        reads, writes = globals_of(function.__code__)
+        variables = [function.__globals__.get(name) for name in reads]
+        own = [
+            x for x in variables if isinstance(x, dict | list | deque | set | Tensor) or _is_of_the_file(x, function)
+        ]
+        written = [(function.__globals__, name) for name in writes]
+        cells = [(cell, "cell_contents") for cell in function.__closure__ or ()]
+        defaults = function.__defaults__, function.__kwdefaults__
+        return [vars(function), *defaults, *own, *self._values([*written, *cells])]
+
+    def _values(self, places: list[tuple[Any, str]]) -> list[Any]:
+        """Record what variables of a file and attributes hold, and return it."""
+        found = [(owner, name, _value(owner, name)) for owner, name in places]
+        self._variables += found
+        return [value for _, _, value in found]
 
     def restore(self) -> None:
         """Restore the contents of every attribute and container; unchanged ones are not written."""
@@ -80,6 +124,9 @@ class ModelState:
             if group != members:
                 group.clear()
                 group.update(members)
+        for owner, name, value in self._variables:
+            if _value(owner, name) is not value:
+                _set(owner, name, value)
         for kind, attributes in self._classes.items():
             now = _class_attributes(kind)
             for name in now.keys() - attributes.keys():
@@ -104,8 +151,45 @@ def _same(now: list[tuple[Any, Any]], items: list[tuple[Any, Any]]) -> bool:
     return len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True))
 
 
-def _is_of_the_user(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in ("torch", "builtins")
+def _is_of_the_user(defined: type | types.FunctionType) -> bool:
+    return str(defined.__module__).partition(".")[0] not in _OF_PROCESS
+
+
+def _is_of_the_file(value: Any, function: types.FunctionType) -> bool:
+    defined = value if isinstance(value, types.FunctionType) else type(value)
+    return defined.__module__ == function.__module__
+
+
+def _slots(kind: type) -> list[str]:
+    return [name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType)]
+
+
+def _value(owner: Any, name: str) -> Any:
+    try:
+        return owner[name] if isinstance(owner, dict) else object.__getattribute__(owner, name)
+    except (AttributeError, KeyError, ValueError):  # the last for a variable of an outer function
+        return _UNSET
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner.pop(name) if value is _UNSET else owner.update({name: value})
+    elif value is _UNSET:
+        object.__delattr__(owner, name)
+    else:
+        object.__setattr__(owner, name, value)  # also of frozen dataclasses
+
+
+@functools.lru_cache
+def globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the variables of a file that a function reads, and of those that it writes."""
+    steps = list(dis.get_instructions(code))
+    found = [globals_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    reads, writes = (
+        frozenset(str(step.argval) for step in steps if step.opname.startswith(kind)).union(*inner)
+        for kind, inner in (("LOAD_GLOBAL", [r for r, _ in found]), ("STORE_GLOBAL", [w for _, w in found]))
+    )
+    return reads, writes
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:
@@ -137,4 +221,4 @@ def made_since(model: nn.Module, before: ModelState) -> list[Tensor]:
     return [tensor for key, tensor in ModelState(model).tensors.items() if key not in before.tensors]
 
 
-__all__ = ["ModelState", "made_since", "untouched"]
+__all__ = ["ModelState", "globals_of", "made_since", "untouched"]

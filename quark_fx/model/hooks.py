@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
+
+from quark_fx.capture.model_state import globals_of
 
 _REBUILT_BY = ("torch", "transformers")
 """Packages whose classes attach their hooks again when a checkpoint is loaded."""
@@ -23,10 +25,18 @@ def hooks_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
         found |= {f"{kind} {_name(hook)}": hook for hook in hooks.values()}
     if "forward" in vars(module):
         found[f"patched forward {_name(vars(module)['forward'])}"] = vars(module)["forward"]
-    forward = inspect.unwrap(type(module).forward)
-    if _owner(forward) not in {base.__module__.partition(".")[0] for base in type(module).__mro__}:
+    forward, bases = inspect.unwrap(type(module).forward), type(module).__mro__
+    own = {base.__module__.partition(".")[0] for base in bases}
+    if _owner(forward) not in own and not any(_imports(base.__module__, forward) for base in bases):
         found[f"forward of {type(module).__name__} patched with {_name(forward)}"] = forward
     return found
+
+
+def _imports(file: str, function: Any) -> bool:
+    """Tell whether a file has imported a function, or the module that defines it."""
+    held = vars(sys.modules.get(file, ModuleType(file))).values()
+    home = sys.modules.get(str(getattr(function, "__module__", None)), function)
+    return any(value is function or value is home for value in list(held))
 
 
 def foreign_hooks(model: nn.Module) -> list[str]:
@@ -87,7 +97,7 @@ def _held(
         if isinstance(value, nn.Module) and file is None:
             inner = [*value.children(), *_attributes(value).values()]
     elif isinstance(value, FunctionType) and file in (None, value.__module__):
-        variables = [value.__globals__.get(name) for name in _globals_read(value.__code__)]
+        variables = [value.__globals__.get(name) for name in globals_of(value.__code__)[0]]
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         inner, file = (*_cells(value), *variables, *defaults), value.__module__
     elif isinstance(value, MethodType):
@@ -108,13 +118,6 @@ def _cells(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # the outer function has not set this variable yet
             yield cell.cell_contents
-
-
-def _globals_read(code: CodeType) -> Iterator[str]:
-    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _globals_read(constant)
 
 
 def _function(hook: Any) -> Any:

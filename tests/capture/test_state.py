@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -215,3 +217,86 @@ def test_rotary_tables_that_depend_on_the_length(name: str, example: int, length
         with torch.no_grad():
             expected = language_model(name)(**batch).logits
             torch.testing.assert_close(captured.module(*flat)[0], expected, rtol=0, atol=1e-5)
+
+
+IN_FILE: dict[str, Any] = {}
+
+LAST: Any = None
+
+
+def keep_in_file(*seen: Any) -> None:
+    global LAST
+    LAST = IN_FILE["last"] = seen[-1]
+
+
+def keep_by_helper(*seen: Any) -> None:
+    keep_in_file(*seen)
+
+
+def keep_in_argument(kept: list[Any], *seen: Any) -> None:
+    kept.append(seen[-1])
+
+
+def keep_in_default(*seen: Any, kept: list[Any] = []) -> None:  # noqa: B006 (the default is the state)
+    kept.append(seen[-1])
+
+
+def keep_in_itself(*seen: Any) -> None:
+    vars(keep_in_itself)["last"] = seen[-1]
+
+
+@dataclass
+class Keeps:
+    seen: list[Any] = field(default_factory=list)
+    last: Any = None
+
+    def hook(self, *seen: Any) -> None:
+        self.last = seen[-1]
+        self.seen.append(seen)
+
+
+@dataclass(slots=True)
+class KeepsInSlots:
+    last: Any = None
+
+    def __call__(self, *seen: Any) -> None:
+        self.last = seen[-1]
+
+
+def test_what_hooks_and_patched_forwards_hold_is_the_same_after_capture() -> None:
+    by_name: dict[str, Any] = {}
+    last = in_argument = None
+    unset: Any
+
+    def keep_in_closure(*seen: Any) -> None:
+        nonlocal last, unset
+        last = unset = by_name["last"] = seen[-1]
+
+    def forward(x: Tensor) -> Tensor:
+        by_name["input"] = x
+        return x * 2
+
+    in_argument, keeps, slots = list[Any](), Keeps(), KeepsInSlots()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity()).eval()
+    model[1].forward = forward  # type: ignore[assignment]
+    hooks = (keep_by_helper, partial(keep_in_argument, in_argument), keep_in_default, keep_in_itself, keeps.hook)
+    for hook in (*hooks, slots, keep_in_closure):
+        model[0].register_forward_hook(hook)
+
+    def held() -> list[Any]:
+        alone = [LAST, last, keeps.last, slots.last, vars(keep_in_itself).get("last"), IN_FILE.get("last")]
+        kept = (in_argument, keep_in_default.__kwdefaults__["kept"], keeps.seen)
+        return [*alone, *by_name.values(), *map(len, kept)]
+
+    assert held() == [None] * 6 + [0] * 3
+    qfx.capture_graph(model, rand(2, 4))
+    assert held() == [None] * 6 + [0] * 3
+    with pytest.raises(NameError):
+        print(unset)
+    x = rand(2, 4)
+    model(x)
+    before = held()
+    assert all(isinstance(value, Tensor | int) for value in before)
+    qfx.capture_graph(model, rand(2, 4))
+    assert all(now is was for now, was in zip(held(), before, strict=True))
+    assert unset is last
