@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
+from quark_fx.capture.capture import unwrapped
 from quark_fx.checkpoints.files import CheckpointFiles
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
@@ -28,6 +29,7 @@ from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run, usable_device
 from quark_fx.errors import CalibrationError, ConfigError, ExportError, PassError
 from quark_fx.export import gguf, huggingface, onnx, pt2e
+from quark_fx.export.checkpoints.plain_model import require_reader
 from quark_fx.graph.nodes import own_tensors, stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import (
     PassRecord,
@@ -290,7 +292,7 @@ def check(
     >>> model = nn.Sequential(nn.Linear(8, 4)).eval()
     >>> check(model, "int8_static", [torch.ones(2, 8)], export="qdq")
     """
-    if export not in _EXPORTS:
+    if export not in [*_EXPORTS]:
         raise unknown("export", export, _EXPORTS)
     require_usable(resources, "check", OF_SESSION)
     config = resolve(config)
@@ -301,6 +303,9 @@ def check(
             f"export={export!r} cannot store the float branches that {pass_name(branching[0])} adds to layers; drop "
             "that pass, or export an ONNX file"
         )
+    given = model.model if isinstance(model, Session) else model
+    if export in _WITHOUT_BRANCHES and isinstance(given, nn.Module):
+        require_reader(unwrapped(given))  # before capture, which takes longer
     config = config.replace(passes=tuple(p for p in config.passes if not needs_context(p)))
     first, _ = peek(calibration_data)
     with tempfile.TemporaryDirectory() as folder:

@@ -69,9 +69,11 @@ def test_what_can_be_exported_is_let_pass_and_nothing_is_left_behind(
 def test_a_format_that_does_not_hold_the_configuration_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 4)).eval()
     with pytest.raises(qfx.ExportError, match="not a Transformers model"):
-        qfx.check(model, "int8_weight_only", [rand(2, 8)], export="gptq")
+        qfx.check(model, "int8_weight_only", None, export="gptq")  # before capture, which would ask for data
     with pytest.raises(qfx.ConfigError, match=r"unknown export 'gguff'; choose one of .*gguf"):
         qfx.check(model, "int8_weight_only", [rand(2, 8)], export="gguff")
+    with pytest.raises(qfx.ConfigError, match=r"unknown export \['gguf'\]; choose one of .*gguf"):
+        qfx.check(model, "int8_weight_only", [rand(2, 8)], export=["gguf"])  # type: ignore[arg-type]
 
 
 def test_hooks_of_the_model_are_refused_where_only_weights_are_stored(tmp_path: Path) -> None:

@@ -198,6 +198,7 @@ def test_a_dry_run_says_what_is_going_to_happen_and_writes_nothing(folder: Path)
     assert made["outputs"] == [{"path": "a.onnx", "kind": "ONNX", "format": None}]
     assert made["data"] == {"batches": 2, "first": "(8, 3, 8, 8)"}
     assert made["expected"]["memory"] > 0
+    assert made["expected"]["seconds"] > 0
     assert made["config"] == PRESETS["int8_static"].to_dict()
     assert sorted(p for p in folder.iterdir() if p.name != "__pycache__") == before
 
@@ -624,6 +625,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "no function": (lambda _: factory("SIZE"), r"factories:SIZE is a int; name a function"),
     "no module": (lambda _: ("quantize", "gone.models:cnn", "--preset", "fp16", "-o", "q"), r"no module 'gone'"),
+    "a device": (
+        lambda _: ("quantize", "gone", "--preset", "fp16", "-o", "q", "--device", "cudaa"),
+        r"device='cudaa' cannot be used",
+    ),
     "no data": (lambda _: factory("cnn"), r"this configuration needs data: give --data"),
     "a latency without a unit": (
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", "12m"),
@@ -859,8 +864,13 @@ USAGE = {
     "an opset of a directory": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "--opset", "21"), "ends with .onnx"),
     "streams to a file": (("quantize", "a:b", "--preset", "fp16", "-o", "a.onnx", "--stream"), "--stream writes a dir"),
     "a dtype": (
-        ("quantize", "factories:with_example", "--preset", "fp16", "-o", "q", "--dtype", "float8"),
-        "unknown dtype 'float8'",
+        ("quantize", "a:b", "--preset", "fp16", "-o", "q", "--dtype", "float8"),
+        "'float8' is not one of",
+    ),
+    "a metric": (("analyze", "a:b", "--preset", "int8_static", "--metric", "klx"), "'klx' is not one of"),
+    "a metric of a search": (
+        ("search", "a:b", "--candidate", "int4", "--bits", "5", "--metric", "klx"),
+        "'klx' is not one of",
     ),
     "a task": (("evaluate", "a:b", "--task", "chess"), "chess"),
     "no budget": (("search", "a:b", "--candidate", "int4", "--candidate", "int8"), "--bits 4.5"),

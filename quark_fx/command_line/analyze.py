@@ -13,14 +13,14 @@ from quark_fx.command_line.options import (
     FloatModel,
     Html,
     Json,
+    Metric,
     Reading,
     shares_options,
 )
-from quark_fx.command_line.outputs import write_text
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import calibration
 from quark_fx.command_line.subjects import float_subject
-from quark_fx.system.writable import require_file_place
+from quark_fx.system.writable import require_file_place, write_text
 
 
 @shares_options
@@ -28,9 +28,7 @@ def analyze(
     model: FloatModel,
     options: ConfigOptions,
     reading: Reading,
-    metric: Annotated[
-        str, typer.Option(help="error: of the outputs, relative; kl: the divergence of the classes, in nats.")
-    ] = "error",
+    metric: Metric = "error",
     top: Annotated[int, typer.Option(min=1, help="Operators that are measured and get remedies.")] = 3,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the proposed configuration is written, as YAML.")

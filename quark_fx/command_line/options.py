@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -18,6 +18,11 @@ from quark_fx.presets import PRESETS, preset
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
 Html = Annotated[Path | None, typer.Option("--html", help="Where a page of figures and tables is written.")]
+
+Metric = Annotated[
+    Literal["error", "kl"],
+    typer.Option(help="error: of the outputs, relative; kl: the divergence of the classes, in nats."),
+]
 
 AnyModel = Annotated[
     str, typer.Argument(help="An .onnx or .gguf file, a quantized model, a checkpoint, or package.module:function.")

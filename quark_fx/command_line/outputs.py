@@ -17,7 +17,7 @@ from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.names import unknown
-from quark_fx.system.writable import require_file_place, require_possible, require_writable
+from quark_fx.system.writable import require_file_place, require_possible, require_writable, writing
 
 _FORMATS = {
     "ONNX": ("qdq", "qoperator", "matmul_nbits", "vitis"),
@@ -150,21 +150,15 @@ def write(
     if output.kind == "checkpoint":
         return export.huggingface(qmodel, output.path, format=str(output.format), tokenizer=tokenizer, model=model)
     qmodel.save(output.path)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(output.path)
+    write_tokenizer(tokenizer, output.path)
     return output.path
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a configuration.
-
-    Raises:
-        ExportError: If the file cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ExportError(f"{path} cannot be written: {error}; choose another path") from error
+def write_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write a tokenizer into the directory of a saved model, if there is one."""
+    if tokenizer is not None:
+        with writing(directory):
+            tokenizer.save_pretrained(directory)
 
 
 def written_bytes(path: Path) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -32,22 +32,21 @@ from quark_fx.command_line.outputs import (
     require_opset,
     require_room_for,
     write,
+    write_tokenizer,
     written_bytes,
 )
 from quark_fx.command_line.printing import say, show, size, table
 from quark_fx.command_line.reading import calibration, find_tokenizer
 from quark_fx.command_line.subjects import Subject, float_subject
 from quark_fx.config.quant_config import QuantConfig
+from quark_fx.engine.resources import require_usable
 from quark_fx.errors import ConfigError
 from quark_fx.export.runtime.verification import Runtime
 from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.plan.report import Report
 from quark_fx.quantization import needs_data
-from quark_fx.system.names import unknown
 from quark_fx.system.writable import require_file_place
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @shares_options
@@ -59,8 +58,8 @@ def quantize(
     format: Formats = None,
     opset: Annotated[int | None, typer.Option(help="ONNX: 14 to 25.")] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="Checkpoints: float32, float16 or bfloat16; default: as stored, but float32 for ONNX."),
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="Checkpoints: how they are read; default: as stored, but float32 for ONNX."),
     ] = None,
     device: Annotated[str | None, typer.Option(help='Where blocks run, as "cuda".')] = None,
     memory: Annotated[str | None, typer.Option(help='What the process may take, as "6GiB".')] = None,
@@ -75,7 +74,7 @@ def quantize(
     ] = None,
     verify: Annotated[bool, typer.Option(help="Compare files and checkpoints with torch on the first batch.")] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, and the memory and time it is expected to take.")
+        bool, typer.Option("--dry-run", help="Print the plan, the memory it is expected to take, and the least time.")
     ] = False,
     html: Html = None,
     json: Json = False,
@@ -92,6 +91,7 @@ def quantize(
     require_opset(opset, outputs, chosen.target)
     output_dir = outputs[0].path if stream else None
     resources = qfx.Resources(device=device, memory=memory, checkpoint=resume, output_dir=output_dir)
+    require_usable(resources)
     source = float_subject(model)
     batches = calibration(reading, source, needed=needs_data(chosen))
     with tempfile.TemporaryDirectory() as scratch:
@@ -183,13 +183,11 @@ def _too_narrow(source: Subject, outputs: Iterable[Output]) -> bool:
 
 
 def _opened(source: Subject, dtype: str | None, scratch: str) -> Any:
-    if dtype is not None and dtype not in _DTYPES:
-        raise unknown("dtype", dtype, _DTYPES, error=typer.BadParameter)
     if dtype is None:
         return source.model
     if not isinstance(source.model, Path):
         raise typer.BadParameter("--dtype says how a checkpoint is read; return the module in that dtype instead")
-    return qfx.open_checkpoint(source.model, dtype=_DTYPES[dtype], scratch=scratch)
+    return qfx.open_checkpoint(source.model, dtype=getattr(torch, dtype), scratch=scratch)
 
 
 def _require_formats(model: Any, config: QuantConfig, batches: list[Any], outputs: Iterable[Output]) -> None:
@@ -208,8 +206,8 @@ def _finished(
     if not stream:
         say(f"writing {output}")
         write(qmodel, output, tokenizer=tokenizer, opset=opset)
-    elif tokenizer is not None:
-        tokenizer.save_pretrained(path)
+    else:
+        write_tokenizer(tokenizer, path)
     found = None
     if batch is not None and output.can_be_verified and _has_a_reader(qmodel, output):
         found = qfx.verify(qmodel, path, [batch], runtime=_runtime(qmodel, output))

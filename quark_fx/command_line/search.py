@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 import quark_fx as qfx
-from quark_fx.command_line.options import FloatModel, Html, Json, Reading, shares_options
-from quark_fx.command_line.outputs import write_text
+from quark_fx.command_line.options import FloatModel, Html, Json, Metric, Reading, shares_options
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import calibration
 from quark_fx.command_line.subjects import float_subject
 from quark_fx.mixed_precision.budget import Output
-from quark_fx.system.writable import require_file_place
+from quark_fx.system.writable import require_file_place, write_text
 
 
 @shares_options
@@ -37,9 +36,7 @@ def search(
         typer.Option(help='Budget: of a call, as a share of that of float, at most 1 ("0.6"), or a time ("12ms").'),
     ] = None,
     error: Annotated[float | None, typer.Option(help="Budget: the largest error, for the smallest size.")] = None,
-    metric: Annotated[
-        str, typer.Option(help="error: of the outputs, relative; kl: the divergence of the classes, in nats.")
-    ] = "error",
+    metric: Metric = "error",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the configuration is written, as YAML.")
     ] = None,

@@ -61,7 +61,7 @@ class Checkpoint:
                 _write_text(owner, text)
                 others = []
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"checkpoint directory {directory} cannot be used: {error}") from error
+            raise ConfigError(f"checkpoint directory {directory} cannot be used: {error}; choose another") from error
         if others:
             shuffled = " (a DataLoader that shuffles gives other batches every time)" if "data" in others else ""
             what, folder = ("checkpoint directory", directory) if output is None else ("output_dir", output)

@@ -50,7 +50,7 @@ from quark_fx.plan.report import Row
 from quark_fx.system.isolation import isolated, quiet
 from quark_fx.system.options import checked_call
 from quark_fx.system.untrusted import brief
-from quark_fx.system.writable import require_possible
+from quark_fx.system.writable import require_possible, writing
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}", re.ASCII)
 """Pattern of names of nodes and inputs: identifiers in the code that torch generates for a graph."""
@@ -97,13 +97,9 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "nodes": [_node_to_data(node, nodes, ids, stacks) for node in gm.graph.nodes],
         "provenance": provenance_to_data(qmodel, ids, kept, stacks),
     }
-    try:
-        stored = {ids[name]: tensor for name, tensor in tensors.items()}
+    stored = {ids[name]: tensor for name, tensor in tensors.items()}
+    with writing(directory, QuarkError):
         write_model(directory, stored | {kept[name]: tensor for name, tensor in qmodel.kept.items()}, document)
-    except OSError as error:
-        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        remedy = "a file is in the way" if in_the_way else "make room"
-        raise QuarkError(f"{directory} cannot be written: {error}; {remedy}, or choose another directory") from error
 
 
 @checked_call
@@ -133,8 +129,11 @@ def load(
     try:
         document, tensors = _read(directory, place)
     except (OSError, SafetensorError, ValueError) as error:
-        hint = "; transformers' from_pretrained reads checkpoints" * os.path.exists(directory / "config.json")
-        raise QuarkError(f"{directory} holds no readable quantized model: {error}{hint}") from error
+        why = error if os.path.exists(directory) else "it does not exist"
+        hint = "" if os.path.exists(directory / GRAPH_FILE) else "; pass a directory that QuantizedModel.save wrote"
+        if os.path.exists(directory / "config.json"):
+            hint = "; transformers' from_pretrained reads checkpoints"
+        raise QuarkError(f"{directory} holds no readable quantized model: {why}{hint}") from error
     try:
         config = QuantConfig.from_dict(document["config"], stored=True)  # names a missing format before a node does
         provenance = Provenance.of(document["provenance"], tensors)

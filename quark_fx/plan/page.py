@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark_fx.errors import QuarkError
+from quark_fx.system.writable import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
@@ -188,10 +189,7 @@ def write_page(
         f"<style>{_STYLE}</style></head><body><h1>{name}</h1><dl>{tiles}</dl><main>{drawn}</main>{copied}{listed}"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise QuarkError(f"the page {path} cannot be written: {error}") from error
+    write_text(Path(path), text)
 
 
 def _figure(title: str, height: float) -> Figure:
@@ -199,6 +197,8 @@ def _figure(title: str, height: float) -> Figure:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise QuarkError("figures need matplotlib: pip install 'quark_fx[report]'") from error
+    except OSError as error:
+        raise QuarkError(f"matplotlib has no folder for its cache: {error}; name one in MPLCONFIGDIR") from error
     figure = Figure(figsize=(7, height + 0.7), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
     return figure

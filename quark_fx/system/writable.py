@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import importlib.util
 import os
@@ -14,7 +15,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from quark_fx.errors import ExportError
+from safetensors import SafetensorError
+
+from quark_fx.errors import ExportError, QuarkError
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make its directory writable"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the way"),
+    errno.EISDIR: "a directory is in the way",
+}
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str], error: type[QuarkError] = ExportError) -> Iterator[None]:
+    """Raise an `error` that names `path` and a remedy where the file system fails inside."""
+    try:
+        yield
+    except (OSError, SafetensorError) as failure:
+        # safetensors reports the number of the system's error as text, and numpy only that a part was written.
+        said = re.search(r"os error (\d+)|requested and \d+ written", str(failure))
+        number = int(said[1] or errno.ENOSPC) if said else getattr(failure, "errno", None)
+        remedy = "create its directory" if not Path(path).absolute().parent.exists() else _REMEDIES.get(number, "")
+        advice = f"{remedy}, or choose another path" if remedy else "choose another path"
+        raise error(f"{path} cannot be written: {failure}; {advice}") from failure
 
 
 def require_possible(path: str | os.PathLike[str]) -> None:
@@ -74,6 +98,7 @@ def new_file(path: Path, prefix: str) -> Iterator[tuple[BinaryIO, Path]]:
     The file is locked while its writer is alive. Files that killed writers left in the folder are removed.
     """
     folder = path.parent
+    prefix = _cut(prefix)
     place = folder / f"{prefix}{secrets.token_hex(8)}"
     with locked(folder):
         for name in abandoned(folder, prefix):
@@ -89,12 +114,31 @@ def new_file(path: Path, prefix: str) -> Iterator[tuple[BinaryIO, Path]]:
             place.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or replace it in one step.
+
+    Raises:
+        ExportError: If the file cannot be written; an earlier one is then unchanged.
+    """
+    require_possible(path)
+    with writing(path):
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")  # a terminal or a pipe
+            return
+        place = path.resolve()
+        with new_file(place, f".{place.name}.quark_fx-") as (file, unfinished):
+            file.write(text.encode())
+            file.close()
+            replace_synced(unfinished, place)
+
+
 @contextmanager
 def new_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Yield an empty folder with a unique name; it is removed at the end with its contents.
 
     The folder is locked while its writer is alive. Folders that killed writers left in `parent` are removed.
     """
+    prefix = _cut(prefix)
     with locked(parent):
         for name in abandoned(parent, prefix):
             shutil.rmtree(parent / name, ignore_errors=True)
@@ -109,6 +153,11 @@ def new_folder(parent: Path, prefix: str) -> Iterator[Path]:
         if descriptor is not None:
             os.close(descriptor)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _cut(prefix: str) -> str:
+    """Return as much of a prefix as leaves room for the rest of a name, which has at most 255 bytes."""
+    return os.fsencode(prefix)[:200].decode(errors="ignore")
 
 
 def abandoned(folder: Path, prefix: str) -> set[str]:
@@ -180,7 +229,7 @@ def new_directory(directory: Path, *, replaces: Callable[[str], bool], last: str
     created = [folder for folder in directory.parents if not folder.exists()]
     directory.parent.mkdir(parents=True, exist_ok=True)
     inside = directory.exists() and not os.access(directory.parent, os.W_OK)
-    parent, prefix = (directory, ".quark_fx-") if inside else (directory.parent, f".{directory.name[:100]}.quark_fx-")
+    parent, prefix = (directory, ".quark_fx-") if inside else (directory.parent, f".{directory.name}.quark_fx-")
     try:
         with new_folder(parent, prefix) as folder:
             yield folder
@@ -263,5 +312,5 @@ def _sync_tree(folder: Path) -> None:
 
 __all__ = [
     *("abandoned", "lock", "locked", "new_directory", "new_file", "new_folder", "replace_synced"),
-    *("require_file_place", "require_possible", "require_writable", "sync_directory"),
+    *("require_file_place", "require_possible", "require_writable", "sync_directory", "write_text", "writing"),
 ]

@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -836,27 +837,42 @@ def test_formats_without_a_place_for_caches_say_so(format: str, tmp_path: Path) 
         qfx.export.huggingface(quantized(FP8_CACHE), tmp_path, format=format)
 
 
-def test_an_export_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    qmodel, place = quantized(INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS)), tmp_path / "checkpoint"
-    qfx.export.huggingface(qmodel, place)
-    (place / "notes.txt").write_text("mine")
-    before = {file.name: file.read_bytes() for file in place.iterdir()}
-    save = transformers.PreTrainedModel.save_pretrained
+WRITERS: dict[str, Callable[[qfx.QuantizedModel, Path], Any]] = {
+    **{name: partial(qfx.export.huggingface, format=name) for name in ("compressed-tensors", "gptq", "awq")},
+    "gguf": qfx.export.gguf,
+    "save": qfx.QuantizedModel.save,
+    "page": lambda qmodel, place: qmodel.report().html(place),
+    "onnx": qfx.export.onnx,
+    "onnx and data": partial(qfx.export.onnx, external_data=True),
+}
 
-    def full(model: Any, directory: Path, **options: Any) -> None:
-        save(model, directory, **options)
-        raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(transformers.PreTrainedModel, "save_pretrained", full)
-        for directory in (place, tmp_path / "other"):
-            with pytest.raises(qfx.ExportError, match=r"cannot be written: .*No space left"):
-                qfx.export.huggingface(qmodel, directory, format="gptq")
-    assert {file.name: file.read_bytes() for file in place.iterdir()} == before
-    assert list(tmp_path.iterdir()) == [place]
-    qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS)), place)
-    assert (place / "notes.txt").read_text() == "mine"
-    assert quantization(place)["config_groups"]["group_0"]["weights"]["num_bits"] == 8
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_leaves_the_earlier_output_and_other_files(name: str, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    pytest.importorskip("gguf" if name == "gguf" else "matplotlib" if name == "page" else "torch")
+    config = INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS)
+    if name == "awq":
+        config = config.replace(weight=FOURS.replace(format=UINT4))
+    linear = nn.Sequential(nn.Linear(64, 256)).eval()
+    qmodel = quantize(linear, INT8_DYNAMIC, [rand(2, 64)]) if "onnx" in name else quantized(config)
+    place = tmp_path / ("ü" * 100)
+    WRITERS[name](qmodel, place)
+    beside = place if place.is_dir() else tmp_path
+    (beside / "notes.txt").write_text("mine")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for largest in (1, 8000):
+        for output in (place, tmp_path / "other"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, unlimited[1]))
+            try:
+                with pytest.raises(qfx.QuarkError, match=rf"{output} cannot be written: .*; make room, or choose"):
+                    WRITERS[name](qmodel, output)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    WRITERS[name](qmodel, place)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
 def test_a_generation_config_that_transformers_refuses_to_save_is_kept(tmp_path: Path) -> None:

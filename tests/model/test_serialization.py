@@ -175,8 +175,11 @@ def test_a_damaged_file_is_named(name: str, damage: str, stored: Path) -> None:
 
 
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(qfx.QuarkError, match="nowhere"):
-        qfx.load(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    for name, why in (("nowhere", "it does not exist"), ("file", ".*Not a directory.*"), ("", ".*No such file.*")):
+        remedy = rf"{name} holds no readable quantized model: {why}; pass a directory that QuantizedModel\.save wrote"
+        with pytest.raises(qfx.QuarkError, match=remedy):
+            qfx.load(tmp_path / name)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -157,13 +157,24 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert page.tables["Operators"][1][0] == name.format(0)
 
 
+class WithoutCache:
+    """matplotlib where it may write nowhere."""
+
+    def __getattr__(self, name: str) -> object:
+        raise PermissionError("not writable")
+
+
 def test_what_cannot_be_drawn_or_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(QuarkError, match=r"pip install 'quark_fx\[report\]'"):
             report(5).html(tmp_path / "page.html")
     pytest.importorskip("matplotlib")
-    with pytest.raises(QuarkError, match="cannot be written"):
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "matplotlib.figure", WithoutCache())
+        with pytest.raises(QuarkError, match="no folder for its cache: not writable; name one in MPLCONFIGDIR"):
+            report(5).html(tmp_path / "page.html")
+    with pytest.raises(QuarkError, match=r"cannot be written: .*; create its directory, or choose another path"):
         report(5).html(tmp_path / "missing" / "page.html")
 
 

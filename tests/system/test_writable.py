@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
+from quark_fx.errors import ExportError
 from quark_fx.system import writable
-from quark_fx.system.writable import new_directory, new_file, new_folder, replace_synced
+from quark_fx.system.writable import new_directory, new_file, new_folder, replace_synced, write_text
 
 
 def of_model(name: str) -> bool:
@@ -182,3 +184,51 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     with new_file(path, ".model.gguf-") as (file, _):
         file.write(b"half")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("model.gguf", "new")]
+
+
+@pytest.mark.parametrize(
+    ("failure", "remedy"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "make room, or choose another path"),
+        (
+            SafetensorError("Error while serializing: I/O error: Full (os error 28)"),
+            "make room, or choose another path",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied"), "make its directory writable, or choose another path"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory"), "a directory is in the way, or choose another path"),
+        (OSError("1 requested and 0 written"), "make room, or choose another path"),
+        (OSError("odd"), "choose another path"),
+    ],
+)
+def test_a_failure_of_the_file_system_names_the_place_and_a_remedy(
+    failure: Exception, remedy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError) as caught, writable.writing(tmp_path / "x"):
+        raise failure
+    assert str(caught.value) == f"{tmp_path / 'x'} cannot be written: {failure}; {remedy}"
+
+
+def test_names_as_long_as_the_file_system_takes_can_be_written(tmp_path: Path) -> None:
+    name = "ü" * 124 + ".html"  # 253 bytes
+    write_text(tmp_path / name, "text")
+    with new_directory(tmp_path / "ü" / name, replaces=of_model, last="config.json") as folder:
+        (folder / "config.json").write_text("new")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["config.json", "ü", name, name])
+
+
+def test_a_text_is_replaced_in_one_step_where_it_is_a_file(tmp_path: Path) -> None:
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(real)
+    for text in ("first", "second"):
+        write_text(link, text)
+        assert link.is_symlink()
+        assert real.read_text() == text
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "third")
+    assert os.read(reader, 9) == b"third"
+    os.close(reader)
+    for place, remedy in (("nowhere/x", "create its directory"), ("real/x", "a file is in the way")):
+        with pytest.raises(ExportError, match=f"{place} cannot be written: .*; {remedy}, or choose another path"):
+            write_text(tmp_path / place, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "real"]

@@ -30,7 +30,7 @@ from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import new_file, replace_synced, require_possible
+from quark_fx.system.writable import new_file, replace_synced, require_possible, writing
 
 _AT_ONCE = 1 << 20
 """Approximate number of values of a tensor that are packed and written at once, with tens of megabytes in memory."""
@@ -88,16 +88,13 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     tensors, errors = _tensors(checkpoint, reader, package)
     if errors:
         raise unholdable([f"{name}: {error}" for name, error in errors])
-    try:
-        with new_file(path, f".{path.name[:100]}.quark_fx-") as (_, unfinished):
-            writer = package.GGUFWriter(unfinished, reader.architecture)
-            try:
-                _write_file(writer, package, reader, tensors, tokenizer, checkpoint.shell.config.vocab_size)
-            finally:
-                writer.close()
-            replace_synced(unfinished, path)
-    except OSError as error:
-        raise ExportError(f"{path} cannot be written: {error}; choose another path") from error
+    with writing(path), new_file(path, f".{path.name}.quark_fx-") as (_, unfinished):
+        writer = package.GGUFWriter(unfinished, reader.architecture)
+        try:
+            _write_file(writer, package, reader, tensors, tokenizer, checkpoint.shell.config.vocab_size)
+        finally:
+            writer.close()
+        replace_synced(unfinished, path)
     return path
 
 

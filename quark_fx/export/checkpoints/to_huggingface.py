@@ -51,7 +51,7 @@ from quark_fx.numbers.scales import E4M3_SCALES, FLOAT32
 from quark_fx.system.isolation import isolated, quiet, warn
 from quark_fx.system.names import unknown
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import new_directory, require_possible
+from quark_fx.system.writable import new_directory, require_possible, writing
 
 _DEFAULT = "compressed-tensors"
 
@@ -111,11 +111,9 @@ def huggingface(
     except CheckpointError as error:
         raise ExportError(str(error)) from error
     checkpoint = take_apart(qmodel, model)
-    try:
-        with new_directory(directory, replaces=_is_of_checkpoint, last="config.json") as folder:
-            _write(qmodel, checkpoint, folder, format, tokenizer)
-    except OSError as error:
-        raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
+    replaced = new_directory(directory, replaces=_is_of_checkpoint, last="config.json")
+    with writing(directory), replaced as folder:
+        _write(qmodel, checkpoint, folder, format, tokenizer)
     return directory
 
 

@@ -18,7 +18,7 @@ from quark_fx.export.generation.quantizer import GenerationQuantizer
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.isolation import isolated, quiet
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import new_folder, require_possible
+from quark_fx.system.writable import new_folder, require_possible, writing
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -124,7 +124,7 @@ def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | N
     program = _traced(model, quantizer)
     name_cache(program.graph)
     config = json.dumps(genai_config(program.graph, GRAPH, model), indent=2)
-    try:
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         with new_folder(directory, f".{GRAPH}-") as folder:
             written, text = folder / GRAPH, folder / CONFIG
@@ -134,8 +134,6 @@ def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | N
             os.replace(text, directory / CONFIG)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
-    except OSError as error:
-        raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
     return directory
 
 

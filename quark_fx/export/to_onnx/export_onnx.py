@@ -45,7 +45,7 @@ from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.scales import FLOAT32
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import new_folder, require_possible, require_writable
+from quark_fx.system.writable import new_folder, require_possible, require_writable, writing
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -209,15 +209,12 @@ def _write(model: ir.Model, path: Path, external_data: bool | None, qmodel: Quan
 
     external = stored_bytes(model) > _EXTERNAL if external_data is None else external_data
     data = f"{path.name}.data" if external else None
-    try:
-        with new_folder(path.parent, f".{path.name}-") as folder:
-            written = folder / path.name
-            ir.save(model, written, external_data=data)
-            _check_file(written)
-            not_run = run_once(written, model, qmodel)
-            put_in_place(written, path)
-    except OSError as error:
-        raise ExportError(f"{path} could not be written: {error}") from error
+    with writing(path), new_folder(path.parent, f".{path.name}-") as folder:
+        written = folder / path.name
+        ir.save(model, written, external_data=data)
+        _check_file(written)
+        not_run = run_once(written, model, qmodel)
+        put_in_place(written, path)
     return not_run
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quark_fx.errors import ExportError
 from quark_fx.system.untrusted import brief, read_json
-from quark_fx.system.writable import new_folder
+from quark_fx.system.writable import new_folder, writing
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -141,7 +141,7 @@ def _save(model: ir.Model, path: Path, data: Path, own: list[ir.Value]) -> None:
     from quark_fx.export.to_onnx.whole_files import put_in_place, relocated
 
     tensors = [value.const_value for value in own if value.const_value is not None]
-    with new_folder(path.parent, f".{path.name}-") as staging:
+    with writing(path), new_folder(path.parent, f".{path.name}-") as staging:
         (staging / data.name).touch()
         written = ir.external_data.convert_tensors_to_external(tensors, staging, data.name)
         for value, tensor in zip(own, written, strict=True):
