@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -205,7 +206,7 @@ class Session:
             )
         self.model, self.unread, self.shares, self._first = model, batches, False, first
         self.captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
-        if any(target_name(node).startswith(_CODES) for node in self.captured.module.graph.nodes):
+        if any(_ON_CODES.match(target_name(node)) for node in self.captured.module.graph.nodes):
             raise ConfigError(_QUANTIZED)
         self._graphs: dict[Hashable, tuple[GraphModule, list[PassRecord]]] = {}
         self._known: dict[Hashable, Known] = {}
@@ -346,8 +347,8 @@ class Session:
 
 
 _QUANTIZED = "the model, or a part of it, is quantized already; quantize the float model it came from"
-_CODES = ("quark_fx.", "quantized_decomposed.", "quantized.", "torchao.")
-"""Prefixes of the names of operators that compute with codes."""
+_ON_CODES = re.compile(r"(quark_fx|quantized|quantized_decomposed)\.|torchao\.\w*(quant|qparams|bit|int)")
+"""Names of operators that compute with codes; torchao also has operators on floats."""
 
 
 def _sum(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:

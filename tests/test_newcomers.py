@@ -382,6 +382,29 @@ def test_a_dimension_that_a_part_of_an_input_does_not_have_is_named() -> None:
         quantize(Nested().eval(), INT8, [batch], dynamic_shapes={"given": shapes[1]})
 
 
+class Cached(Two):
+    def forward(self, x: Tensor, cache: dict[str, list[Tensor]], scale: float = 2.0) -> Any:
+        return self.a(x) + scale * cache["k"][0].mean((1, 2, 3))[:, None] + cache["k"][1].mean((1, 2, 3))[:, None]
+
+
+def test_a_size_of_a_part_of_an_input_is_named_as_it_is_reached_with_a_remedy_that_works() -> None:
+    def batch(size: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        return {"x": X, "cache": {"k": [rand(len(X), 3, 4, 4), rand(len(X), 3, size, 4).to(dtype)]}, "scale": 2.0}
+
+    qmodel = quantize(Cached().eval(), INT8, [batch(4)])
+    with pytest.raises(qfx.QuarkError, match=r"input cache\['k'\]\[1\] has dtype torch.float64"):
+        qmodel(**batch(4, torch.float64))
+    with pytest.raises(qfx.QuarkError, match="pad or cut dimension 2 to 4") as caught:
+        qmodel(**batch(5))
+    assert str(caught.value).startswith(
+        f"input cache['k'][1] has shape ({len(X)}, 3, 5, 4); the graph was captured for"
+    )
+    written = str(caught.value).partition("of quantize(), ")[2].partition(". If you did")[0]
+    assert written.startswith("{'x': {0: Dim.AUTO}, 'cache': {'k': [{0: Dim.AUTO}, {0: Dim.AUTO, 2: Dim.AUTO}]}")
+    shapes = eval(written, {"Dim": Dim})
+    assert quantize(Cached().eval(), INT8, [batch(4)], dynamic_shapes=shapes)(**batch(5)).shape == X.shape
+
+
 @pytest.mark.parametrize("call", [qfx.quantize, qfx.predict, qfx.check, qfx.analyze, qfx.search])
 def test_what_belongs_in_a_configuration_is_said_where_it_is_passed_beside_it(call: Any) -> None:
     with pytest.raises(

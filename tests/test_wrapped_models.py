@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from tiny import quantize, rand, seeded
 from torch import Tensor, distributed, nn
 
 import quark_fx as qfx
-from quark_fx.presets import INT8_STATIC
+from quark_fx.presets import INT8_STATIC, INT8_WEIGHT_ONLY
 
 
 def plain() -> nn.Module:
@@ -90,6 +91,30 @@ def test_a_model_that_computes_with_codes_is_not_quantized_again() -> None:
     for model in (program, part, nn.DataParallel(qmodel).eval()):
         with pytest.raises(qfx.ConfigError, match="quantized already; quantize the float model"):
             qfx.quantize(model, INT8_STATIC, batches())
+
+
+@pytest.mark.parametrize(("name", "refused"), [("dequantize_affine", True), ("swizzle", False)])
+def test_of_torchao_only_operators_on_codes_are_refused(name: str, refused: bool) -> None:
+    library: Any = torch.library.Library("torchao", "FRAGMENT")
+    library.define(f"{name}(Tensor x) -> Tensor")
+    for place in ("CPU", "Meta"):
+        library.impl(name, lambda x: x * 2, place)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(getattr(torch.ops.torchao, name)(x))
+
+    try:
+        wrong = pytest.raises(qfx.ConfigError, match="quantized already")
+        with wrong if refused else contextlib.nullcontext():
+            qmodel = qfx.quantize(Model().eval(), INT8_WEIGHT_ONLY, [rand(3, 8)], progress=False)
+            assert qmodel.report().totals["quantized"] == 1
+    finally:
+        library._destroy()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from quark_fx.capture.model_state import untouched
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size
+from quark_fx.graph.signature import path_name
 from quark_fx.system.isolation import warn
 from quark_fx.system.memory import is_shortage
 
@@ -207,13 +208,8 @@ def _reason(error: Exception) -> str:
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Describe the inputs of a batch."""
     leaves = pytree.tree_flatten_with_path((list(args), kwargs))[0]
-    named = ((_name(path[1:]), leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
+    named = ((path_name(path[1:]), leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
     return ", ".join(f"{name}: {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in named)
-
-
-def _name(path: pytree.KeyPath) -> str:
-    """Return the name of an input, or of a part of one."""
-    return pytree.keystr(path[:1]).strip("[]'") + pytree.keystr(path[1:])
 
 
 def _first_varies(given: Any) -> str:

@@ -188,7 +188,7 @@ class QuantConfig:
             ),
             (
                 output is not None and input is None,
-                "`output` without `input`: no kernel has only its output in integers",
+                "`output` without `input`: no kernel has only its output in integers; set `input`, or output=None",
             ),
             (
                 any(s.reduce_range for s in activations),

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.engine.block_walk import run_blocks, running
+from quark_fx.engine.calibration_data import first_sample
 from quark_fx.engine.context import Context
 from quark_fx.engine.known import Known, Value
 from quark_fx.errors import CalibrationError
@@ -118,25 +119,25 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
         return
     places = placeholders(gm)
     quantized = [index for index, node in enumerate(places) if any(call.args[0] is node for call in watches)]
-    finite: list[Tensor] = []
+    failing: list[Tensor] = []
     nonzero: list[Tensor] = []
 
     def look(leaves: list[Any]) -> None:
-        # Flags are read at the end, so that no batch waits for the device. A mask may contain infinities.
-        finite.append(_are_finite([leaves[i] for i in quantized]))
-        nonzero.append(_flags([leaves[i].any() for i in quantized]))
+        # Read at the end, so that no batch waits for the device. A mask may contain infinities.
+        failing.append(_stacked([first_sample(~leaves[i].isfinite()) for i in quantized]))
+        nonzero.append(_stacked([leaves[i].any() for i in quantized]))
 
     run_batches(gm, context, look)
-    if not finite:
+    if not failing:
         raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
     failed = [
         CalibrationError(
             f"calibration batch {context.data.number_of(batch)}: input {places[position].target} holds NaN or "
-            "infinity; remove such samples"
+            f"infinity in sample {sample}; remove such samples"
         )
-        for batch, flags in enumerate(torch.stack(finite).tolist())
-        for flag, position in zip(flags, quantized, strict=True)
-        if not flag
+        for batch, samples in enumerate(torch.stack(failing).tolist())
+        for sample, position in zip(samples, quantized, strict=True)
+        if sample >= 0
     ]
     context.ranks.raise_first(failed[0] if failed else None)
     for position, found in zip(quantized, torch.stack(nonzero).any(0).tolist(), strict=True):
@@ -283,13 +284,8 @@ def fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
             set_parameter(gm, name, weight)
 
 
-def _are_finite(tensors: list[Tensor]) -> Tensor:
-    """Return one flag per tensor, on the tensors' device."""
-    return _flags([torch.isfinite(x).all() for x in tensors])
-
-
-def _flags(flags: list[Tensor]) -> Tensor:
-    return torch.stack(flags) if flags else torch.empty(0, dtype=torch.bool)
+def _stacked(values: list[Tensor]) -> Tensor:
+    return torch.stack(values) if values else torch.empty(0)
 
 
 def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[Observer]) -> list[Observer]:

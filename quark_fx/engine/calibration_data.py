@@ -270,8 +270,14 @@ def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> N
         batch: Name of the batch, for the message.
     """
     if (position := with_nan(leaves)) is not None:
-        name = names[position] if names else position
-        raise CalibrationError(f"{batch}: input {name} holds NaN; remove such samples")
+        name, sample = names[position] if names else position, int(first_sample(leaves[position].isnan()))
+        raise CalibrationError(f"{batch}: input {name} holds NaN in sample {sample}; remove such samples")
+
+
+def first_sample(marks: Tensor) -> Tensor:
+    """Return the index of the first sample with a true value, -1 if none has one, on the device of `marks`."""
+    marked = marks.reshape(marks.shape[0] if marks.dim() else 1, -1).any(1)
+    return torch.where(marked.any(), marked.int().argmax(), -1)
 
 
 def with_nan(leaves: Sequence[Any]) -> int | None:
@@ -284,4 +290,4 @@ def _part(leaf: Any, part: slice | None) -> Any:
     return leaf if part is None or not isinstance(leaf, Tensor) or not leaf.dim() else leaf[part]
 
 
-__all__ = ["CalibrationData", "Positions", "require_no_nan", "with_nan", "without_padding"]
+__all__ = ["CalibrationData", "Positions", "first_sample", "require_no_nan", "with_nan", "without_padding"]

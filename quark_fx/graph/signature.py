@@ -89,15 +89,14 @@ class Signature:
         for name, leaf, shape, dtype in zip(
             self.input_names, leaves, self.input_shapes, self.input_dtypes, strict=True
         ):
-            _check_leaf(name, leaf, shape, dtype, self._varying)
-            if name in self.input_constants:
-                _check_constant(name, leaf, self.input_constants[name])
+            if problem := self._problem(name, leaf, shape, dtype):
+                raise QuarkError(f"input {self.path_of(name)} {problem}")
         by_name = dict(zip(self.input_names, leaves, strict=True))
         for name, dim, low, high in self.input_limits:
             size = by_name[name].shape[dim]
             if size < low or (high is not None and size > high):
                 raise QuarkError(
-                    f"input {name} has size {size} in dimension {dim}; the graph holds from {low} to "
+                    f"input {self.path_of(name)} has size {size} in dimension {dim}; the graph holds from {low} to "
                     f"{high or 'any size'}: the model's code takes another path there, or a Dim of `dynamic_shapes` "
                     "ends there; capture a batch of that size, or widen the Dim"
                 )
@@ -105,41 +104,68 @@ class Signature:
             size = by_name[name].shape[dim]
             if size % multiple:
                 raise QuarkError(
-                    f"input {name} has size {size} in dimension {dim}; the model's code takes another path there than "
-                    f"the captured one, which holds for multiples of {multiple}; pad the batch, or capture a batch "
-                    "whose size is none"
+                    f"input {self.path_of(name)} has size {size} in dimension {dim}; the model's code takes another "
+                    f"path there than the captured one, which holds for multiples of {multiple}; pad the batch, or "
+                    "capture a batch whose size is none"
                 )
         return leaves
 
-    def _varying(self, name: str, dims: Sequence[int]) -> str:
-        """Return the literal of `dynamic_shapes` that also makes `dims` of the input `name` dynamic."""
-        if not self.names_inputs:
-            return f"nested as the batch is, with Dim.AUTO for dimension {', '.join(map(str, dims))} of {name}"
-        return self.literal_of(
-            {
-                one: [i for i, size in enumerate(shape) if size is None or (one == name and i in dims)]
-                for one, shape in zip(self.input_names, self.input_shapes, strict=True)
-                if shape is not None
-            }
+    def _problem(self, name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtype: torch.dtype | None) -> str:
+        """Return what is wrong with an input, empty if it fits."""
+        if shape is not None and not isinstance(leaf, Tensor):
+            convert = ": convert it with torch.from_numpy" if hasattr(leaf, "__array__") else ""
+            return f"is a {type(leaf).__name__}; the model was captured with a tensor there{convert}"
+        if shape is not None and leaf.dtype != dtype:
+            return f"has dtype {leaf.dtype}; the model was captured with {dtype}: convert it first"
+        given = () if shape is None else tuple(leaf.shape)
+        if shape is not None and (len(shape) != len(given) or _differing(shape, given)):
+            return self._other_shape(name, given, shape)
+        return _other_constant(leaf, self.input_constants[name]) if name in self.input_constants else ""
+
+    def _other_shape(self, name: str, given: tuple[int, ...], shape: tuple[int | None, ...]) -> str:
+        expected = f"({', '.join('any' if d is None else str(d) for d in shape)})"
+        differs = f"has shape {given}; the graph was captured for {expected}"
+        if len(given) != len(shape):
+            return f"{differs}, {len(shape)} dimension(s): give every batch as many as the first one"
+        wrong = _differing(shape, given)
+        free = {
+            one: [i for i, size in enumerate(sizes) if size is None or (one == name and i in wrong)]
+            for one, sizes in zip(self.input_names, self.input_shapes, strict=True)
+            if sizes is not None
+        }
+        return (
+            f"{differs}: pad or cut dimension {wrong[0]} to {shape[wrong[0]]}, or, if the model takes other sizes "
+            f"there, let it vary in `dynamic_shapes` of quantize(), {self.literal_of(free)}. If you did, its code "
+            "fixes that: pad or cut"
         )
 
-    @property
-    def names_inputs(self) -> bool:
-        """True if the inputs are parameters of `forward`, not parts of them."""
-        return {*self.input_names} <= {*self.parameters}
+    def _nested(self, leaves: Iterable[Any]) -> dict[str, Any] | None:
+        """Return one leaf for each input as arguments by name; `None` if a container is not a dict, list, or tuple."""
+        positional = _children(_children(self.in_spec)[0])
+        if not _is_plain(self.in_spec) or len(positional) > len(self.parameters):
+            return None
+        placed, named = pytree.tree_unflatten(list(leaves), self.in_spec)
+        return dict(zip(self.parameters, placed, strict=False)) | named
+
+    def path_of(self, name: str) -> str:
+        """Return how the user reaches an input in a batch: `cache['k'][1]` for `cache_k_1`."""
+        nested = self._nested(self.input_names)
+        paths = pytree.tree_flatten_with_path(nested)[0] if nested is not None else []
+        return next((path_name(path) for path, leaf in paths if leaf == name), name)
 
     def literal_of(self, free: Mapping[str, Sequence[int]]) -> str:
         """Return the literal of `dynamic_shapes` that makes some dimensions dynamic, by the names of inputs."""
         sizes = {name: f"{{{', '.join(f'{i}: Dim.AUTO' for i in dims)}}}" for name, dims in free.items()}
-        if not self.names_inputs:
-            listed = ", ".join(f"{size} for {name}" for name, size in sizes.items())
-            return f"a mapping by the parameters of forward, nested as the batch is, with {listed}"
-        return f"{{{', '.join(f'{name!r}: {sizes.get(name)}' for name in self.input_names)}}}"
+        nested = self._nested(_Code(sizes.get(name)) for name in self.input_names)
+        if nested is not None:
+            return repr(nested)
+        listed = ", ".join(f"{size} for {name}" for name, size in sizes.items())
+        return f"a mapping by the parameters of forward, nested as the batch is, with {listed}"
 
     def _without_fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name, captured in self.fixed_arguments.items():
-            if name in kwargs:
-                _check_constant(name, kwargs[name], captured)
+            if name in kwargs and (problem := _other_constant(kwargs[name], captured)):
+                raise QuarkError(f"input {name} {problem}")
         return {name: value for name, value in kwargs.items() if name not in self.fixed_arguments}
 
     def unflatten(self, outputs: Any) -> Any:
@@ -168,44 +194,36 @@ class Signature:
         return (), {name: given[name] for name in names}
 
 
-def _check_constant(name: str, leaf: Any, captured: Any) -> None:
-    if isinstance(leaf, Tensor) or leaf != captured:
-        given = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
-        raise QuarkError(
-            f"input {name} is {given}; the graph was captured with the constant {captured!r} there: quantize the model "
-            "once for each value"
-        )
+class _Code(str):
+    """Text that a container shows without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
-def _check_leaf(
-    name: str,
-    leaf: Any,
-    shape: tuple[int | None, ...] | None,
-    dtype: torch.dtype | None,
-    varying: Callable[[str, Sequence[int]], str],
-) -> None:
-    if shape is None:
-        return
-    if not isinstance(leaf, Tensor):
-        convert = ": convert it with torch.from_numpy" if hasattr(leaf, "__array__") else ""
-        raise QuarkError(
-            f"input {name} is a {type(leaf).__name__}; the model was captured with a tensor there{convert}"
-        )
-    if leaf.dtype != dtype:
-        raise QuarkError(f"input {name} has dtype {leaf.dtype}; the model was captured with {dtype}: convert it first")
-    expected = "(" + ", ".join("any" if d is None else str(d) for d in shape) + ")"
-    if leaf.dim() != len(shape):
-        raise QuarkError(
-            f"input {name} has shape {tuple(leaf.shape)}; the graph was captured for {expected}, {len(shape)} "
-            f"dimension(s): give every batch as many as the first one"
-        )
-    wrong = [i for i, (d, n) in enumerate(zip(shape, leaf.shape, strict=True)) if d is not None and d != n]
-    if wrong:
-        raise QuarkError(
-            f"input {name} has shape {tuple(leaf.shape)}; the graph was captured for {expected}: pad or cut dimension "
-            f"{wrong[0]} to {shape[wrong[0]]}, or, if the model takes other sizes there, let it vary in "
-            f"`dynamic_shapes` of quantize(), {varying(name, wrong)}. If you did, its code fixes that: pad or cut"
-        )
+def path_name(path: pytree.KeyPath) -> str:
+    """Return what an argument, or a part of one, is called: `cache['k'][1]`."""
+    return pytree.keystr(path[:1]).strip("[]'") + pytree.keystr(path[1:])
+
+
+def _differing(shape: tuple[int | None, ...], given: tuple[int, ...]) -> list[int]:
+    """Return the dimensions whose size is fixed and another."""
+    return [i for i, (size, other) in enumerate(zip(shape, given, strict=True)) if size is not None and size != other]
+
+
+def _is_plain(spec: pytree.TreeSpec) -> bool:
+    return spec.is_leaf() or (spec.type in (dict, list, tuple) and all(map(_is_plain, _children(spec))))
+
+
+def _other_constant(leaf: Any, captured: Any) -> str:
+    """Return what is wrong with a value other than the one a graph was captured with, empty if it is the same."""
+    if not isinstance(leaf, Tensor) and leaf == captured:
+        return ""
+    given = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
+    return (
+        f"is {given}; the graph was captured with the constant {captured!r} there: quantize the model once for each "
+        "value"
+    )
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

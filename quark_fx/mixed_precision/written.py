@@ -14,10 +14,10 @@ from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.isolation import without_warnings
 
 _WRITERS: Mapping[str, Callable[[QuantizedModel, Path], object]] = {
-    "onnx": lambda qmodel, folder: onnx(qmodel, folder / "model.onnx"),
-    "checkpoint": lambda qmodel, folder: huggingface(qmodel, folder / "model"),
-    "gguf": lambda qmodel, folder: gguf(qmodel, folder / "model.gguf"),
-    "saved": lambda qmodel, folder: qmodel.save(folder / "model"),
+    "onnx": onnx,
+    "checkpoint": huggingface,
+    "gguf": gguf,
+    "saved": QuantizedModel.save,
 }
 """Exporters by `Budget.output`."""
 
@@ -30,7 +30,7 @@ def written_size(qmodel: QuantizedModel, output: str) -> int:
     """
     try:
         with tempfile.TemporaryDirectory() as folder, without_warnings():
-            _WRITERS[output](qmodel, Path(folder))
+            _WRITERS[output](qmodel, Path(folder, "model"))
             return sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     except OSError as error:
         raise ExportError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-class Matrices(Protocol):
+class MatrixMap(Protocol):
     """Map from a stored weight to matrices of shape (groups, outputs, inputs): `graph.linear_map.LinearMap`."""
 
     @property
@@ -137,11 +137,11 @@ class Layout:
 
     # As matrices.
 
-    def matrices(self, parameter: Tensor, mapping: Matrices) -> Tensor:
+    def matrices(self, parameter: Tensor, mapping: MatrixMap) -> Tensor:
         """Return the scale or zero point of every element, as the operator's matrices."""
         return mapping.matrix(self.spread(parameter).expand(self.shape))
 
-    def columns(self, mapping: Matrices) -> Columns | None:
+    def columns(self, mapping: MatrixMap) -> Columns | None:
         """Return which columns of a row share a scale, in the order of `restore`; `None` if rows share scales."""
         row_dims, shape = mapping.row_dims(len(self.shape)), self.kept
         if any(shape[d] != self.shape[d] for d in row_dims):
@@ -156,7 +156,7 @@ class Layout:
         along = one.spread(numbers.flatten() if one.flat and one.axis is not None else numbers)
         return Columns(place[mapping.matrix(along.expand(one.shape))[0, 0]])
 
-    def restore(self, values: Tensor, mapping: Matrices) -> Tensor:
+    def restore(self, values: Tensor, mapping: MatrixMap) -> Tensor:
         """Return values per matrix, row and number of `columns` in the shape the scales are stored in."""
         return mapping.restore(values, values.new_empty(()).expand(self.kept)).reshape(self.scale_shape)
 
@@ -240,4 +240,4 @@ class Columns:
         return padded
 
 
-__all__ = ["Columns", "Layout", "Matrices"]
+__all__ = ["Columns", "Layout"]

@@ -335,7 +335,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "fp4_e2m1 has no ONNX type; .*target='torch'",
     ),
     "signs and magnitudes for onnx": (config(input=TensorSpec(format=SM8)), "sm8 has no ONNX type"),
-    "output alone": (config(weight=PER_CHANNEL, output=ACTIVATION), "`output` without `input`"),
+    "output alone": (
+        config(weight=PER_CHANNEL, output=ACTIVATION),
+        "`output` without `input`.*; set `input`, or output=None",
+    ),
     "dynamic output": (config(weight=PER_CHANNEL, input=ACTIVATION, output=DYNAMIC), "set output=None"),
     "activations of 32 bits for onnx": (
         config(input=TensorSpec(format=INT32, symmetry=Symmetry.ASYMMETRIC)),

@@ -50,6 +50,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "halves and an empty vector": lambda y, i: torch.cat([y.half(), torch.zeros(0), y.half()], 1),
     "quotients of integers": lambda y, i: torch.divide(i, 3),
     "quotients of two integers": lambda y, i: torch.divide(i, torch.tensor([2, -3])),
+    "rounded integers": lambda y, i: torch.stack([i.round(), i.floor(), i.ceil(), i.trunc(), torch.relu(i - 2)]),
+    "integers are numbers": lambda y, i: torch.stack([i.isnan(), i.isfinite(), i.isinf(), (i > 0).isfinite()]),
+    "functions of integers": lambda y, i: torch.stack([torch.erf(i), torch.special.erf(i), torch.special.expm1(i)]),
     "large powers": lambda y, i: (i + 3037000498) ** 2 + (i - 2097152) ** 3,
 }
 

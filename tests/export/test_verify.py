@@ -50,7 +50,7 @@ def test_a_faithful_file_is_within_a_step(exported: tuple[qfx.QuantizedModel, Pa
     assert difference.name == "output"
     assert 0 <= result.max_steps <= 1
     assert difference.sqnr > 40
-    with pytest.raises(qfx.ExportError, match="batch 0: input 0 holds NaN"):
+    with pytest.raises(qfx.ExportError, match="batch 0: input 0 holds NaN in sample 0"):
         qfx.verify(qmodel, path, [images(4, 1)[0] * float("nan")])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
 from quark_fx.checkpoints.files import GRAPH_FILE
-from quark_fx.engine.calibration_data import with_nan
+from quark_fx.engine.calibration_data import first_sample, with_nan
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.checkpoint_verification import checkpoint_answers, is_checkpoint
@@ -611,7 +611,8 @@ def _require_shapes(inputs: Sequence[Any], feed: Sequence[Tensor], path: str | o
 def _require_values(feed: list[Tensor], batch: int) -> None:
     """Raise if an input is empty, or contains NaN, which a quantizer turns into a number."""
     if (position := with_nan(feed)) is not None:
-        raise ExportError(f"batch {batch}: input {position} holds NaN; compare with batches of numbers")
+        sample = int(first_sample(feed[position].isnan()))
+        raise ExportError(f"batch {batch}: input {position} holds NaN in sample {sample}; compare with numbers")
     for position, leaf in enumerate(feed):
         if not leaf.numel():
             shape = tuple(leaf.shape)

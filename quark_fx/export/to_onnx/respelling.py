@@ -11,6 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -94,6 +95,8 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _in_float32
     if name in _DIVISIONS and (_has_number_first(node) or value_of(gm, node).dtype in _HALVES):
         return _division
+    if name.startswith(_FOR_FLOATS) and _is_whole(gm, argument(node, 0)):
+        return _ON_INTEGERS.get(name, _promoted if value_of(gm, node).dtype.is_floating_point else None)
     if name in _TRUTHS and value_of(gm, node).dtype == torch.uint8:
         return _truth_as_number
     if name == "aten.mean.dim" and argument(node, 1) is None:
@@ -115,6 +118,36 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
 
 _TRUTHS = frozenset(f"aten.{kind}.{overload}" for kind in ("all", "any") for overload in ("default", "dim", "dims"))
 """Operators whose result is uint8 for uint8 operands, and bool for all others."""
+
+
+def _is_whole(gm: GraphModule, value: Any) -> bool:
+    """Tell whether a value is a tensor of integers or truth values."""
+    dtype = value_of(gm, value).dtype if isinstance(value, Node) else torch.float32
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _promoted(gm: GraphModule, node: Node) -> Node:
+    value = cast(gm, argument(node, 0), value_of(gm, node).dtype, node)
+    return call(gm, node.target, value, *node.args[1:], like=node, **node.kwargs)
+
+
+def _everywhere(truth: bool) -> Rule:
+    return lambda gm, node: call(gm, aten.full_like.default, argument(node, 0), truth, like=node, dtype=torch.bool)
+
+
+_ON_INTEGERS: dict[str, Rule] = {
+    **{
+        f"aten.{name}.default": lambda gm, node: argument(node, 0)
+        for name in ("ceil", "fix", "floor", "round", "trunc")
+    },
+    "aten.relu.default": lambda gm, node: call(gm, aten.clamp_min.default, argument(node, 0), 0, like=node),
+    "aten.isnan.default": _everywhere(False),
+    "aten.isfinite.default": _everywhere(True),
+}
+"""Operators that ONNX or ONNX Runtime has for floats alone, and what they compute on integers."""
+
+_FOR_FLOATS = (*_ON_INTEGERS, "aten.special_")
+"""Beginnings of the names of operators whose lowerings take floats; torch promotes integers for other operators."""
 
 _ANTIALIASED = frozenset(
     f"aten._upsample_{kind}2d_aa.{overload}" for kind in ("bilinear", "bicubic") for overload in ("default", "vec")
