@@ -145,7 +145,8 @@ class Signature:
         if not _is_plain(self.in_spec) or len(positional) > len(self.parameters):
             return None
         placed, named = pytree.tree_unflatten(list(leaves), self.in_spec)
-        return dict(zip(self.parameters, placed, strict=False)) | named
+        by_name: dict[str, Any] = dict(zip(self.parameters, placed, strict=False)) | named
+        return by_name
 
     def path_of(self, name: str) -> str:
         """Return how the user reaches an input in a batch: `cache['k'][1]` for `cache_k_1`."""

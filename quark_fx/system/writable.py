@@ -36,7 +36,7 @@ def writing(path: str | os.PathLike[str], error: type[QuarkError] = ExportError)
         # safetensors reports the number of the system's error as text, and numpy only that a part was written.
         said = re.search(r"os error (\d+)|requested and \d+ written", str(failure))
         number = int(said[1] or errno.ENOSPC) if said else getattr(failure, "errno", None)
-        remedy = "create its directory" if not Path(path).absolute().parent.exists() else _REMEDIES.get(number, "")
+        remedy = "create its directory" if not Path(path).absolute().parent.exists() else _REMEDIES.get(number or 0, "")
         advice = f"{remedy}, or choose another path" if remedy else "choose another path"
         raise error(f"{path} cannot be written: {failure}; {advice}") from failure
 
