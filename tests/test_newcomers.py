@@ -382,7 +382,11 @@ def test_a_dimension_that_a_part_of_an_input_does_not_have_is_named() -> None:
         quantize(Nested().eval(), INT8, [batch], dynamic_shapes={"given": shapes[1]})
 
 
-class Cached(Two):
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
     def forward(self, x: Tensor, cache: dict[str, list[Tensor]], scale: float = 2.0) -> Any:
         return self.a(x) + scale * cache["k"][0].mean((1, 2, 3))[:, None] + cache["k"][1].mean((1, 2, 3))[:, None]
 

@@ -278,14 +278,14 @@ def test_what_hooks_and_patched_forwards_hold_is_the_same_after_capture() -> Non
 
     in_argument, keeps, slots = list[Any](), Keeps(), KeepsInSlots()
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity()).eval()
-    model[1].forward = forward  # type: ignore[assignment]
+    model[1].forward = forward
     hooks = (keep_by_helper, partial(keep_in_argument, in_argument), keep_in_default, keep_in_itself, keeps.hook)
     for hook in (*hooks, slots, keep_in_closure):
         model[0].register_forward_hook(hook)
 
     def held() -> list[Any]:
         alone = [LAST, last, keeps.last, slots.last, vars(keep_in_itself).get("last"), IN_FILE.get("last")]
-        kept = (in_argument, keep_in_default.__kwdefaults__["kept"], keeps.seen)
+        kept = (in_argument, (keep_in_default.__kwdefaults__ or {})["kept"], keeps.seen)
         return [*alone, *by_name.values(), *map(len, kept)]
 
     assert held() == [None] * 6 + [0] * 3
