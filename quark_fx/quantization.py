@@ -51,6 +51,7 @@ from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.plan.report import Row
 from quark_fx.presets import preset
 from quark_fx.session import Session, divided, peek, reads_data_often, require_of_session
+from quark_fx.system import accelerator
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.memory import short_memory
 from quark_fx.system.names import unknown
@@ -360,8 +361,8 @@ def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) ->
     now: dict[tuple[str, str], dict[str, float]] = {}
     for weight in quantized_weights(gm, context.plan):
         scale, real = weight.scale(gm), tensor_of(context.float_graph, weight.weight).detach()
-        ends = {"scale_min": float(scale.min()), "scale_max": float(scale.max())}
-        now[weight.name, weight.weight] = {"sqnr": weight.sqnr(gm, real), **ends}
+        least, most = accelerator.read([scale.min(), scale.max()])
+        now[weight.name, weight.weight] = {"sqnr": weight.sqnr(gm, real), "scale_min": least, "scale_max": most}
     return [replace(row, **now.get((row.name, row.parameter), {})) for row in rows]  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,16 @@ def test_modules_and_training_on_the_device_are_those_of_the_cpu() -> None:
         found[device].append([*trained.convert().graph_module.state_dict().values()])
     for ours, theirs in zip(*found.values(), strict=True):
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_report_of_a_model_on_the_device_waits_twice_per_operator(pretend_gpu: PretendGPU) -> None:
+    """For the ends of the scales, and for the noise."""
+    session = qfx.Session(seeded(Net()).to(DEVICE), [x.to(DEVICE) for x in batches(1)])
+    before = pretend_gpu.waits.copy()
+    qfx.quantize(session, "w4a16_rtn", progress=False)
+    files = Counter(line.split(":")[0] for line in (pretend_gpu.waits - before).elements())
+    assert files["system/accelerator.py"] == 2 * LINEAR, files
+    assert not files.keys() & {"plan/report.py", "quantization.py"}
 
 
 class Counting(nn.Module):

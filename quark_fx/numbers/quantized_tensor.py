@@ -156,13 +156,16 @@ class QuantizedTensor:
         return replace(self, codes=codes.to(signed.dtype), zero_point=self.zero_point - half, format=signed)
 
     def sqnr(self, real: Tensor) -> float:
-        """Return the signal to quantization noise ratio in dB; `real` is the tensor before quantization."""
-        signal = noise = 0.0
+        """Return the signal to quantization noise ratio in dB; `real` is the tensor before quantization.
+
+        The host waits for a device once.
+        """
+        norms = list[Tensor]()
         for rows, part in self.pieces():
             values = real[rows].float()
-            signal += float(torch.linalg.vector_norm(values)) ** 2
-            noise += float(torch.linalg.vector_norm(part.decoded().sub_(values))) ** 2
-        return _decibels(signal, noise)
+            norms += [torch.linalg.vector_norm(values), torch.linalg.vector_norm(part.decoded().sub_(values))]
+        powers = [norm**2 for norm in accelerator.read(norms)]
+        return _decibels(sum(powers[::2]), sum(powers[1::2]))
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:

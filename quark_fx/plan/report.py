@@ -17,6 +17,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import PassRecord
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.weights import stored_bytes
+from quark_fx.system import accelerator
 from quark_fx.system.names import nearest
 from quark_fx.system.options import checked_call
 
@@ -66,10 +67,10 @@ class Row:
         cls, *, original: Tensor, quantized: QuantizedTensor, spec: TensorSpec, linear: Linear | None, **fields: Any
     ) -> Self:
         """Build the row of a quantized weight; `linear` is the operator that multiplies by it, if any."""
-        scale = None if spec.is_cast else quantized.scale
+        ends = (None, None) if spec.is_cast else accelerator.read([quantized.scale.min(), quantized.scale.max()])
         return cls(
-            scale_min=None if scale is None else float(scale.min()),
-            scale_max=None if scale is None else float(scale.max()),
+            scale_min=ends[0],
+            scale_max=ends[1],
             bytes_before=original.nbytes,
             bytes_after=stored_bytes(quantized, spec, linear),
             **fields,

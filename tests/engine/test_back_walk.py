@@ -28,6 +28,7 @@ from quark_fx.passes import GPTQ, FitScales
 from quark_fx.presets import INT8_WEIGHT_ONLY, W4A16_RTN
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.solver import InputHessian, QuantizedMatrix, Skip, Solver, solver
+from quark_fx.system import accelerator
 
 GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16, symmetry=Symmetry.SYMMETRIC_FULL)
 
@@ -176,7 +177,7 @@ def test_mean_outer_product_is_the_second_derivative_of_the_loss(device: torch.d
     logits = torch.tensor([[0.5, -1.0, 2.0], [0.1, 0.0, -0.3]], device=device, dtype=torch.float32)
     values = torch.tensor([[1.0, -2.0], [0.5, 1.0]], device=device, dtype=torch.float32)
     loss = EndLoss((True, False))
-    generator = torch.Generator(device).manual_seed(0)
+    generator = accelerator.new_generator(device).manual_seed(0)
     many = [t.repeat(40_000, 1, 1) for t in (logits, values)]
     drawn = loss.sampled(many, None, generator)
     for position, (value, target) in enumerate(((logits, logits), (values, values))):
@@ -213,7 +214,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_formulas(device: torch.devic
     divergence = (p.softmax(-1) * (p.log_softmax(-1) - rows[0].log_softmax(-1)))[:, known].sum()
     counts = t.abs() < 1e18
     squares, whole = torch.where(counts, rows[1] - t, 0.0).square().sum(), t[counts].square().sum()
-    expected_sums = torch.stack([divergence, torch.tensor(1390.0), squares, whole]).float().detach().view(2, 2)
+    expected_sums = (
+        torch.stack([divergence, torch.tensor(1390.0, device=device), squares, whole]).float().detach().view(2, 2)
+    )
     torch.testing.assert_close(sums.cpu(), expected_sums.cpu(), rtol=1e-5, atol=0)
     expected = torch.autograd.grad(divergence / 1390 + squares / whole, rows)
     assert gradients[1] is None

@@ -153,9 +153,9 @@ def test_streams_are_learned_from_what_is_read_without_the_factors_of_norms() ->
 
 @on_devices
 def test_matrices_are_learned_on_any_device(device: torch.device) -> None:
-    model, (x,) = seeded(Mlp(nn.RMSNorm)), data(1, seed=99)
-    expected = lost(model, CONFIG, LEARN)
-    qmodel = quantize(model.to(device), CONFIG.replace(passes=(LEARN,)), [batch.to(device) for batch in data()])
+    model, (x,) = seeded(Mlp(nn.RMSNorm)).to(device), data(1, seed=99)
+    expected = lost(seeded(Mlp(nn.RMSNorm)), CONFIG, LEARN)
+    qmodel = quantize(model, CONFIG.replace(passes=(LEARN,)), [batch.to(device) for batch in data()])
     with torch.no_grad():
         difference, y = qmodel(x.to(device)) - model(x.to(device)), model(x.to(device))
     assert float(difference.square().sum() / y.square().sum()) == pytest.approx(expected, rel=0.1)
