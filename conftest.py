@@ -104,9 +104,17 @@ def only_the_known_names() -> Iterator[None]:
         registry.update(entries)
 
 
-@pytest.fixture(scope="module")
-def captured_once() -> Iterator[None]:
+_CAPTURING = ("capture", "system", "test_ownership.py", "test_session.py", "test_states.py", "test_layout.py")
+"""Folders and files that test captures themselves."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def captured_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Share captures among all sessions in a file (`tests/captured_once.py`)."""
+    parts = request.path.relative_to(Path(__file__).parent).parts
+    if parts[0] != "tests" or parts[1] in _CAPTURING:
+        yield
+        return
     from captured_once import Captures
 
     from quark_fx import session

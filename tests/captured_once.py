@@ -1,7 +1,7 @@
-"""Shared captures for tests: capture takes most of the time to quantize a small network, so equal models share one.
+"""Shared captures for tests: capture takes most of the time to quantize a small network.
 
-Tests call `quantize` from this module, or their file uses the fixture `captured_once` of `conftest.py`, which covers
-every session in the file. Tests of `capture_graph` itself use neither.
+The fixture `captured_once` of `conftest.py` covers every session in a file. Models of the same structure and code share
+a capture, whatever the values of their parameters are: capture runs on fake tensors, which have no values.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import copy
 import hashlib
 import io
 import pickle
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
-import tiny
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-import quark_fx as qfx
-from quark_fx import session
 from quark_fx.capture.capture import Captured, capture_graph
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import copy_graph
@@ -38,22 +36,24 @@ class _Template:
         captured: the capture of the first model, with its own constants.
         model_names: name in the model by name in the graph, for each parameter and buffer.
         code: the traced `forward` functions.
+        issued: the warnings of the capture.
     """
 
     captured: Captured
     model_names: dict[str, str]
     code: list[Callable[..., Any]]
+    issued: list[warnings.WarningMessage]
 
     @classmethod
-    def made_of(cls, captured: Captured, model: nn.Module) -> _Template:
+    def made_of(cls, captured: Captured, model: nn.Module, issued: list[warnings.WarningMessage]) -> _Template:
         graph, names = copy_graph(captured.module), {id(tensor): name for name, tensor in _tensors(model).items()}
         stored = stored_tensors(graph)
         model_names = {name: names[id(tensor)] for name, tensor in stored.items() if id(tensor) in names}
         _put(graph, {name: x.to("meta") if name in model_names else x.clone() for name, x in stored.items()})
-        return cls(replace(captured, module=graph), model_names, _code(model))
+        return cls(replace(captured, module=graph), model_names, _code(model), issued)
 
     def of(self, model: nn.Module) -> Captured:
-        """Return a copy that reads the tensors of `model`, an equal model."""
+        """Return a copy that reads the tensors of `model`, which has the same structure."""
         graph, tensors, names = copy_graph(self.captured.module), _tensors(model), self.model_names
         stored = stored_tensors(graph)
         _put(graph, {name: tensors[names[name]] if name in names else x.clone() for name, x in stored.items()})
@@ -61,45 +61,35 @@ class _Template:
 
 
 class Captures:
-    """A replacement for `capture_graph` that copies an earlier capture of an equal model and batch."""
+    """A replacement for `capture_graph` that copies an earlier capture of a model with the same structure."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, _Template] = OrderedDict()
 
     def __call__(self, model: Any, example_batch: Any = None, *, dynamic_shapes: Any = None) -> Captured:
-        """Return a new capture, or a copy of a stored one."""
+        """Return a new capture, or a copy of a stored one; either issues the warnings of the capture."""
         settings = (dynamic_shapes, str(torch.get_default_dtype()))
-        key = _digest((model, example_batch, settings)) if isinstance(model, nn.Module) else None
+        key = _digest(model, example_batch, settings) if isinstance(model, nn.Module) else None
         template = None if key is None else self._known.get(key)
         if template is not None and template.code == _code(model):
+            for issued in template.issued:
+                warnings.warn_explicit(issued.message, issued.category, issued.filename, issued.lineno)
             return template.of(model)
-        captured = capture_graph(model, example_batch, dynamic_shapes=dynamic_shapes)
-        if key is not None and not _warned(captured):
-            self._known[key] = _Template.made_of(captured, model)
+        with warnings.catch_warnings(record=True) as issued_now:
+            warnings.simplefilter("always")
+            captured = capture_graph(model, example_batch, dynamic_shapes=dynamic_shapes)
+        for issued in issued_now:
+            warnings.warn_explicit(issued.message, issued.category, issued.filename, issued.lineno)
+        if key is not None:
+            self._known[key] = _Template.made_of(captured, model, issued_now)
             if len(self._known) > _LIMIT:
                 self._known.popitem(last=False)
         return captured
 
 
-_captures = Captures()
-
-
-def quantize(model: Any, config: Any, data: Iterable[Any] | None = None, **options: Any) -> qfx.QuantizedModel:
-    """Call `tiny.quantize` with shared captures."""
-    if vars(session)["capture_graph"] is not capture_graph:
-        return tiny.quantize(model, config, data, **options)
-    with mock.patch.object(session, "capture_graph", _captures):
-        return tiny.quantize(model, config, data, **options)
-
-
 def _code(model: nn.Module) -> list[Callable[..., Any]]:
     """Return the functions that a capture traces; some tests replace them."""
     return [type(module).forward for module in model.modules()]
-
-
-def _warned(captured: Captured) -> bool:
-    """Tell whether the capture may have issued a warning about a fixed batch size; a copy would not."""
-    return any(shape and shape[0] is not None for shape in captured.signature.input_shapes)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -116,26 +106,30 @@ def _put(graph: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles each tensor as a digest of its values, its layout, and the index of its storage."""
+    """Pickles each tensor as a digest of its layout, the index of its storage, and, if they are read, its values."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, unread: Iterable[Tensor]) -> None:
         super().__init__(file)
         self._places: dict[tuple[int, Any], int] = {}
+        self._unread = {id(tensor) for tensor in unread}
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return None
         place = self._places.setdefault((obj.untyped_storage().data_ptr(), obj.storage_offset()), len(self._places))
-        values = obj.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
         layout = (type(obj).__name__, obj.dtype, tuple(obj.shape), obj.stride(), obj.requires_grad, str(obj.device))
+        if id(obj) in self._unread:
+            return str((layout, place))
+        values = obj.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
         return str((layout, place, hashlib.sha256(values).hexdigest()))
 
 
-def _digest(value: Any) -> str | None:
-    """Return a digest of everything that a model and a batch hold; `None` if they cannot be pickled."""
+def _digest(model: nn.Module, batch: Any, settings: Any) -> str | None:
+    """Return a digest of all that a capture may depend on; `None` if it cannot be pickled."""
+    unread = [*_tensors(model).values(), *(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))]
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(value)
+        _Pickler(file, unread).dump((model, batch, settings))
     except Exception:  # of any kind: local classes and functions, closed files, ...
         return None
     return hashlib.sha256(file.getvalue()).hexdigest()

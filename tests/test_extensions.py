@@ -50,8 +50,6 @@ from quark_fx.solvers.solver import Activation, Bias, Input, InputHessian, Outpu
 from quark_fx.system.names import Stored
 from quark_fx.targets import OnnxFiles, Placement, Refusal, Target, register_target
 
-pytestmark = pytest.mark.usefixtures("captured_once")
-
 EXTENSIONS = sorted((Path(__file__).parent / "extensions").glob("[!_]*.py"))
 
 FOUR_BITS = INT8_STATIC.replace(input=TensorSpec(format=UINT4), output=TensorSpec(format=UINT4))

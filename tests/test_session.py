@@ -41,8 +41,6 @@ from quark_fx.passes import AWQ, GPTQ, AdaRound, CrossLayerEqualization, SmoothQ
 from quark_fx.plan.weights import observe_tensor
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 
-pytestmark = pytest.mark.usefixtures("captured_once")
-
 
 def observed(seen: Observer, **changes: Any) -> qfx.QuantConfig:
     assert INT8_STATIC.input is not None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from seeded_models import Cnn, Mlp, Residual, cnn, images, mlp, rand, seeded, tokens
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 import quark_fx as qfx
@@ -68,7 +69,10 @@ def free_grid(weight: Tensor, largest: float, limits: tuple[float, float], block
 
 
 def quantize(
-    model: nn.Module | qfx.Session, config: Any, data: Iterable[Any] | None = None, **options: Any
+    model: nn.Module | ExportedProgram | qfx.Session,
+    config: Any,
+    data: Iterable[Any] | None = None,
+    **options: Any,
 ) -> qfx.QuantizedModel:
     """`qfx.quantize` without a progress bar; a pattern that selects nothing is the preset's business here."""
     with warnings.catch_warnings():

@@ -13,9 +13,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from captured_once import quantize
 from onnx import TensorProto, numpy_helper
-from tiny import WHOLE_PRESETS, cnn, images, mlp, rand, seeded, tokens
+from tiny import WHOLE_PRESETS, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.export import Dim
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -12,8 +12,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from captured_once import quantize
-from tiny import images, rand, seeded
+from tiny import images, quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

@@ -15,8 +15,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from captured_once import quantize
-from tiny import mlp, tokens
+from tiny import mlp, quantize, tokens
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,

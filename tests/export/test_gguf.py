@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from captured_once import quantize
 from test_huggingface import FLOAT_ENDS, IDS, llama, logits, quantized
-from tiny import rand, seeded
+from tiny import quantize, rand, seeded
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from captured_once import quantize
 from safetensors.torch import load_file, save_file
-from tiny import rand, seeded
+from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 

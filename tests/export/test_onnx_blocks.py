@@ -12,11 +12,10 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from captured_once import quantize
 from networks import Encoder
 from onnx import TensorProto
 from test_block_formats import CASES, rows
-from tiny import cnn, images, rand, seeded
+from tiny import cnn, images, quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

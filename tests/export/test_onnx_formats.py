@@ -12,13 +12,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from captured_once import quantize
 from interruptions import interrupted
 from networks import Encoder
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from tiny import cnn, images, rand, seeded
+from tiny import cnn, images, quantize, rand, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 

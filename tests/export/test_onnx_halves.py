@@ -10,10 +10,9 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from captured_once import quantize
 from onnx import TensorProto
 from test_onnx_blocks import MODELS
-from tiny import rand, seeded
+from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

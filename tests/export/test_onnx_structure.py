@@ -11,8 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from captured_once import quantize
-from tiny import rand
+from tiny import quantize, rand
 from torch import Tensor, nn
 
 import quark_fx as qfx

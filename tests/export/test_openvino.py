@@ -10,9 +10,8 @@ from typing import Any
 import onnx_ir
 import pytest
 import torch
-from captured_once import quantize
 from processors import needs_emulator, run_without_vnni
-from tiny import Residual, images, mlp, rand, seeded, tokens
+from tiny import Residual, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
-from tiny import Residual, cnn, images, mlp, rand, seeded, tokens
+from tiny import Residual, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx

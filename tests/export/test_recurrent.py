@@ -8,10 +8,9 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from captured_once import quantize
 from onnx import numpy_helper
 from processors import needs_emulator, run_here, run_without_vnni
-from tiny import rand, seeded
+from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

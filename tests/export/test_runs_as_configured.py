@@ -11,9 +11,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from captured_once import quantize
 from onnx import numpy_helper
-from tiny import images, rand, seeded
+from tiny import images, quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from captured_once import quantize
-from tiny import seeded
+from tiny import quantize, seeded
 
 import quark_fx as qfx
 from quark_fx.config.block_formats import MXFP4, MXFP8_E4M3, NVFP4

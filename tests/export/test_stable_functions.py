@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from captured_once import quantize
+from tiny import quantize
 from torch import Tensor, nn
 
 import quark_fx as qfx

@@ -12,8 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from captured_once import quantize
-from tiny import Residual, cnn, images, mlp, rand, seeded, tokens
+from tiny import Residual, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx

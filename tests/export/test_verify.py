@@ -12,9 +12,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from captured_once import quantize
 from onnx import numpy_helper
-from tiny import calls, cnn, images, mlp, rand, seeded, tokens
+from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
 from safetensors.torch import load_file, save_file
 from test_huggingface import FLOAT_ENDS, IDS, quantized
-from tiny import rand, seeded
+from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

@@ -10,14 +10,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from captured_once import quantize
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from test_block_formats import block_floating_point, microscaling, rows, shared_microexponents
 from test_onnx_blocks import MODELS, Rounded, assert_same, every_binade, ragged, whole
 from test_onnx_formats import Tied, ids
-from tiny import rand, seeded
+from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

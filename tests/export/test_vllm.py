@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from captured_once import quantize
 from safetensors.torch import load_file
-from tiny import record_of, seeded
+from tiny import quantize, record_of, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 

@@ -31,8 +31,6 @@ from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, UINT8, Format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, MXFP4
 
-pytestmark = pytest.mark.usefixtures("captured_once")
-
 CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
 TOKEN = TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True)
 GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from captured_once import quantize
-from tiny import Residual, calls, images, rand, seeded, tokens
+from tiny import Residual, calls, images, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
-from tiny import Residual, rand, seeded
+from tiny import Residual, quantize, rand, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from captured_once import quantize
-from tiny import rand, seeded
+from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx

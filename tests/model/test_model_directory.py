@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
 from stored import edit, read
-from tiny import cnn, images, rand, seeded
+from tiny import cnn, images, quantize, rand, seeded
 from torch import nn
 
 import quark_fx as qfx

@@ -17,11 +17,10 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from captured_once import quantize
 from devices import on_devices
 from safetensors.torch import load_file
 from stored import edit, replace_tensors
-from tiny import calls, cnn, images, mlp, rand, seeded, tokens
+from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 

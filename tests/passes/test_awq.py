@@ -29,8 +29,6 @@ from quark_fx.solvers import hessian_trial
 from quark_fx.solvers.hessian_trial import MeasuredSite
 from quark_fx.solvers.scaling import ScalingSolver
 
-pytestmark = pytest.mark.usefixtures("captured_once")
-
 GROUPS = INT4_WEIGHT_ONLY.replace(
     weight=INT4_WEIGHT_ONLY.weight and INT4_WEIGHT_ONLY.weight.replace(group_size=16), exclude=("up",)
 )

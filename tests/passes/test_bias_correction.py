@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
 from devices import on_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import trained
-from tiny import calls, cnn, constant, divided, images, mlp, rand, seeded, tokens
+from tiny import calls, cnn, constant, divided, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from captured_once import quantize
 from devices import on_devices
-from tiny import cnn, images, mlp, rand, seeded, tokens
+from tiny import cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 

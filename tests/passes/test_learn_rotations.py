@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
 from devices import on_devices
 from gated_mlp import WIDTH, Mlp
-from tiny import rand, record_of, seeded
+from tiny import quantize, rand, record_of, seeded
 from torch import Tensor, nn
 from zoo import ZOO
 

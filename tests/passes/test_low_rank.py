@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
 from devices import on_devices
 from gated_mlp import WIDTH, Mlp
-from tiny import all_but, rand, record_of, seeded
+from tiny import all_but, quantize, rand, record_of, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
 from devices import on_devices
 from networks import trained
-from tiny import calls, cnn, images, rand, record_of, seeded, tokens
+from tiny import calls, cnn, images, quantize, rand, record_of, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
 from devices import on_devices
-from tiny import WHOLE_PRESETS, calls, cnn, constant, images, mlp, rand, seeded, tokens
+from tiny import WHOLE_PRESETS, calls, cnn, constant, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import Node
 

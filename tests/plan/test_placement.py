@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
-from tiny import Cnn, Mlp, calls, constant, images, rand, seeded, tokens
+from tiny import Cnn, Mlp, calls, constant, images, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn import functional as F

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_once import quantize
-from tiny import calls, cnn, constant, images, mlp, rand, seeded, tokens
+from tiny import calls, cnn, constant, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import GraphModule
 

@@ -44,8 +44,6 @@ from quark_fx.solvers import minibatches
 from quark_fx.solvers.starts import Start
 from quark_fx.solvers.trainable import fake_quantize, trainable_block
 
-pytestmark = pytest.mark.usefixtures("captured_once")
-
 W4A8 = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))
 
 SHORT: dict[str, Any] = {"iterations": 20, "batch_size": 4}
@@ -672,7 +670,7 @@ def test_without_data_the_error_says_what_to_do(learner: GraphPass) -> None:
     with pytest.raises(CalibrationError, match="pass batches of real inputs"):
         quantize(mlp(), config, None)
     with pytest.raises(CalibrationError, match="pass calibration_data"):
-        quantize(torch.export.export(mlp(), tuple(tokens(2))), config, None)  # type: ignore[arg-type]
+        quantize(torch.export.export(mlp(), tuple(tokens(2))), config, None)
 
 
 @pytest.mark.parametrize("learner", [AdaRound, AdaQuant])
