@@ -254,6 +254,42 @@ def sort(x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool 
     return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
 
 
+@lowers("aten._upsample_bilinear2d_aa.default")
+@lowers("aten._upsample_bilinear2d_aa.vec")
+def antialiased_linear(x: Any, output_size: Any, align_corners: bool, *scales: Any) -> Any:
+    """Write an antialiased `Resize` with linear weights."""
+    return _antialiased(x, output_size, scales, mode="linear")
+
+
+@lowers("aten._upsample_bicubic2d_aa.default")
+@lowers("aten._upsample_bicubic2d_aa.vec")
+def antialiased_cubic(x: Any, output_size: Any, align_corners: bool, *scales: Any) -> Any:
+    """Write an antialiased `Resize` with the cubic weights of Keys, as in torch."""
+    return _antialiased(x, output_size, scales, mode="cubic", cubic_coeff_a=-0.5)
+
+
+def _antialiased(x: Any, output_size: Any, scales: tuple[Any, ...], **kind: Any) -> Any:
+    """Write `Resize` with scale factors if the call has them: pixels move by these, sizes are rounded down."""
+    if scales and isinstance(scales[0], list | tuple):
+        scales = tuple(scales[0])
+    factors = [scale for scale in scales if scale is not None]
+    if factors:
+        by: tuple[Any, ...] = (op.Constant(value_floats=[1.0, 1.0, *factors]),)
+    else:
+        one = op.Constant(value_ints=[1])
+        sizes = [op.Constant(value_ints=[n]) if isinstance(n, int) else op.Reshape(n, one) for n in output_size]
+        by = (None, op.Concat(op.Shape(x, start=0, end=2), *sizes, axis=0))
+    return op.Resize(
+        x,
+        None,
+        *by,
+        coordinate_transformation_mode="pytorch_half_pixel",
+        antialias=1,
+        exclude_outside=1,
+        **kind,
+    )
+
+
 @lowers("quark_fx.onnx_lstm.default")
 def lstm(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, directions: int, measured: bool) -> Any:
     """Write `LSTM` for one layer, with a note whether its inputs are quantized at run time."""

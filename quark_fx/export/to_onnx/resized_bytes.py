@@ -1,8 +1,7 @@
 """Interpolation of bytes: one axis after the other, in integers, like in torch.
 
 Torch multiplies bytes by weights in fixed point, and rounds the sum along each axis to bytes. In ONNX Runtime, `Resize`
-of bytes drops the fraction and lacks a cubic kernel. Interpolation in float rounds once: about one pixel in ten differs
-by one.
+of bytes drops the fraction and lacks a cubic kernel. Interpolation in float differs by one in some pixels.
 """
 
 from __future__ import annotations
@@ -46,11 +45,25 @@ def interpolate_bytes(gm: GraphModule, node: Node) -> Node:
 
 
 def round_interpolation(gm: GraphModule, node: Node) -> Node:
-    """Interpolate bytes in float32 and round once, where weights depend on sizes that vary."""
-    wide = cast(gm, argument(node, 0), torch.float32, node)
-    result = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
-    nearest = call(gm, aten.floor.default, call(gm, aten.add.Tensor, result, 0.5, like=node), like=node)
-    return cast(gm, call(gm, aten.clamp.default, nearest, 0, 255, like=node), torch.uint8, node)
+    """Interpolate bytes in float32, where weights depend on sizes that vary; round after each axis, as torch does."""
+    value, align = argument(node, 0), argument(node, 2)
+    is_vec = target_name(node).endswith(".vec")
+    sizes = argument(node, 1)
+    scales = argument(node, 3) if is_vec else (argument(node, 3), argument(node, 4))
+    for axis in (-1, -2):
+        wide = cast(gm, value, torch.float32, node)
+        size = scale = None
+        if sizes is not None:
+            size = [call(gm, aten.sym_size.int, wide, 2 if axis == -1 else 3, like=node)] * 2
+            size[axis] = sizes[axis]
+        if scales is not None:
+            scale = [1.0 if is_vec else None] * 2
+            scale[axis] = scales[axis]
+        options = (scale,) if is_vec else (scale or (None, None))
+        result = call(gm, node.target, wide, size, align, *options, like=node)
+        nearest = call(gm, aten.floor.default, call(gm, aten.add.Tensor, result, 0.5, like=node), like=node)
+        value = call(gm, aten.clamp.default, nearest, 0, 255, like=node)
+    return cast(gm, value, torch.uint8, node)
 
 
 def _weights(node: Node, axis: int, old: int, new: int) -> Tensor:

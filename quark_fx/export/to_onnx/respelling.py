@@ -83,6 +83,8 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return interpolate_bytes
     if name in _ANTIALIASED and argument(node, 2):
         return _refuse("antialias=True with align_corners=True has no form in ONNX; drop one of the two")
+    if name in _ANTIALIASED and name.endswith("default") and (argument(node, 3) is None) != (argument(node, 4) is None):
+        return _refuse("an antialiased resize with a scale factor for one axis has no form in ONNX; pass both or none")
     if of_bytes:
         return round_interpolation
     if name == "aten.lstm.input" and _is_projected(gm, node):
