@@ -71,15 +71,42 @@ def capture_graph(
         kwargs = {**kwargs, "use_cache": False}
     require_inputs_fit(model, (args, kwargs))
     bound = bind(model.forward, args, kwargs)
+    by_position = [] if bound is None else [*bound][: len(args)]
     if bound is not None:
         args, kwargs = (), bound
     args, kwargs = _told_apart((args, kwargs))
-    program = _capture_program(model, args, kwargs, dynamic_shapes)
+    with _hooks_see_positions(model, by_position):
+        program = _capture_program(model, args, kwargs, dynamic_shapes)
     if dynamic_shapes is None:
         warn_of_fixed_batch(program)
     captured = normalize(program, names)
     fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}
     return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
+
+
+@contextmanager
+def _hooks_see_positions(model: nn.Module, names: list[str]) -> Iterator[None]:
+    """Pass arguments by position to the hooks of `model`, because most hooks read positional arguments alone.
+
+    Args:
+        model: Model that is called with keywords.
+        names: Names of the arguments that the batch has by position.
+    """
+    if not names or not (model._forward_hooks or model._forward_pre_hooks):
+        yield
+        return
+
+    def positions(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        others = {name: value for name, value in kwargs.items() if name not in names}
+        return (*args, *(kwargs[name] for name in names if name in kwargs)), others
+
+    handle = model.register_forward_pre_hook(positions, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -70,7 +70,7 @@ def require_file_place(path: Path) -> None:
         raise ExportError(f"{path} is a directory, and the output a file; choose another name")
     require_writable(path)
     if not path.parent.is_dir():
-        raise ExportError(f"the directory {path.parent} does not exist; create it first")
+        raise ExportError(f"{path} cannot be written: the directory {path.parent} does not exist; create it first")
 
 
 def replace_synced(new: Path, path: Path) -> None:

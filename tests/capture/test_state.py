@@ -300,3 +300,39 @@ def test_what_hooks_and_patched_forwards_hold_is_the_same_after_capture() -> Non
     qfx.capture_graph(model, rand(2, 4))
     assert all(now is was for now, was in zip(held(), before, strict=True))
     assert unset is last
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        result: Tensor = self.linear(x if y is None else x + y)
+        return result
+
+
+def doubled(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(2 * x for x in args)
+
+
+def doubled_with_keywords(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+    return doubled(_, args), {name: 3 * x for name, x in kwargs.items()}
+
+
+def increased(_: nn.Module, args: tuple[Tensor, ...], result: Tensor) -> Tensor:
+    return result + sum(x.sum(1, keepdim=True) for x in args)
+
+
+@pytest.mark.parametrize("batch", [(rand(4, 16),), (rand(4, 16), rand(4, 16, seed=2)), {"x": rand(4, 16)}])
+def test_hooks_of_the_model_see_positions_and_keywords_of_the_batch(batch: Any) -> None:
+    args, kwargs = (batch, {}) if isinstance(batch, tuple) else ((), batch)
+    model = seeded(Two())
+    model.register_forward_pre_hook(doubled)
+    model.register_forward_pre_hook(doubled_with_keywords, with_kwargs=True)
+    model.register_forward_hook(increased)
+    hooks = [*model._forward_pre_hooks], [*model._forward_pre_hooks_with_kwargs], [*model._forward_hooks]
+    captured = qfx.capture_graph(model, batch)
+    assert hooks == ([*model._forward_pre_hooks], [*model._forward_pre_hooks_with_kwargs], [*model._forward_hooks])
+    leaves = captured.signature.leaves_of(batch)
+    assert torch.allclose(captured.module(*leaves)[0], model(*args, **kwargs), atol=1e-5)

@@ -45,7 +45,7 @@ from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.scales import FLOAT32
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import new_folder, require_possible, require_writable, writing
+from quark_fx.system.writable import new_folder, require_file_place, require_possible, writing
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -440,11 +440,8 @@ def _require_apart(names: Sequence[str]) -> None:
 def _require_writable(path: Path) -> None:
     from quark_fx.export.to_onnx.whole_files import require_regular
 
-    directory = path.parent
-    if not directory.is_dir():
-        raise ExportError(f"{path} cannot be written: the directory {directory} does not exist; create it first")
     require_regular(path)
-    require_writable(path)
+    require_file_place(path)
 
 
 def _check_file(path: Path) -> None:
