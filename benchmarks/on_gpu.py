@@ -296,9 +296,10 @@ class Sampler:
 
 
 def codes_of(qmodel: Any) -> dict[str, Tensor]:
-    """Return the integer tensors of a quantized model, on the host."""
+    """Return the tensors of codes of a quantized model, integers and bytes of 8-bit floats, on the host."""
     stored: dict[str, Tensor] = qmodel.graph_module.state_dict()
-    return {name: t.cpu() for name, t in stored.items() if not t.is_floating_point() and t.numel() > 1}
+    stored = {name: t.cpu().view(torch.uint8) if t.element_size() == 1 else t.cpu() for name, t in stored.items()}
+    return {name: t for name, t in stored.items() if not t.is_floating_point() and t.numel() > 1}
 
 
 def errors_of(qmodel: Any) -> list[float]:
