@@ -161,6 +161,9 @@ def _is_of_the_file(value: Any, function: types.FunctionType) -> bool:
 
 
 def _slots(kind: type) -> list[str]:
+    """Return the names of the slots of a class; members of classes in C may be read-only, and are not slots."""
+    if "__slots__" not in vars(kind):
+        return []
     return [name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType)]
 
 

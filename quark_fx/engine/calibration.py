@@ -133,7 +133,7 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
     failed = [
         CalibrationError(
             f"calibration batch {context.data.number_of(batch)}: input {places[position].target} holds NaN or "
-            f"infinity in sample {sample}; remove such samples"
+            f"infinity in sample {context.data.first_sample_of(batch) + sample}; remove such samples"
         )
         for batch, samples in enumerate(torch.stack(failing).tolist())
         for sample, position in zip(samples, quantized, strict=True)

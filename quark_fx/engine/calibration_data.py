@@ -210,6 +210,11 @@ class CalibrationData:
         """Return the index of the user's batch that batch `index` is, or is a part of."""
         return self.batches[index][0] if self.batches else index
 
+    def first_sample_of(self, index: int) -> int:
+        """Return the index, in the user's batch, of the first sample of batch `index`."""
+        part = self.batches[index][1] if self.batches else None
+        return 0 if part is None else part.start
+
     def kept_positions(self, batch: int) -> Positions | None:
         """Return the positions of a batch that are not padding, `None` without a mask of shape (batch, tokens).
 

@@ -96,7 +96,7 @@ class Prediction:
         parts += [f"{bytes_text(self.device)} on the device"] * (self.device > 0)
         parts += [f"{bytes_text(self.disk)} on disk"] * self.streamed
         each = f" in {self.blocks} blocks" * (self.blocks > 0)
-        bound = f"{self.seconds:.2g} s" if self.seconds < 60 else tqdm.format_interval(self.seconds)
+        bound = f"{max(self.seconds, 0.01):.2g} s" if self.seconds < 60 else tqdm.format_interval(self.seconds)
         parts.append(f"at least {bound}{each}")
         unknown = f" (without {', '.join(self.unknown)}, which do not say)" if self.unknown else ""
         return f"expected: {'; '.join(parts)}{unknown}"

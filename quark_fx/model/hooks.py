@@ -33,10 +33,9 @@ def hooks_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def _imports(file: str, function: Any) -> bool:
-    """Tell whether a file has imported a function, or the module that defines it."""
+    """Return whether a file has imported a function by its name; to import its module is no sign of either."""
     held = vars(sys.modules.get(file, ModuleType(file))).values()
-    home = sys.modules.get(str(getattr(function, "__module__", None)), function)
-    return any(value is function or value is home for value in list(held))
+    return any(value is function for value in list(held))
 
 
 def foreign_hooks(model: nn.Module) -> list[str]:

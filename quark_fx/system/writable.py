@@ -24,6 +24,7 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make its directory writable"),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the way"),
     errno.EISDIR: "a directory is in the way",
+    errno.ENOENT: "create its directory",
 }
 
 
@@ -32,11 +33,11 @@ def writing(path: str | os.PathLike[str], error: type[QuarkError] = ExportError)
     """Raise an `error` that names `path` and a remedy where the file system fails inside."""
     try:
         yield
-    except (OSError, SafetensorError) as failure:
+    except (OSError, SafetensorError, UnicodeError) as failure:
         # safetensors reports the number of the system's error as text, and numpy only that a part was written.
         said = re.search(r"os error (\d+)|requested and \d+ written", str(failure))
         number = int(said[1] or errno.ENOSPC) if said else getattr(failure, "errno", None)
-        remedy = "create its directory" if not Path(path).absolute().parent.exists() else _REMEDIES.get(number or 0, "")
+        remedy = _REMEDIES.get(number or 0, "")
         advice = f"{remedy}, or choose another path" if remedy else "choose another path"
         raise error(f"{path} cannot be written: {failure}; {advice}") from failure
 
@@ -129,6 +130,8 @@ def write_text(path: Path, text: str) -> None:
         with new_file(place, f".{place.name}.quark_fx-") as (file, unfinished):
             file.write(text.encode())
             file.close()
+            if place.exists():
+                shutil.copymode(place, unfinished)
             replace_synced(unfinished, place)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -336,3 +337,11 @@ def test_hooks_of_the_model_see_positions_and_keywords_of_the_batch(batch: Any) 
     assert hooks == ([*model._forward_pre_hooks], [*model._forward_pre_hooks_with_kwargs], [*model._forward_hooks])
     leaves = captured.signature.leaves_of(batch)
     assert torch.allclose(captured.module(*leaves)[0], model(*args, **kwargs), atol=1e-5)
+
+
+def test_objects_in_c_have_no_slots_to_restore() -> None:
+    model = nn.Linear(4, 2).eval()
+    vars(model)["pattern"] = re.compile(
+        "a", re.ASCII | re.IGNORECASE
+    )  # `flags` is read-only, and a new number at each read
+    qfx.capture_graph(model, rand(2, 4))

@@ -41,6 +41,15 @@ def test_a_value_that_is_not_finite_names_its_batch(bad: float, index: int, devi
         quantize(model().to(device), "int8_static", data)
 
 
+def test_a_sample_of_a_part_is_named_as_in_its_batch() -> None:
+    """One batch is divided into parts to learn from and to validate with."""
+    data = [rand(16, 4)]
+    data[0][14, 1] = torch.inf
+    config = INT8_STATIC.replace(passes=(AdaRound(iterations=2),))
+    with pytest.raises(qfx.CalibrationError, match=r"calibration batch 0: input .* or infinity in sample 14; remove"):
+        quantize(model(), config, data)
+
+
 @pytest.mark.parametrize("preset", STATIC)
 def test_a_value_that_becomes_infinite_inside_names_its_operator(preset: str) -> None:
     net = model()

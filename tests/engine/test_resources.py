@@ -336,6 +336,8 @@ def test_the_device_of_resources_reaches_every_call(call: Any, monkeypatch: pyte
 
     monkeypatch.setattr(ActivationCache, "__init__", stop)
     data, rest = [rand(4, 8)] * 2, {} if call is qfx.Session else {"config": "int8_static"}
+    if call is qfx.check:
+        rest["export"] = "qdq"
     with pytest.raises(qfx.QuarkError, match="runs on meta"):
         call(seeded(Chain()), calibration_data=data, resources=qfx.Resources(device="meta"), **rest)
 

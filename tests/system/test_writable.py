@@ -231,4 +231,9 @@ def test_a_text_is_replaced_in_one_step_where_it_is_a_file(tmp_path: Path) -> No
     for place, remedy in (("nowhere/x", "create its directory"), ("real/x", "a file is in the way")):
         with pytest.raises(ExportError, match=f"{place} cannot be written: .*; {remedy}, or choose another path"):
             write_text(tmp_path / place, "")
+    with pytest.raises(ExportError, match=r"real cannot be written: .*surrogates not allowed; choose another path"):
+        write_text(real, "\ud800")
+    real.chmod(0o640)
+    write_text(real, "fourth")
+    assert real.stat().st_mode & 0o777 == 0o640
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "real"]

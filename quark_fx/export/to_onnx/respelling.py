@@ -353,7 +353,7 @@ def _has_number_first(node: Node) -> bool:
 def _division(gm: GraphModule, node: Node) -> Node:
     """Turn a number in the first place into a tensor, and compute in float32 for 16-bit operands, as torch does.
 
-    torch rounds each operand to 16 bits first, except for a divisor that is a number.
+    torch rounds each operand to 16 bits first, except for a number as the divisor of `div`.
     """
     dtype, name = value_of(gm, node).dtype, target_name(node)
     divides = "div" in name
