@@ -285,7 +285,7 @@ def fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
 
 
 def _stacked(values: list[Tensor]) -> Tensor:
-    return torch.stack(values) if values else torch.empty(0)
+    return torch.stack(values) if values else torch.empty(0, dtype=torch.int64)
 
 
 def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[Observer]) -> list[Observer]:
