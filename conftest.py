@@ -104,7 +104,15 @@ def only_the_known_names() -> Iterator[None]:
         registry.update(entries)
 
 
-_CAPTURING = ("capture", "system", "test_ownership.py", "test_session.py", "test_states.py", "test_layout.py")
+_CAPTURING = (
+    "capture",
+    "system",
+    "test_layout.py",
+    "test_ownership.py",
+    "test_session.py",
+    "test_states.py",
+    "test_wrapped_models.py",
+)
 """Folders and files that test captures themselves."""
 
 
