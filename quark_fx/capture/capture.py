@@ -8,6 +8,7 @@ inputs and outputs are flat (their structure is the `Signature`).
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import sys
 import warnings
@@ -71,11 +72,11 @@ def capture_graph(
         kwargs = {**kwargs, "use_cache": False}
     require_inputs_fit(model, (args, kwargs))
     bound = bind(model.forward, args, kwargs)
-    by_position = [] if bound is None else [*bound][: len(args)]
+    positional = [] if bound is None else [*bound][: len(args)]
     if bound is not None:
         args, kwargs = (), bound
     args, kwargs = _told_apart((args, kwargs))
-    with _hooks_see_positions(model, by_position):
+    with _pass_by_position(model, positional):
         program = _capture_program(model, args, kwargs, dynamic_shapes)
     if dynamic_shapes is None:
         warn_of_fixed_batch(program)
@@ -85,8 +86,8 @@ def capture_graph(
 
 
 @contextmanager
-def _hooks_see_positions(model: nn.Module, names: list[str]) -> Iterator[None]:
-    """Pass arguments by position to the hooks of `model`, because most hooks read positional arguments alone.
+def _pass_by_position(model: nn.Module, names: list[str]) -> Iterator[None]:
+    """Pass arguments to the hooks of `model` by position, as the user's calls do; most hooks ignore keywords.
 
     Args:
         model: Model that is called with keywords.
@@ -96,17 +97,24 @@ def _hooks_see_positions(model: nn.Module, names: list[str]) -> Iterator[None]:
         yield
         return
 
-    def positions(
+    def by_position(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        others = {name: value for name, value in kwargs.items() if name not in names}
-        return (*args, *(kwargs[name] for name in names if name in kwargs)), others
+        # An exporter may leave an argument out; those after it keep their names.
+        leading = [*itertools.takewhile(kwargs.__contains__, names)]
+        return (*args, *map(kwargs.pop, leading)), kwargs
 
-    handle = model.register_forward_pre_hook(positions, prepend=True, with_kwargs=True)
+    def by_name(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        return (), {**dict(zip(names, args, strict=False)), **kwargs}
+
+    handles = [model.register_forward_pre_hook(by_position, prepend=True, with_kwargs=True)]
+    if _is_hugging_face(model):  # the exporter of transformers replaces `forward` by a function of keywords
+        handles.append(model.register_forward_pre_hook(by_name, with_kwargs=True))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -345,3 +345,17 @@ def test_objects_in_c_have_no_slots_to_restore() -> None:
         "a", re.ASCII | re.IGNORECASE
     )  # `flags` is read-only, and a new number at each read
     qfx.capture_graph(model, rand(2, 4))
+
+
+def next_tokens(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return ((args[0] + 1) % 32, *args[1:])
+
+
+def test_hooks_of_a_transformers_model_see_positions() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=32, use_cache=False)
+    model = seeded(transformers.LlamaForCausalLM(config))
+    model.register_forward_pre_hook(next_tokens)
+    batch = (torch.arange(16).reshape(2, 8), torch.ones(2, 8, dtype=torch.int64))
+    captured = qfx.capture_graph(model, batch)
+    assert torch.allclose(captured.module(*captured.signature.leaves_of(batch))[0], model(*batch).logits, atol=1e-5)
