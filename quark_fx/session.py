@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from quark_fx.capture.capture import Captured, capture_graph, unwrapped
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
@@ -206,7 +206,7 @@ class Session:
             )
         self.model, self.unread, self.shares, self._first = model, batches, False, first
         self.captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
-        if any(_ON_CODES.match(target_name(node)) for node in self.captured.module.graph.nodes):
+        if any(map(_computes_with_codes, self.captured.module.graph.nodes)):
             raise ConfigError(_QUANTIZED)
         self._graphs: dict[Hashable, tuple[GraphModule, list[PassRecord]]] = {}
         self._known: dict[Hashable, Known] = {}
@@ -348,7 +348,15 @@ class Session:
 
 _QUANTIZED = "the model, or a part of it, is quantized already; quantize the float model it came from"
 _ON_CODES = re.compile(r"(quark_fx|quantized|quantized_decomposed)\.|torchao\.\w*(quant|qparams|bit|int)")
-"""Names of operators that compute with codes; torchao also has operators on floats."""
+"""Names of operators that compute with codes."""
+
+
+def _computes_with_codes(node: Node) -> bool:
+    """Return whether a node is an operator on codes. torchao has operators on floats, too, and some names do not tell."""
+    name = target_name(node)
+    operands = [x for one in node.all_input_nodes if isinstance(x := one.meta.get("val"), Tensor)]
+    holds_codes = any(not x.dtype.is_floating_point or x.element_size() == 1 for x in operands)
+    return bool(_ON_CODES.match(name)) or (name.startswith("torchao.") and holds_codes)
 
 
 def _sum(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:

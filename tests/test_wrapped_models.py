@@ -117,6 +117,29 @@ def test_of_torchao_only_operators_on_codes_are_refused(name: str, refused: bool
         library._destroy()
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn])
+def test_an_operator_of_torchao_that_reads_codes_is_refused_whatever_its_name(dtype: torch.dtype) -> None:
+    library: Any = torch.library.Library("torchao", "FRAGMENT")
+    library.define("da8w4_linear_cpu(Tensor x, Tensor weight) -> Tensor")
+    for place in ("CPU", "Meta"):
+        library.impl("da8w4_linear_cpu", lambda x, weight: x @ weight.float().t(), place)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+            self.register_buffer("codes", torch.ones(8, 8).to(dtype))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(torch.ops.torchao.da8w4_linear_cpu(x, self.codes))
+
+    try:
+        with pytest.raises(qfx.ConfigError, match="quantized already"):
+            qfx.quantize(Model().eval(), INT8_WEIGHT_ONLY, [rand(3, 8)], progress=False)
+    finally:
+        library._destroy()
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
