@@ -113,7 +113,7 @@ _CAPTURING = (
     "test_states.py",
     "test_wrapped_models.py",
 )
-"""Folders and files that test captures themselves."""
+"""Folders and files whose tests capture every model anew."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,7 +1,8 @@
 """Shared captures for tests: capture takes most of the time to quantize a small network.
 
 The fixture `captured_once` of `conftest.py` covers every session in a file. Models of the same structure and code share
-a capture, whatever the values of their parameters are: capture runs on fake tensors, which have no values.
+a capture: it runs on fake tensors, which have no values. A graph that has constants of its own, such as tables that the
+model computes, is shared by models and batches of equal values.
 """
 
 from __future__ import annotations
@@ -37,20 +38,28 @@ class _Template:
         model_names: name in the model by name in the graph, for each parameter and buffer.
         code: the traced `forward` functions.
         issued: the warnings of the capture.
+        digest: of all values of the model and the batch, for a graph that has constants of its own.
     """
 
     captured: Captured
     model_names: dict[str, str]
     code: list[Callable[..., Any]]
     issued: list[warnings.WarningMessage]
+    digest: str | None
 
     @classmethod
-    def made_of(cls, captured: Captured, model: nn.Module, issued: list[warnings.WarningMessage]) -> _Template:
+    def made_of(cls, captured: Captured, arguments: Any, issued: list[warnings.WarningMessage]) -> _Template:
+        model = arguments[0]
         graph, names = copy_graph(captured.module), {id(tensor): name for name, tensor in _tensors(model).items()}
         stored = stored_tensors(graph)
         model_names = {name: names[id(tensor)] for name, tensor in stored.items() if id(tensor) in names}
         _put(graph, {name: x.to("meta") if name in model_names else x.clone() for name, x in stored.items()})
-        return cls(replace(captured, module=graph), model_names, _code(model), issued)
+        digest = _digest(*arguments, values=True) if stored.keys() - model_names.keys() else None
+        return cls(replace(captured, module=graph), model_names, _code(model), issued, digest)
+
+    def is_of(self, arguments: Any) -> bool:
+        """Return whether a capture with these arguments holds the same constants."""
+        return self.digest is None or self.digest == _digest(*arguments, values=True)
 
     def of(self, model: nn.Module) -> Captured:
         """Return a copy that reads the tensors of `model`, which has the same structure."""
@@ -68,22 +77,21 @@ class Captures:
 
     def __call__(self, model: Any, example_batch: Any = None, *, dynamic_shapes: Any = None) -> Captured:
         """Return a new capture, or a copy of a stored one; either issues the warnings of the capture."""
-        settings = (dynamic_shapes, str(torch.get_default_dtype()))
-        key = _digest(model, example_batch, settings) if isinstance(model, nn.Module) else None
+        arguments = (model, example_batch, (dynamic_shapes, str(torch.get_default_dtype())))
+        key = _digest(*arguments, values=False) if isinstance(model, nn.Module) else None
         template = None if key is None else self._known.get(key)
-        if template is not None and template.code == _code(model):
-            for issued in template.issued:
-                warnings.warn_explicit(issued.message, issued.category, issued.filename, issued.lineno)
-            return template.of(model)
-        with warnings.catch_warnings(record=True) as issued_now:
-            warnings.simplefilter("always")
-            captured = capture_graph(model, example_batch, dynamic_shapes=dynamic_shapes)
-        for issued in issued_now:
-            warnings.warn_explicit(issued.message, issued.category, issued.filename, issued.lineno)
-        if key is not None:
-            self._known[key] = _Template.made_of(captured, model, issued_now)
-            if len(self._known) > _LIMIT:
-                self._known.popitem(last=False)
+        if template is not None and template.code == _code(model) and template.is_of(arguments):
+            captured, issued = template.of(model), template.issued
+        else:
+            with warnings.catch_warnings(record=True) as issued:
+                warnings.simplefilter("always")
+                captured = capture_graph(model, example_batch, dynamic_shapes=dynamic_shapes)
+            if key is not None:
+                self._known[key] = _Template.made_of(captured, arguments, issued)
+                if len(self._known) > _LIMIT:
+                    self._known.popitem(last=False)
+        for one in issued:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         return captured
 
 
@@ -124,9 +132,10 @@ class _Pickler(pickle.Pickler):
         return str((layout, place, hashlib.sha256(values).hexdigest()))
 
 
-def _digest(model: nn.Module, batch: Any, settings: Any) -> str | None:
-    """Return a digest of all that a capture may depend on; `None` if it cannot be pickled."""
-    unread = [*_tensors(model).values(), *(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))]
+def _digest(model: nn.Module, batch: Any, settings: Any, *, values: bool) -> str | None:
+    """Return a digest of a model and a batch, with or without the values of tensors; `None` if they do not pickle."""
+    tensors = [*_tensors(model).values(), *(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))]
+    unread = () if values else tensors
     file = io.BytesIO()
     try:
         _Pickler(file, unread).dump((model, batch, settings))
