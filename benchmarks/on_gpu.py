@@ -411,7 +411,7 @@ def step_tests(place: Place) -> Result:
     """Run the device tests of the repository."""
     install_from_wheels("pytest", "hypothesis")
     files = DEVICE_TESTS[-1:] if place.small else DEVICE_TESTS
-    # Not `-v`, of which the `-q` in pyproject.toml leaves nothing: the names of tests are read below.
+    # Not `-v`: the `-q` in pyproject.toml cancels it, and the names of tests are read below.
     command = [sys.executable, "-m", "pytest", "--verbosity=1", "-p", "no:cacheprovider", "--tb=line"]
     command += ["-k", place.device]
     if place.device == "pretend":

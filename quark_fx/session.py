@@ -352,7 +352,7 @@ _ON_CODES = re.compile(r"(quark_fx|quantized|quantized_decomposed)\.|torchao\.\w
 
 
 def _computes_with_codes(node: Node) -> bool:
-    """Return whether a node is an operator on codes. torchao has operators on floats, too, and some names do not tell."""
+    """Return whether a node is an operator on codes. torchao has operators on floats, too; some names do not tell."""
     name = target_name(node)
     operands = [x for one in node.all_input_nodes if isinstance(x := one.meta.get("val"), Tensor)]
     holds_codes = any(not x.dtype.is_floating_point or x.element_size() == 1 for x in operands)

@@ -161,7 +161,7 @@ def _is_of_the_file(value: Any, function: types.FunctionType) -> bool:
 
 
 def _slots(kind: type) -> list[str]:
-    """Return the names of the slots of a class; members of classes in C may be read-only, and are not slots."""
+    """Return the names of a class's slots. Classes written in C have similar members, which may be read-only."""
     if "__slots__" not in vars(kind):
         return []
     return [name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType)]

@@ -222,8 +222,7 @@ class CalibrationData:
         """
         if _MASK not in self.names:
             return None
-        index, part = self.batches[batch]
-        key = index, 0 if part is None else part.start
+        key = self.number_of(batch), self.first_sample_of(batch)
         if key not in self._kept:
             self._kept[key] = Positions.of(self.input(batch, self.names.index(_MASK)))
         return self._kept[key]

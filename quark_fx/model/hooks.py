@@ -33,7 +33,7 @@ def hooks_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def _imports(file: str, function: Any) -> bool:
-    """Return whether a file has imported a function by its name; to import its module is no sign of either."""
+    """Return whether a file has imported a function itself; an import of its module does not count."""
     held = vars(sys.modules.get(file, ModuleType(file))).values()
     return any(value is function for value in list(held))
 

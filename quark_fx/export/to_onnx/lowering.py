@@ -269,7 +269,7 @@ def antialiased_cubic(x: Any, output_size: Any, align_corners: bool, *scales: An
 
 
 def _antialiased(x: Any, output_size: Any, scales: tuple[Any, ...], **kind: Any) -> Any:
-    """Write `Resize` with scale factors if the call has them: pixels move by these, sizes are rounded down."""
+    """Write `Resize` with the call's scale factors, if it has any: ratios of the rounded sizes would shift pixels."""
     if scales and isinstance(scales[0], list | tuple):
         scales = tuple(scales[0])
     factors = [scale for scale in scales if scale is not None]

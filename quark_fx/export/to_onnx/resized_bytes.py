@@ -46,21 +46,20 @@ def interpolate_bytes(gm: GraphModule, node: Node) -> Node:
 
 def round_interpolation(gm: GraphModule, node: Node) -> Node:
     """Interpolate bytes in float32, where weights depend on sizes that vary; round after each axis, as torch does."""
-    value, align = argument(node, 0), argument(node, 2)
+    value = cast(gm, argument(node, 0), torch.float32, node)
     is_vec = target_name(node).endswith(".vec")
     sizes = argument(node, 1)
     scales = argument(node, 3) if is_vec else (argument(node, 3), argument(node, 4))
     for axis in (-1, -2):
-        wide = cast(gm, value, torch.float32, node)
         size = scale = None
         if sizes is not None:
-            size = [call(gm, aten.sym_size.int, wide, 2 if axis == -1 else 3, like=node)] * 2
+            size = [call(gm, aten.sym_size.int, value, 2 if axis == -1 else 3, like=node)] * 2
             size[axis] = sizes[axis]
         if scales is not None:
             scale = [1.0 if is_vec else None] * 2
             scale[axis] = scales[axis]
         options = (scale,) if is_vec else (scale or (None, None))
-        result = call(gm, node.target, wide, size, align, *options, like=node)
+        result = call(gm, node.target, value, size, argument(node, 2), *options, like=node)
         nearest = call(gm, aten.floor.default, call(gm, aten.add.Tensor, result, 0.5, like=node), like=node)
         value = call(gm, aten.clamp.default, nearest, 0, 255, like=node)
     return cast(gm, value, torch.uint8, node)

@@ -151,9 +151,7 @@ _ON_INTEGERS: dict[str, Rule] = {
 _FOR_FLOATS = (*_ON_INTEGERS, "aten.special_")
 """Beginnings of the names of operators whose lowerings take floats; torch promotes integers for other operators."""
 
-_ANTIALIASED = frozenset(
-    f"aten._upsample_{kind}2d_aa.{overload}" for kind in ("bilinear", "bicubic") for overload in ("default", "vec")
-)
+_ANTIALIASED = frozenset(name for name in INTERPOLATIONS if "_aa." in name)
 
 
 _DEVIATIONS = frozenset(
