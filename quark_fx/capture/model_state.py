@@ -22,6 +22,11 @@ _LEAVES = (type, types.ModuleType, types.BuiltinFunctionType)
 _OF_PROCESS = ("builtins", "logging", "quark_fx", "torch")
 """Packages whose objects may change for reasons other than the model."""
 
+_CONTAINERS = (dict, list, deque, set, Tensor)
+
+_Cached = functools._lru_cache_wrapper
+"""The type of functions that cache results."""
+
 _UNSET = object()
 """The value of a variable or attribute that has none yet."""
 
@@ -29,7 +34,8 @@ _UNSET = object()
 class ModelState:
     """The attributes of a model, and the contents of the dicts, lists, and sets that can be reached from them.
 
-    Functions that a model holds, such as its hooks, are followed to the variables that they read and write.
+    Methods of the model's classes, and functions that the model holds, such as its hooks, are followed to the variables
+    that they read and write, and to functions of their file that cache results.
 
     Attributes:
         tensors: Tensors of the model, keyed by identity.
@@ -41,6 +47,7 @@ class ModelState:
         self._lists: list[tuple[list[Any] | deque[Any], list[Any]]] = []
         self._sets: list[tuple[set[Any], set[Any]]] = []
         self._variables: list[tuple[Any, str, Any]] = []
+        self._caches: list[tuple[Any, int]] = []
         self._classes: dict[type, dict[str, Any]] = {}
         seen, pending = set[int](), list[Any]([model])
         while pending:
@@ -72,6 +79,9 @@ class ModelState:
             return [item.func, item.args, item.keywords]
         if isinstance(item, types.FunctionType):
             return self._parts_of_function(item)
+        if isinstance(item, _Cached):
+            self._caches.append((item, item.cache_info().misses))
+            return [item.__wrapped__]
         if isinstance(item, _LEAVES) or not (isinstance(item, nn.Module) or _is_of_the_user(type(item))):
             return []
         kinds = inspect.getmro(type(item))
@@ -83,7 +93,7 @@ class ModelState:
         return [
             getattr(item, "__dict__", None),
             *self._values(slots),
-            *(x for values in of_classes for x in values if isinstance(x, dict | list | set | Tensor)),
+            *(x for values in of_classes for x in values if isinstance(x, (*_CONTAINERS, types.FunctionType, _Cached))),
         ]
 
     def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
@@ -95,9 +105,7 @@ class ModelState:
             return []
         reads, writes = globals_of(function.__code__)
         variables = [function.__globals__.get(name) for name in reads]
-        own = [
-            x for x in variables if isinstance(x, dict | list | deque | set | Tensor) or _is_of_the_file(x, function)
-        ]
+        own = [x for x in variables if isinstance(x, _CONTAINERS) or _is_of_the_file(x, function)]
         written = [(function.__globals__, name) for name in writes]
         cells = [(cell, "cell_contents") for cell in function.__closure__ or ()]
         defaults = function.__defaults__, function.__kwdefaults__
@@ -127,6 +135,9 @@ class ModelState:
         for owner, name, value in self._variables:
             if _value(owner, name) is not value:
                 _set(owner, name, value)
+        for cached, misses in self._caches:
+            if cached.cache_info().misses != misses:
+                cached.cache_clear()
         for kind, attributes in self._classes.items():
             now = _class_attributes(kind)
             for name in now.keys() - attributes.keys():
@@ -156,7 +167,7 @@ def _is_of_the_user(defined: type | types.FunctionType) -> bool:
 
 
 def _is_of_the_file(value: Any, function: types.FunctionType) -> bool:
-    defined = value if isinstance(value, types.FunctionType) else type(value)
+    defined = value if isinstance(value, types.FunctionType | _Cached) else type(value)
     return defined.__module__ == function.__module__
 
 
@@ -183,7 +194,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
         object.__setattr__(owner, name, value)  # also of frozen dataclasses
 
 
-@functools.lru_cache
+@functools.cache
 def globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of the variables of a file that a function reads, and of those that it writes."""
     steps = list(dis.get_instructions(code))

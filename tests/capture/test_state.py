@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -359,3 +359,49 @@ def test_hooks_of_a_transformers_model_see_positions() -> None:
     batch = (torch.arange(16).reshape(2, 8), torch.ones(2, 8, dtype=torch.int64))
     captured = qfx.capture_graph(model, batch)
     assert torch.allclose(captured.module(*captured.signature.leaves_of(batch))[0], model(*batch).logits, atol=1e-5)
+
+
+_TABLES: dict[str, Tensor] = {}
+_LAST: Tensor | None = None
+
+
+@lru_cache
+def table(size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.float32)
+
+
+def table_of_a_helper(size: int) -> Tensor:
+    return table(size)
+
+
+class KeepsInItsFile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def keep(self, x: Tensor) -> None:
+        global _LAST
+        _LAST = x
+
+    @lru_cache  # noqa: B019 (models are written so)
+    def own_table(self) -> Tensor:
+        return torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "sizes" not in _TABLES:
+            _TABLES["sizes"] = torch.arange(4.0)
+        self.keep(x)
+        result: Tensor = self.linear(x) + _TABLES["sizes"] + table_of_a_helper(4) + self.own_table()
+        return result
+
+
+def test_variables_and_caches_of_the_file_of_a_model_are_the_same_after_capture() -> None:
+    model, x = seeded(KeepsInItsFile()), rand(2, 4)
+    captured = qfx.capture_graph(model, x)
+    assert (_TABLES, _LAST) == ({}, None)
+    assert torch.allclose(captured.module(x)[0], model(x))
+    tables = _TABLES["sizes"], table(4), model.own_table()
+    assert all(type(one) is Tensor for one in tables)
+    assert torch.allclose(qfx.capture_graph(model, x).module(x)[0], model(x))
+    assert globals()["_LAST"] is x
+    assert all(a is b for a, b in zip(tables, (_TABLES["sizes"], table(4), model.own_table()), strict=True))
