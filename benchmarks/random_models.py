@@ -27,7 +27,7 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import Override, QuantConfig, Target
 from quark_fx.export.to_onnx import formats as onnx_formats
 from quark_fx.graph.nodes import target_name
-from quark_fx.graph.operators import MOVING, TARGETS
+from quark_fx.graph.operators import MOTIONS, TARGETS
 from quark_fx.presets import PRESETS
 from quark_fx.targets.onnxruntime import ARITHMETIC
 
@@ -157,7 +157,7 @@ def main() -> None:
     _say("formats", onnx_formats.FORMATS, Counter(one.format for one in right))
     operators = Counter(name for one in right for name in one.operators)
     _say("operators with weights", sorted(TARGETS), operators)
-    _say("operators that move data or have integer kernels", sorted(MOVING | ARITHMETIC), operators)
+    _say("operators that move data or have integer kernels", sorted(ARITHMETIC.union(MOTIONS)), operators)
 
 
 def _say(what: str, names: Iterable[str], count: Counter[str]) -> None:

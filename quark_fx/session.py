@@ -26,7 +26,18 @@ from quark_fx.engine.known import Known
 from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, takes_run, usable_device
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
-from quark_fx.graph.nodes import EMBEDDING, device_of, placeholders, static_size, stored_tensors, target_name, value_of
+from quark_fx.graph.nodes import (
+    CAST,
+    EMBEDDING,
+    device_of,
+    is_floating,
+    placeholders,
+    static_size,
+    stored_tensors,
+    target_name,
+    value_of,
+)
+from quark_fx.graph.operators import KEEPS_ORDER, Motion, motion
 from quark_fx.graph.pass_manager import (
     GraphPass,
     PassRecord,
@@ -501,7 +512,7 @@ def _rows_selected(gm: GraphModule) -> dict[int, int]:
     positions = {node: position for position, node in enumerate(placeholders(gm))}
     rows: dict[int, int] = {}
     for node in gm.graph.nodes:
-        if target_name(node).partition(".default")[0] in _SAME_VALUES and node.args[0] in positions:
+        if node.args[:1] and node.args[0] in positions and _holds_all_values(gm, node):
             positions[node] = positions[node.args[0]]
         if target_name(node) == EMBEDDING and node.args[1] in positions:
             count = int(value_of(gm, node.args[0]).shape[0])
@@ -510,11 +521,11 @@ def _rows_selected(gm: GraphModule) -> dict[int, int]:
     return rows
 
 
-_SAME_VALUES = {
-    *(f"aten.{name}" for name in ("view", "reshape", "unsqueeze", "contiguous", "clone", "alias", "detach")),
-    *("aten.to.dtype", "aten.flatten.using_ints", "aten.squeeze.dim"),
-}
-"""Operators whose result holds the same values as their first argument."""
+def _holds_all_values(gm: GraphModule, node: Node) -> bool:
+    """Tell whether the result of a node holds the values of its first argument, and no others."""
+    if target_name(node) == CAST:
+        return not is_floating(gm, node)
+    return motion(node) in KEEPS_ORDER | {Motion.PERMUTE, Motion.EXPAND, Motion.REPEAT}
 
 
 __all__ = [

@@ -26,6 +26,7 @@ from quark_fx.graph.nodes import (
     target_name,
     value_of,
 )
+from quark_fx.graph.operators import Motion, motion, permutation
 
 _aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ def _aliases(node: Node) -> bool | None:
             return False
         given = _arguments(node)
         return None if given.get("copy") or given.get("memory_format") is not None else True
-    if name in ("aten.contiguous.default", "aten.reshape.default", "aten.reshape_as.default", *_FLATTENINGS):
+    if name in _COPYING:
         return True if _is_contiguous(source.meta.get("val")) else None
     return True
 
@@ -100,14 +101,11 @@ def _same_sizes(a: Tensor, b: Tensor) -> bool:
     return a.dim() == b.dim() and all(is_known(x == y) for x, y in zip(a.shape, b.shape, strict=True))
 
 
-_FLATTENINGS = ("aten.flatten.using_ints",)
-_RESHAPES = frozenset(
-    {
-        *("aten.view.default", "aten.reshape.default", "aten.view_as.default", "aten.reshape_as.default"),
-        *("aten.unflatten.int", "aten.squeeze.default", "aten.squeeze.dims", *_FLATTENINGS),
-    }
-)
-_SAME = frozenset({"aten.detach.default", "aten.alias.default", "aten.contiguous.default"})
+_COPYING = frozenset(f"aten.{name}" for name in ("contiguous.default", "reshape.default", "reshape_as.default")) | {
+    "aten.flatten.using_ints"
+}
+"""Operators that copy a value unless it is contiguous."""
+
 _RENAMINGS = frozenset(
     f"aten.{name}_.default" for name in ("t", "unsqueeze", "squeeze", "transpose", "detach", "swapaxes", "swapdims")
 ) | {"aten.squeeze_.dim", "aten.squeeze_.dims"}
@@ -290,7 +288,7 @@ class _Walk:
     def _written_back(self, view: Node, value: Node) -> tuple[Node, Node]:
         """Return the source of `view`, and a node with the source's value after `value` is written to the view."""
         source, name = self.sources[view], target_name(view)
-        if view in self.results or name in _SAME or name.startswith(("aten.to.", "aten.type_as.")):
+        if view in self.results or motion(view) is Motion.COPY or name.startswith(("aten.to.", "aten.type_as.")):
             return source, value
         if is_getitem(view):
             part, source = source, self.sources[source]
@@ -303,18 +301,22 @@ class _Walk:
     def _inverse(self, view: Node, name: str, value: Node, source: Node) -> Node:
         like, given = value_of(self.gm, source), _arguments(view)
         dims = [given[key] for key in ("dim", "dim0", "dim1", "dims") if key in given]
-        if name in ("aten.transpose.int", "aten.t.default", "aten.numpy_T.default", "aten.swapaxes.default"):
-            return self._like(view.target, view, like, value, *view.args[1:])
-        if name == "aten.permute.default":
-            order = [dim % like.dim() for dim in dims[0]]
-            return self._like(view.target, view, like, value, [order.index(dim) for dim in range(len(order))])
+        if (order := permutation(view)) is not None:
+            back = [order.index(dim) for dim in range(len(order))]
+            if [*order] == back and name != "aten.permute.default":
+                return self._like(view.target, view, like, value, *view.args[1:])
+            return self._like(_aten.permute.default, view, like, value, back)
         if name == "aten.unsqueeze.default":
             return self._like(_aten.squeeze.dim, view, like, value, dims[0])
         if name == "aten.squeeze.dim":
             same = len(value_of(self.gm, view).shape) == like.dim()
             return value if same else self._like(_aten.unsqueeze.default, view, like, value, dims[0])
-        if name in _RESHAPES:
+        if motion(view) is Motion.RESHAPE:
             return self._like(_aten.reshape.default, view, like, value, self._sizes(source, like))
+        if name == "aten.narrow.default":
+            dim, start, length = (given[key] for key in ("dim", "start", "length"))
+            now = self._now(source)
+            return self._like(_aten.slice_scatter.default, view, like, now, value, dim, start, start + length)
         scatter = _SCATTERS.get(name)
         if scatter is None:
             raise UnresolvedError(describe(view))

@@ -34,7 +34,7 @@ from quark_fx.graph.nodes import (
     stored_tensors,
     target_name,
 )
-from quark_fx.graph.operators import argument
+from quark_fx.graph.operators import KEEPS_ORDER, MOTIONS, Motion, argument, motion, permutation
 from quark_fx.graph.provenance import note_tensors
 from quark_fx.graph.signature import Signature, leaf_names
 
@@ -226,8 +226,8 @@ _NO_OPS: dict[str, Callable[[Node], bool]] = {
     **dict.fromkeys(_DROPOUTS, lambda node: not argument(node, 2) or argument(node, 1) == 0),
     **dict.fromkeys(
         (
-            *("aten.alias.default", "aten.detach.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"),
-            *("aten.clone.default", "aten.contiguous.default"),
+            *(name for name, how in MOTIONS.items() if how is Motion.COPY),
+            *("aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.positive.default"),
         ),
         lambda node: True,
     ),
@@ -240,21 +240,28 @@ _aten = torch.ops.aten
 _SPELLINGS = {
     # A view requires a memory layout, which rewrites do not preserve.
     **dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), _aten.reshape.default),
-    **{f"aten.__{name}__.Tensor": getattr(_aten, f"bitwise_{name}").Tensor for name in ("and", "or", "xor")},
     "aten.min.other": _aten.minimum.default,
     "aten.max.other": _aten.maximum.default,
-    **{f"aten.__{name}__.Scalar": getattr(_aten, f"bitwise_{name}").Scalar for name in ("and", "or", "xor")},
+    **{
+        f"aten.{alias}.{overload}": getattr(getattr(_aten, name), overload)
+        for alias, name, overloads in (
+            *((f"__{name}__", f"bitwise_{name}", "Tensor Scalar") for name in ("and", "or", "xor")),
+            *(("multiply", "mul", "Tensor Scalar"), ("subtract", "sub", "Tensor Scalar")),
+            *(("divide", "div", "Tensor Scalar Tensor_mode Scalar_mode"), ("true_divide", "div", "Tensor Scalar")),
+            *(("clip", "clamp", "default Tensor"), ("negative", "neg", "default"), ("absolute", "abs", "default")),
+            *(("concat", "cat", "default"), ("concatenate", "cat", "default"), ("row_stack", "vstack", "default")),
+            *(("broadcast_to", "expand", "default"), ("unsafe_chunk", "chunk", "default")),
+            *(("unsafe_split", "split", "Tensor"), ("unsafe_split_with_sizes", "split_with_sizes", "default")),
+        )
+        for overload in overloads.split()
+    },
 }
 """Operators with two names, and the name that is used."""
 
 _TRANSPOSITIONS = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("mT.default", "mH.default", "adjoint.default", "matrix_H.default", "movedim.int", "movedim.intlist"),
-        *("moveaxis.int", "moveaxis.intlist", "swapdims.default", "swapaxes.default"),
-    )
+    f"aten.{name}" for name in ("permute.default", "transpose.int", "t.default", "numpy_T.default")
 )
-"""Spellings of `permute` for real numbers; some of them also conjugate complex tensors."""
+"""Spellings of a transposition that stay; the others become `permute`."""
 
 _ASSERTIONS = frozenset(
     {
@@ -262,27 +269,6 @@ _ASSERTIONS = frozenset(
         *("aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default"),
     }
 )
-
-
-_IN_ORDER = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("reshape.default", "flatten.using_ints", "unflatten.int", "unsqueeze.default"),
-        *("squeeze.default", "squeeze.dim", "squeeze.dims"),
-    )
-)
-"""Operators that return the same values in the same order in another shape."""
-
-
-def _order(node: Node) -> list[int]:
-    """Return, for a transposition, the input's dimension for each dimension of the output."""
-    source: Any = node.args[0]
-    probe = torch.empty(
-        [2] * source.meta["val"].dim(), dtype=torch.float32, device="meta"
-    )  # its strides are all different
-    target: Any = node.target
-    moved = target(probe, *node.args[1:], **node.kwargs)
-    return [probe.stride().index(stride) for stride in moved.stride()]
 
 
 def _size_at(value: Any, dim: int) -> int | None:
@@ -310,8 +296,9 @@ def _drop_no_ops(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
         elif name in _SPELLINGS:
             node.target = _SPELLINGS[name]
-        elif name in _TRANSPOSITIONS and not node.meta["val"].is_complex():
-            order = _order(node)
+        elif motion(node) is Motion.PERMUTE and name not in _TRANSPOSITIONS and not node.meta["val"].is_complex():
+            # Some spellings conjugate complex tensors.
+            order = list(permutation(node) or ())
             node.target, node.args, node.kwargs = _aten.permute.default, (node.args[0], order), {}
         elif name == "aten.sort.default":
             # The order of equal values is undefined; a runtime must not choose another order than torch.
@@ -351,10 +338,10 @@ def _drop_undone_reshapes(gm: GraphModule) -> None:
     with these reshapes, the kernel would not be the weight of an operator.
     """
     for node in list(gm.graph.nodes):
-        if target_name(node) not in _IN_ORDER or (shape := _fixed_shape(node)) is None:
+        if motion(node) not in KEEPS_ORDER or (shape := _fixed_shape(node)) is None:
             continue
         source = node
-        while target_name(source) in _IN_ORDER and isinstance(source.args[0], Node):
+        while motion(source) in KEEPS_ORDER and isinstance(source.args[0], Node):
             source = source.args[0]
             if _fixed_shape(source) == shape:
                 if source.op == "get_attr":

@@ -13,12 +13,10 @@ from torch.fx import GraphModule, Node
 from quark_fx.engine.calibration_data import Positions
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import CAST, is_floating, results_of, target_name, value_of
+from quark_fx.graph.operators import KEEPS_ORDER, Motion, argument, motion, moved_inputs, permutation
 
-_SHAPING = frozenset(
-    f"aten.{name}"
-    for name in ("view.default", "reshape.default", "_unsafe_view.default", "unsqueeze.default", "slice.Tensor")
-)
-"""Operators that move rows of logits, if they keep the size of the last dimension."""
+_MOVING_ROWS = KEEPS_ORDER | {Motion.SLICE, Motion.SELECT, Motion.PERMUTE, Motion.EXPAND}
+"""Data movement that moves rows of logits, if it keeps the last dimension."""
 
 _SCALING = frozenset({CAST, *(f"aten.{n}" for n in ("tanh.default", "mul.Tensor", "div.Tensor", "mul.Scalar"))})
 """Operators on the values of logits after which they still count as logits."""
@@ -118,12 +116,23 @@ def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
     if not isinstance(node, Node) or not is_floating(gm, node):
         return None
     columns = value_of(gm, node).shape[-1:]
-    while target_name(node) in _SHAPING | _SCALING and len(node.all_input_nodes) == 1:
+    while (target_name(node) in _SCALING or _moves_rows(node)) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
         if value_of(gm, node).shape[-1:] != columns:
             return False
     linear = Linear.of(node)
     return linear is not None and not linear.kernel and linear.shape[linear.output_axis] > 1
+
+
+def _moves_rows(node: Node) -> bool:
+    """Tell whether data movement keeps the last dimension, provided that its size stays."""
+    if motion(node) not in _MOVING_ROWS:
+        return False
+    (source,), order = moved_inputs(node), permutation(node)
+    last = int(source.meta["val"].dim()) - 1
+    if motion(node) is Motion.SELECT:
+        return bool(argument(node, 1) % (last + 1) != last)
+    return order is None or order[-1] == last
 
 
 def _pieces(value: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

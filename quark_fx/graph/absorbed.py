@@ -25,8 +25,8 @@ from torch.fx.node import map_arg
 
 from quark_fx.graph.affine import Step
 from quark_fx.graph.computed import is_constant
-from quark_fx.graph.nodes import is_parameter, module_calls, parameter, target_name
-from quark_fx.graph.operators import MOVING, permutation
+from quark_fx.graph.nodes import is_parameter, module_calls, parameter
+from quark_fx.graph.operators import moves, permutation
 from quark_fx.graph.provenance import CODE_READS, MAPS, PASSED
 
 
@@ -142,7 +142,7 @@ class AbsorbedMaps:
     def _own_parameter(self, operand: Node) -> str | None:
         """Return the name of the parameter that data movement turns into an operand, if nothing else uses it."""
         node = operand
-        while len(node.users) == 1 and not is_parameter(node) and target_name(node) in MOVING and node.all_input_nodes:
+        while len(node.users) == 1 and moves(node) and node.all_input_nodes:
             node = node.all_input_nodes[0]
         if not is_parameter(node) or len(node.users) > 1 or "folded" in node.meta or "parameter" not in node.meta:
             return None

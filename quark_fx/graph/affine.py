@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.computed import constant_value, is_constant
 from quark_fx.graph.nodes import describe, is_finite, is_known, is_parameter, target_name, value_of
-from quark_fx.graph.operators import argument, permutation
+from quark_fx.graph.operators import KEEPS_ORDER, Motion, argument, motion, permutation
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,9 @@ class Step:
 
 
 _OPERATORS = {
-    **{f"aten.{name}.{kind}": (0, 1) for name in ("mul", "multiply", "add", "sub", "subtract") for kind in ("Tensor",)},
-    **{f"aten.{name}.Scalar": (0,) for name in ("mul", "multiply", "add", "sub", "subtract", "rsub")},
-    **{f"aten.{name}.{kind}": (0,) for name in ("div", "divide", "true_divide") for kind in ("Tensor", "Scalar")},
-    **{f"aten.{name}.Tensor_mode": (0,) for name in ("div", "divide")},
-    **{f"aten.{name}.default": (0,) for name in ("neg", "negative", "positive")},
-    "aten.rsub.Tensor": (0, 1),
+    **{f"aten.{name}.Tensor": (0, 1) for name in ("mul", "add", "sub", "rsub")},
+    **{f"aten.{name}.Scalar": (0,) for name in ("mul", "add", "sub", "rsub")},
+    **{f"aten.{name}": (0,) for name in ("div.Tensor", "div.Scalar", "div.Tensor_mode", "neg.default")},
     "aten.addcmul.default": (0, 1, 2),
     "aten.addcdiv.default": (0, 1),
     "aten.lerp.Scalar": (0, 1),
@@ -64,17 +61,6 @@ _NORMS = {"aten.batch_norm.default": 7, "aten.instance_norm.default": 7}
 """Norms with stored statistics, and the position of epsilon; their channels are dimension 1."""
 
 _NATIVE_NORM = "aten._native_batch_norm_legit_no_training.default"
-
-_EXPANSIONS = frozenset({"aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default"})
-
-_RESHAPES = frozenset(
-    {
-        *("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints"),
-        *("aten.unflatten.int", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"),
-        *("aten.unsqueeze.default", "aten.contiguous.default", "aten.clone.default", "aten.alias.default"),
-    }
-)
-"""Data movement that keeps the order of values."""
 
 
 def affine_step(gm: GraphModule, node: Node, channels: int, constants: Collection[Node]) -> Step | None:
@@ -208,7 +194,7 @@ def carried_dim(gm: GraphModule, node: Node, dim: int) -> int | None:
     order = permutation(node) if node.op == "call_function" else None
     if order is not None:
         return order.index(dim)
-    if target_name(node) not in _RESHAPES:
+    if motion(node) not in KEEPS_ORDER:
         return None
     before, after = value_of(gm, node.all_input_nodes[0]).shape, value_of(gm, node).shape
     count = math.prod(before[:dim])
@@ -218,7 +204,7 @@ def carried_dim(gm: GraphModule, node: Node, dim: int) -> int | None:
 
 def _before_expansions(node: Node) -> Node:
     """Return the operand before it is expanded; it broadcasts to the same values."""
-    while target_name(node) in _EXPANSIONS:
+    while motion(node) is Motion.EXPAND:
         node = node.all_input_nodes[0]
     return node
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from quark_fx.graph.nodes import CAST, is_parameter, target_name
-from quark_fx.graph.operators import argument, permutation
+from quark_fx.graph.operators import Motion, argument, motion, permutation
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,9 @@ _EINSUM = "aten.einsum.default"
 
 _SOFTMAX = frozenset({"aten.softmax.int", "aten._softmax.default", "aten._safe_softmax.default"})
 
-_REPEATING = frozenset({"aten.expand.default", "aten.repeat.default", "aten.repeat_interleave.self_int"})
+_REPEATING = frozenset({Motion.EXPAND, Motion.REPEAT})
 
-_RESHAPING = frozenset(
-    f"aten.{name}" for name in ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints")
-) | {"aten.unflatten.int"}
-
-_IN_PLACE = frozenset(
-    {*_REPEATING, *_RESHAPING, CAST, "aten.slice.Tensor", "aten.clone.default", "aten.contiguous.default"}
-)
+_IN_PLACE = frozenset({*_REPEATING, Motion.RESHAPE, Motion.COPY, Motion.SLICE})
 """Data movement that leaves the last dimensions in place if their sizes do not change."""
 
 _PADDING = frozenset({"aten.cat.default", "aten.slice.Tensor"})
@@ -135,36 +129,52 @@ def _spelled_out(softmax: Node) -> Attention | None:
     return Attention(softmax, scores, query, keys, values)
 
 
-def _scores(value: Node, axis: int, seen: set[Node] | None = None) -> Iterator[tuple[Node, int]]:
+def _scores(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
     """Yield the products from which a value is computed element by element, with their dimension for `axis`."""
-    seen = set() if seen is None else seen
-    if value in seen or value.op != "call_function":
-        return
-    seen.add(value)
-    if target_name(value) in PRODUCTS:
-        if all(not is_parameter(argument(value, i)) for i in PRODUCTS[target_name(value)]):
-            yield value, axis
-    elif is_pointwise(value) or target_name(value) in _PADDING:
-        for node in value.all_input_nodes:
-            yield from _scores(node, axis, seen)
-    elif (source := _before(value, (axis,))) is not None:
-        yield from _scores(source[0], source[1][0], seen)
+    pending, seen = [(value, axis)], set[Node]()
+    while pending:
+        value, axis = pending.pop()
+        if value in seen or value.op != "call_function":
+            continue
+        seen.add(value)
+        if target_name(value) in PRODUCTS:
+            if all(not is_parameter(argument(value, i)) for i in PRODUCTS[target_name(value)]):
+                yield value, axis
+        elif is_pointwise(value) or target_name(value) in _PADDING:
+            pending += [(node, axis) for node in reversed(value.all_input_nodes)]
+        elif (source := _before(value, (axis,))) is not None:
+            pending.append((source[0], source[1][0]))
 
 
 def _mixes(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
     """Yield the products that sum a value along `axis`, with their dimension for `axis`."""
-    for user in value.users:
-        name = target_name(user)
-        if name in PRODUCTS:
-            left, right = (argument(user, i) for i in PRODUCTS[name])
-            if name == _EINSUM or (value is left and axis == -1) or (value is right and axis == -2):
-                yield user, axis
-        elif is_pointwise(user) or name in _PADDING:
-            yield from _mixes(user, axis)
-        else:
-            for there in (-1, -2):
-                if _before(user, (there,)) == (value, (axis,)):
-                    yield from _mixes(user, there)
+    pending, seen = [(value, axis)], set[tuple[Node, int]]()
+    while pending:
+        step = value, axis = pending.pop()
+        if step in seen:
+            continue
+        seen.add(step)
+        if target_name(value) in PRODUCTS:
+            yield step
+            continue
+        after = [(user, there) for user in value.users for there in _after(user, value, axis)]
+        pending += reversed(after)
+
+
+def _after(user: Node, value: Node, axis: int) -> Iterator[int]:
+    """Yield the dimensions, counted from the last, that dimension `axis` of a value has in the result of a consumer.
+
+    For a product, yield the dimension of the value if the product sums over it.
+    """
+    name = target_name(user)
+    if name in PRODUCTS:
+        left, right = (argument(user, i) for i in PRODUCTS[name])
+        if name == _EINSUM or (value is left and axis == -1) or (value is right and axis == -2):
+            yield axis
+    elif is_pointwise(user) or name in _PADDING:
+        yield axis
+    else:
+        yield from (there for there in (-1, -2) if _before(user, (there,)) == (value, (axis,)))
 
 
 def is_pointwise(node: Node) -> bool:
@@ -202,7 +212,7 @@ _SPREADING = frozenset({"aten.unsqueeze.default", "aten.slice.Tensor"})
 def _repeats(node: Node, source: Node) -> bool:
     """Tell whether a step of data movement repeats values."""
     ones = [[size for size in _sizes(n) if size != "1"] for n in (node, source)]
-    return target_name(node) in _REPEATING and ones[0] != ones[1]
+    return motion(node) in _REPEATING and ones[0] != ones[1]
 
 
 def _before(node: Node, dims: tuple[int, ...]) -> tuple[Node, tuple[int, ...]] | None:
@@ -223,8 +233,8 @@ def _before(node: Node, dims: tuple[int, ...]) -> tuple[Node, tuple[int, ...]] |
         at = int(argument(node, 1)) % rank - rank
         moved = tuple(d if d > at else d + 1 for d in dims)
         return None if at in dims else (source, moved)
-    kept = name in _IN_PLACE and all(-d <= before for d in dims)
-    if name in _RESHAPING:  # only dimensions after all reshaped ones stay
+    kept = (name == CAST or motion(node) in _IN_PLACE) and all(-d <= before for d in dims)
+    if motion(node) is Motion.RESHAPE:  # only dimensions after all reshaped ones stay
         kept = kept and _sizes(node)[min(dims) :] == _sizes(source)[min(dims) :]
     return (source, dims) if kept and all(_sizes(node)[d] == _sizes(source)[d] for d in dims) else None
 

@@ -1,13 +1,17 @@
-"""The operator table: the positions of activation, weight, and bias of ATen operators, and which operators commute.
+"""The operator table: roles of ATen operators, and the positions of their operands.
 
-Passes read this table; no pass knows an operator and no file knows a model. To support an operator, add a row.
+An operator multiplies (`Operator`: positions of activation, weight, and bias), moves data (`MOTIONS`), or limits values
+(`CLAMPS`). Passes read this table; no pass knows an operator and no file knows a model. To support an operator, add a
+row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -102,26 +106,113 @@ _UNSUPPORTED = {
 }
 """Operators with weights but without a row above, and the positions of the weights: the report lists them."""
 
-MOVING = frozenset(
-    {
-        *("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints"),
-        *("aten.unflatten.int", "aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.numpy_T.default"),
-        *("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.unsqueeze.default"),
-        *("aten.slice.Tensor", "aten.select.int", "aten.narrow.default", "aten.expand.default", "aten.repeat.default"),
-        *("aten.contiguous.default", "aten.clone.default", "aten.alias.default", "aten.flip.default"),
-        *(
-            "aten.roll.default",
-            "aten.index_select.default",
-            "aten.pixel_shuffle.default",
-            "aten.channel_shuffle.default",
+_NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
+
+
+class Motion(StrEnum):
+    """The way in which an operator moves data: all of its output values are input values."""
+
+    COPY = "copy"  # the same values in the same shape
+    RESHAPE = "reshape"  # all values in the same order, in another shape
+    PERMUTE = "permute"  # all values, with the dimensions in another order
+    EXPAND = "expand"  # dimensions of size 1, repeated
+    REPEAT = "repeat"  # values next to or after their copies
+    SLICE = "slice"  # a range of one dimension
+    SELECT = "select"  # one position of a dimension, without the dimension
+    SPLIT = "split"  # several results, each with a part of the values
+    REORDER = "reorder"  # values in another order, across dimensions or along one
+    JOIN = "join"  # the values of several inputs
+    CHOOSE = "choose"  # the largest value of each window
+    LOOK_UP = "look_up"  # values at positions that are data
+    SCATTER = "scatter"  # one input with a part replaced by another input
+
+
+MOTIONS: dict[str, Motion] = {
+    f"aten.{name}": motion
+    for motion, names in {
+        Motion.COPY: ("contiguous.default", "clone.default", "alias.default", "detach.default"),
+        Motion.RESHAPE: (
+            *("view.default", "reshape.default", "_unsafe_view.default", "view_as.default", "reshape_as.default"),
+            *("flatten.using_ints", "unflatten.int", "unsqueeze.default"),
+            *("squeeze.default", "squeeze.dim", "squeeze.dims"),
         ),
-        *("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default"),
-        *("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int"),
-        *("aten.upsample_nearest1d.vec", "aten.upsample_nearest2d.vec", "aten.upsample_nearest3d.vec"),
-        *("aten.cat.default", "aten.stack.default", "python.getitem"),
-    }
-)
-"""Operators whose outputs are input values: they share quantization parameters, and commute with rounding."""
+        Motion.PERMUTE: (
+            *("permute.default", "transpose.int", "t.default", "numpy_T.default", "swapaxes.default"),
+            *("swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int", "moveaxis.intlist"),
+            *("mT.default", "mH.default", "adjoint.default", "matrix_H.default"),
+        ),
+        Motion.EXPAND: ("expand.default", "expand_as.default", "broadcast_to.default"),
+        Motion.REPEAT: (
+            *("repeat.default", "tile.default", "repeat_interleave.self_int"),
+            *(f"{kind}{d}d.{how}" for kind in _NEAREST for d in (1, 2, 3) for how in ("vec", "default")),
+        ),
+        Motion.SLICE: ("slice.Tensor", "narrow.default"),
+        Motion.SELECT: ("select.int",),
+        Motion.SPLIT: (
+            *("split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default", "unbind.int"),
+            *("tensor_split.sections", "tensor_split.indices", "unsafe_chunk.default", "unsafe_split.Tensor"),
+            *("unsafe_split_with_sizes.default", *(f"{d}split.{how}" for d in "hvd" for how in ("int", "array"))),
+        ),
+        Motion.REORDER: (
+            *("flip.default", "fliplr.default", "flipud.default", "roll.default", "rot90.default", "diagonal.default"),
+            *("pixel_shuffle.default", "pixel_unshuffle.default", "channel_shuffle.default", "unfold.default"),
+            *(f"{kind}_pad{d}d.default" for kind in ("reflection", "replication") for d in (1, 2, 3)),
+        ),
+        Motion.JOIN: (
+            *("cat.default", "stack.default", "hstack.default", "vstack.default", "dstack.default"),
+            "column_stack.default",
+        ),
+        Motion.CHOOSE: (
+            *(f"max_pool{d}d.default" for d in (1, 2, 3)),
+            *(f"max_pool{d}d_with_indices.default" for d in (1, 2, 3)),
+            *(f"adaptive_max_pool{d}d.default" for d in (1, 2, 3)),
+        ),
+        Motion.LOOK_UP: (
+            *("index.Tensor", "index_select.default", "gather.default", "take.default", "take_along_dim.default"),
+            "masked_select.default",
+        ),
+        Motion.SCATTER: ("slice_scatter.default", "select_scatter.default"),
+    }.items()
+    for name in names
+} | {"python.getitem": Motion.SPLIT}
+"""Operators that move data, in the spellings before and after capture."""
+
+_CONJUGATING = frozenset(f"aten.{name}.default" for name in ("mH", "adjoint", "matrix_H"))
+
+KEEPS_ORDER = frozenset({Motion.COPY, Motion.RESHAPE})
+"""Data movement that returns all values in their order."""
+
+PADS = frozenset({"aten.pad.default", "aten.constant_pad_nd.default"})
+"""Operators that add values around an input: a constant, or with a mode of `pad` values of the input."""
+
+
+@dataclass(frozen=True)
+class _Clamp:
+    """One row: an operator that limits values.
+
+    Attributes:
+        low: Position of the lower bound, `None` if it is fixed.
+        high: Position of the upper bound, likewise.
+        fixed: Bounds where none is given; `None` for no bound.
+    """
+
+    low: int | None = None
+    high: int | None = None
+    fixed: tuple[float | None, float | None] = (None, None)
+
+
+CLAMPS = {
+    "aten.relu.default": _Clamp(fixed=(0.0, None)),
+    "aten.relu6.default": _Clamp(fixed=(0.0, 6.0)),
+    "aten.hardtanh.default": _Clamp(1, 2, (-1.0, 1.0)),
+    "aten.clamp.default": _Clamp(1, 2),
+    "aten.clamp.Tensor": _Clamp(1, 2),
+    "aten.clamp_min.default": _Clamp(low=1),
+    "aten.clamp_min.Tensor": _Clamp(low=1),
+    "aten.clamp_max.default": _Clamp(high=1),
+    "aten.clamp_max.Tensor": _Clamp(high=1),
+}
+"""Operators that limit values."""
 
 _AVERAGES = frozenset(
     {
@@ -195,19 +286,14 @@ def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
 def permutation(node: Node) -> tuple[int, ...] | None:
     """Return, for a transposition, the input's dimension for each dimension of the output."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor):
+    if motion(node) is not Motion.PERMUTE or not isinstance(value, Tensor):
         return None
-    dims = list(range(value.dim()))
-    name = target_name(node)
-    if name in ("aten.t.default", "aten.numpy_T.default"):
-        return tuple(reversed(dims))
-    if name == "aten.permute.default":
-        return tuple(d % len(dims) for d in argument(node, 1))
-    if name in ("aten.transpose.int", "aten.swapaxes.default"):
-        a, b = argument(node, 1), argument(node, 2)
-        dims[a], dims[b] = dims[b], dims[a]
-        return tuple(dims)
-    return None
+    if value.is_complex() and target_name(node) in _CONJUGATING:
+        return None
+    strides = [1 << d for d in reversed(range(value.dim()))]
+    probe = torch.empty_strided([2] * value.dim(), strides, dtype=torch.float32, device="meta")
+    target: Any = node.target
+    return tuple(strides.index(stride) for stride in target(probe, *node.args[1:], **node.kwargs).stride())
 
 
 def is_average(node: Node) -> bool:
@@ -258,20 +344,44 @@ def _is_weight(node: Any) -> TypeGuard[Node]:
     return value is None or (value.is_floating_point() and value.dim() >= 2)
 
 
+def motion(node: Node) -> Motion | None:
+    """Return the way in which a node moves data; `None` if it does not."""
+    name = target_name(node)
+    if name == "aten.pad.default" and (argument(node, 2) or "constant") != "constant":
+        return Motion.REORDER
+    return MOTIONS.get(name)
+
+
+def moves(node: Node) -> bool:
+    """Tell whether a node's output values are input values at their own rounding: data movement commutes with rounding.
+
+    A scatter is not included: no integer kernel writes the codes of one value over codes with another scale.
+    """
+    return motion(node) not in (None, Motion.SCATTER)
+
+
+def moved_inputs(node: Node) -> tuple[Node, ...]:
+    """Return the inputs whose values a data movement returns; its other inputs are positions and sizes."""
+    if motion(node) in (Motion.JOIN, Motion.SCATTER):
+        return tuple(node.all_input_nodes)
+    return tuple(value for value in node.args[:1] if isinstance(value, Node))
+
+
+def given_bounds(node: Node) -> tuple[Any, Any] | None:
+    """Return the bounds of a clamp, numbers or nodes; `None` for any other node."""
+    row = CLAMPS.get(target_name(node))
+    if row is None:
+        return None
+    bounds = (None if at is None else argument(node, at) for at in (row.low, row.high))
+    low, high = (fixed if bound is None else bound for bound, fixed in zip(bounds, row.fixed, strict=True))
+    return low, high
+
+
 def clamp_bounds(node: Node) -> tuple[float | None, float | None] | None:
-    """Return the bounds of an activation that a saturating zero point can absorb: relu, relu6, clamp, hardtanh.
+    """Return the bounds of an activation that a saturating zero point can absorb, such as a relu or a clamp.
 
     `None` for every other node, and for bounds that are not constants.
     """
-    name = target_name(node)
-    if name == "aten.relu.default":
-        return 0.0, None
-    if name == "aten.relu6.default":
-        return 0.0, 6.0
-    if name in ("aten.clamp.default", "aten.hardtanh.default"):
-        low, high = argument(node, 1), argument(node, 2)
-        if name == "aten.hardtanh.default":
-            low, high = -1.0 if low is None else low, 1.0 if high is None else high
-        if all(bound is None or isinstance(bound, int | float) for bound in (low, high)):
-            return low, high
-    return None
+    bounds = given_bounds(node)
+    constant = bounds is not None and all(bound is None or isinstance(bound, int | float) for bound in bounds)
+    return bounds if constant else None

@@ -38,7 +38,7 @@ from quark_fx.graph.nodes import (
     parameter,
     target_name,
 )
-from quark_fx.graph.operators import BRANCH, MOVING
+from quark_fx.graph.operators import BRANCH, moves
 
 CONVERT = "convert"
 """Value of `made_by` for codes and quantizers."""
@@ -156,7 +156,7 @@ def note_folded(gm: GraphModule, constant: Node, calls: Sequence[Node], main: No
 
 def _view(stored: Tensor, calls: Sequence[Node]) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """Return `Folded.view` for calls on one tensor; `None` if they copy or repeat elements, or compute."""
-    if not all(target_name(call) in MOVING for call in calls):
+    if not all(map(moves, calls)):
         return None
     origin: Any = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
     values: dict[Node, Any] = {}

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from quark_fx.errors import QuarkError
-from quark_fx.graph.nodes import describe, is_activation, module_calls, module_path, target_name
-from quark_fx.graph.operators import MOVING
+from quark_fx.graph.nodes import describe, is_activation, module_calls, module_path
+from quark_fx.graph.operators import KEEPS_ORDER, motion, moves
 from quark_fx.numbers.ops import Measurement
 
 SPLIT = "split"
@@ -323,7 +323,7 @@ def _not_of_a_module(reader: Node, activation: Activation) -> QuarkError:
 
 def _commutes(node: Node, activation: Activation) -> bool:
     """Tell whether rounding before the node equals rounding after it."""
-    if target_name(node) not in MOVING:
+    if not moves(node):
         return False
     if activation.is_fixed:
         return True
@@ -331,11 +331,7 @@ def _commutes(node: Node, activation: Activation) -> bool:
     same_rows = len(shapes) == 2 and bool(shapes[0][-1:]) and shapes[0][-1] == shapes[1][-1]
     whole = activation.axis is None or (activation.axis == -1 and same_rows)
     by_rows = all(factor.by_rows for factor in activation.factors) and (same_rows or not activation.factors)
-    return target_name(node) in _RESHAPING and whole and by_rows
-
-
-_RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default")
-"""Data movement that keeps the order of values."""
+    return motion(node) in KEEPS_ORDER and whole and by_rows
 
 
 __all__ = ["SPLIT", "UNROTATED", "Activation", "Branch", "Factor", "Rounded", "RoundedModules", "place_rounding"]

@@ -14,8 +14,8 @@ from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import is_parameter, named_nodes, parameter, set_parameter, target_name, tensor_of
-from quark_fx.graph.operators import argument, clamp_bounds
+from quark_fx.graph.nodes import is_parameter, named_nodes, parameter, set_parameter, tensor_of
+from quark_fx.graph.operators import clamp_bounds, given_bounds
 from quark_fx.graph.pass_manager import Change
 from quark_fx.solvers.finders import own_biases
 from quark_fx.solvers.folds import Mean, OutputError
@@ -107,12 +107,12 @@ Bound = float | Tensor | None
 
 def _bounds(gm: GraphModule, node: Node) -> tuple[Bound, Bound] | None:
     """Return the constant bounds of a clamp; equalization may have made them per channel."""
-    if target_name(node) != "aten.clamp.Tensor":
-        return clamp_bounds(node)
-    low, high = argument(node, 1), argument(node, 2)
-    if not all(bound is None or is_parameter(bound) for bound in (low, high)):
+    bounds = given_bounds(node)
+    if clamp_bounds(node) is not None or bounds is None:
+        return bounds
+    if not all(bound is None or is_parameter(bound) for bound in bounds):
         return None
-    values = (None if bound is None else parameter(gm, bound).detach().float().flatten() for bound in (low, high))
+    values = (None if bound is None else parameter(gm, bound).detach().float().flatten() for bound in bounds)
     return tuple(values)  # type: ignore[return-value]
 
 

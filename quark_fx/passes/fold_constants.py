@@ -23,10 +23,9 @@ from quark_fx.graph.nodes import (
     get_attr,
     is_floating,
     parameter,
-    target_name,
     value_of,
 )
-from quark_fx.graph.operators import MOVING, row_by_target
+from quark_fx.graph.operators import Motion, motion, moves, row_by_target
 from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.graph.provenance import note_folded
 
@@ -87,11 +86,14 @@ def _weights(node: Node, constants: Collection[Node]) -> Iterator[Node]:
 
 
 def _computed(values: Collection[Node], constants: Collection[Node]) -> Iterator[Node]:
-    """Yield the last computations of some values, ignoring data movement after them."""
+    """Yield the last computations of some values, ignoring data movement after them.
+
+    A lookup counts as a computation: the graph would do it in every run.
+    """
     pending, seen = [value for value in values if value in constants], set(values)
     while pending:
         node = pending.pop()
-        if target_name(node) in MOVING or not _holds_floats(node):
+        if (moves(node) and motion(node) is not Motion.LOOK_UP) or not _holds_floats(node):
             fresh = [n for n in node.all_input_nodes if n in constants and n not in seen]
             seen.update(fresh)
             pending += fresh

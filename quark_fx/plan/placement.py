@@ -40,11 +40,14 @@ from quark_fx.graph.operators import (
     ATTENTION,
     BRANCH,
     KINDS,
-    MOVING,
+    Motion,
     Operator,
     StoredWeight,
     argument,
     clamp_bounds,
+    motion,
+    moved_inputs,
+    moves,
     operator_row,
     row_by_target,
     stored_weights,
@@ -305,7 +308,7 @@ def _unplanned(gm: GraphModule, config: QuantConfig, node: Node, constants: Coll
             )
         elif value.op != "get_attr" and row is not None:
             reason = _COMPUTED
-        elif not weight_arguments(node) and name in _LOOKING_UP:
+        elif not weight_arguments(node) and motion(node) is Motion.LOOK_UP:
             reason = f"rows of a table are looked up by {name}; use torch.nn.functional.embedding"
             if value_of(gm, weight).dim() == 3:
                 reason += ", and for stacks of experts of transformers set_experts_implementation('grouped_mm')"
@@ -319,12 +322,10 @@ _COMPUTED = (
     "constant of up to 64 MiB, or twice its parameters"
 )
 
-_LOOKING_UP = frozenset({"aten.index.Tensor", "aten.index_select.default", "aten.gather.default", "aten.take.default"})
-
 
 def _looked_up(node: Node, constants: Collection[Node]) -> tuple[Node, ...]:
     """Return the table of a node that looks up rows by an input of the model, else nothing."""
-    if target_name(node) not in _LOOKING_UP or not isinstance(node.args[0], Node):
+    if motion(node) is not Motion.LOOK_UP or not isinstance(node.args[0], Node):
         return ()
     table = node.args[0]
     return (table,) if table in constants or table.op == "get_attr" else ()
@@ -341,7 +342,7 @@ def _behind(value: Node) -> list[Node]:
     through, pending = set[Node](), [value]
     while pending:
         node = pending.pop()
-        if node not in through and (target_name(node) in MOVING or is_pointwise(node)):
+        if node not in through and (is_pointwise(node) or (moves(node) and motion(node) is not Motion.LOOK_UP)):
             through.add(node)
             pending += node.all_input_nodes
     return parameters_of(value, through)
@@ -605,10 +606,7 @@ class _Placement:
         Their values are rounded to the output's grid anyway; rounding once loses less than rounding twice. The output's
         observer sees all of them.
         """
-        if (
-            target_name(point.value) not in ("aten.cat.default", "aten.stack.default")
-            or point.source is not point.value
-        ):
+        if motion(point.value) is not Motion.JOIN or point.source is not point.value:
             return
         inputs = point.value.all_input_nodes
         origins = [produced[o] for node in inputs if (o := self._origin(node, produced)) is not None]
@@ -669,12 +667,11 @@ class _Placement:
 
     def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
         """Return the value produced in integers from which data movement computes `value`, or `None`."""
-        while value not in produced and target_name(value) in MOVING:
-            sources = [node for node in value.all_input_nodes if not is_parameter(node)]
-            floating = [node for node in sources if is_floating(self.gm, node) or target_name(node) in MOVING]
-            if len(floating) != 1:
+        while value not in produced and moves(value):
+            sources = [node for node in moved_inputs(value) if not is_parameter(node)]
+            if len(sources) != 1:
                 return None
-            value = floating[0]
+            value = sources[0]
         return value if value in produced else None
 
     def _settle(self) -> None:
@@ -713,7 +710,7 @@ class _Placement:
         return bool(value.users) and all(
             user in self.inputs
             or user in self.arithmetic
-            or ((clamp_bounds(user) is not None or target_name(user) in MOVING) and user in self.wanted)
+            or ((clamp_bounds(user) is not None or moves(user)) and user in self.wanted)
             for user in value.users
         )
 
@@ -723,8 +720,8 @@ class _Placement:
             return True
         if value in self.quantized:
             return self._integer_output(value) is not None
-        if clamp_bounds(value) is not None or target_name(value) in MOVING:
-            sources = [n for n in value.all_input_nodes if n.op not in ("get_attr", "placeholder")]
+        if clamp_bounds(value) is not None or moves(value):
+            sources = [n for n in moved_inputs(value) if n.op not in ("get_attr", "placeholder")]
             return bool(sources) and all(n in self.available for n in sources if _holds_floats(self.gm, n))
         return False
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from quark_fx.graph.attention import is_pointwise
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import CAST, target_name
-from quark_fx.graph.operators import BRANCH, MOVING, operator_row
+from quark_fx.graph.operators import BRANCH, PADS, Motion, motion, moves, operator_row
 
 HEAD = "head"
 """Role of the operator whose output is the model's, such as a language model's projection to its vocabulary."""
@@ -28,17 +28,6 @@ ADAPTER = "adapter"
 """Role of the two operators of a low-rank branch that is added to the output of another operator (LoRA)."""
 
 ROLES = (HEAD, ROUTER, DEPTHWISE, ADAPTER)
-
-_CASTS = frozenset({CAST, "aten.to.dtype"})
-
-_SELECTING = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("index.Tensor", "index_select.default", "gather.default", "take_along_dim.default", "masked_select.default"),
-        *("select_scatter.default", "slice_scatter.default", "constant_pad_nd.default", "pad.default"),
-    )
-)
-"""Operators that select values, or put them into a larger tensor."""
 
 _NORMALIZING = frozenset({"aten.softmax.int", "aten.log_softmax.int"})
 
@@ -121,7 +110,7 @@ def _unscaled(value: Node) -> Node:
 
 
 def _scales(node: Node) -> bool:
-    return target_name(node) in _SCALING | _CASTS and len(node.all_input_nodes) == 1
+    return target_name(node) in _SCALING | {CAST} and len(node.all_input_nodes) == 1
 
 
 def _terms(total: Node) -> Iterator[Node]:
@@ -146,8 +135,14 @@ def values_chosen_from(graph: Graph) -> frozenset[Node]:
         node = pending.pop()
         fresh = [value for value in node.all_input_nodes if value not in values]
         values.update(fresh)
-        pending += [n for n in fresh if target_name(n) in MOVING | _CASTS | _SQUASHING or is_pointwise(n)]
+        pending += [n for n in fresh if _is_scored_with(n)]
     return frozenset(values)
+
+
+def _is_scored_with(node: Node) -> bool:
+    """Tell whether the largest elements of a node's output are the largest of its input; a lookup has chosen before."""
+    moved = moves(node) and motion(node) is not Motion.LOOK_UP
+    return moved or target_name(node) in _SQUASHING | {CAST} or is_pointwise(node)
 
 
 def _chooses(node: Node) -> bool:
@@ -177,7 +172,7 @@ def _is_head(node: Node) -> bool:
 def _keeps(node: Node, value: Node) -> bool:
     """Tell whether a node turns an output into an output: it moves, selects, or changes elements of `value`."""
     name = target_name(node)
-    if name in MOVING | _CASTS | _SELECTING | _NORMALIZING or BRANCH in node.meta:
+    if motion(node) is not None or name in PADS | _NORMALIZING | {CAST} or BRANCH in node.meta:
         return True
     if not is_pointwise(node):
         return False
@@ -190,7 +185,7 @@ def _is_branch(value: Node) -> bool:
 
 
 def _is_constant(node: Node) -> bool:
-    while target_name(node) in MOVING | _CASTS and len(node.all_input_nodes) == 1:
+    while (moves(node) or target_name(node) == CAST) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return node.op == "get_attr"
 

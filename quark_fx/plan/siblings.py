@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import target_name
+from quark_fx.graph.operators import KEEPS_ORDER, motion
 
 if TYPE_CHECKING:
     from quark_fx.plan.placement import PlannedOperator
-
-_SHAPING = frozenset({"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"})
-"""Operators that only change the shape of a value."""
 
 _EXPERTS = "experts"
 
@@ -49,7 +46,7 @@ def _owner(op: PlannedOperator) -> str:
 
 
 def _whole(value: Node) -> Node:
-    while target_name(value) in _SHAPING:
+    while motion(value) in KEEPS_ORDER:
         (value,) = value.all_input_nodes[:1]
     return value
 

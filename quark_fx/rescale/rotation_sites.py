@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
+    CAST,
     ROTATE,
     call,
     describe,
@@ -31,7 +32,7 @@ from quark_fx.graph.nodes import (
     target_name,
     value_of,
 )
-from quark_fx.graph.operators import BRANCH, MOVING
+from quark_fx.graph.operators import BRANCH, Motion, motion, moved_inputs, moves
 from quark_fx.numbers.rotation import Rotation
 from quark_fx.rescale.components import per_element
 from quark_fx.rescale.rotation_walk import Norm, RotationWalk
@@ -253,9 +254,9 @@ class _Sites:
             return False
         value = linear.activation
         while value is not norm:
-            if target_name(value) not in _WHOLE or len(value.all_input_nodes) == 0:
+            if not (target_name(value) == CAST or motion(value) in _WHOLE):
                 return False
-            value = value.all_input_nodes[0]
+            (value,) = moved_inputs(value)
         whole = parameter(self.walk.gm, linear.bias).numel() == linear.shape[linear.output_axis]
         own = absorption.labels.numel() == linear.shape[linear.input_axis]
         return whole and own and not linear.kernel and not linear.stacked and not linear.has_factors
@@ -372,9 +373,7 @@ class _Sites:
     def _laid_out(self, place: Tensor, value: Node, size: int) -> Node:
         """Follow the data movement of a value; return the last result with its channels last and in order."""
         last, moved = value, value
-        while len(moved.users) == 1 and target_name(user := next(iter(moved.users))) in MOVING:
-            if len([n for n in user.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]) > 1:
-                break
+        while len(moved.users) == 1 and moves(user := next(iter(moved.users))) and moved_inputs(user) == (moved,):
             moved = user
             last = moved if self._in_runs(place, moved, size) else last
         return last
@@ -399,14 +398,10 @@ class _Sites:
         return user in self.walk.labels or user in self.walk.inputs
 
 
-_KEEPING = ("aten.mul.Tensor", "aten._to_copy.default")
+_KEEPING = ("aten.mul.Tensor", CAST)
 """Steps of a norm that commute with a rotation: the rotation can be undone before them."""
 
-_WHOLE = (
-    *("aten._to_copy.default", "aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"),
-    *("aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.select.int"),
-    *("aten.squeeze.dim", "aten.clone.default", "aten.contiguous.default", "aten.expand.default"),
-)
+_WHOLE = frozenset(Motion) - {Motion.JOIN, Motion.SCATTER, Motion.CHOOSE}
 """Data movement after which every row still has the offset of a norm, or a slice of it."""
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import is_floating, is_parameter, parameter, static_size, target_name, value_of
-from quark_fx.graph.operators import MOVING, argument
+from quark_fx.graph.nodes import CAST, is_floating, is_parameter, parameter, static_size, target_name, value_of
+from quark_fx.graph.operators import MOTIONS, PADS, Motion, argument
 from quark_fx.rescale.scale_rules import RULES as SCALE_RULES
 from quark_fx.rescale.scale_rules import Rule, attention, matmul, reduce, stop, visit
 from quark_fx.rescale.scale_walk import Walk, lift, made_by, read_by
@@ -296,19 +296,9 @@ _SUMS = ("aten.mean.dim", "aten.sum.dim_IntList")
 RULES: Mapping[str, Callable[[RotationWalk, Node], None]] = {
     name: SCALE_RULES[name]
     for name in (
-        *(name for name in MOVING if not name.startswith("aten.max_pool")),
-        *("aten.repeat_interleave.self_int", "aten.movedim.int", "aten.swapaxes.default", "aten.tile.default"),
-        *("aten.expand_as.default", "aten.mT.default", "aten.slice_scatter.default", "aten.select_scatter.default"),
-        *("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int"),
-        *(
-            "aten.split.sizes",
-            "aten.tensor_split.sections",
-            "aten.tensor_split.indices",
-            "aten.constant_pad_nd.default",
-        ),
-        *("aten.neg.default", "aten._to_copy.default", "aten.mul.Scalar", "aten.div.Scalar", "aten.contiguous.default"),
-        *("aten.clone.default", "aten.alias.default", "aten.add.Tensor", "aten.sub.Tensor", "aten.index.Tensor"),
-        *("aten.index_select.default", "aten.index_add.default", "aten.sym_size.int", "aten.pad.default"),
+        *(name for name, motion in MOTIONS.items() if motion not in (Motion.CHOOSE, Motion.LOOK_UP)),
+        *(*PADS, CAST, "aten.neg.default", "aten.mul.Scalar", "aten.div.Scalar", "aten.add.Tensor", "aten.sub.Tensor"),
+        *("aten.index.Tensor", "aten.index_select.default", "aten.index_add.default", "aten.sym_size.int"),
         *("aten.zeros_like.default", "aten.new_zeros.default", "aten.zeros.default"),
         *(f"aten.{kind}{d}d.default" for kind in ("avg_pool", "adaptive_avg_pool") for d in (1, 2, 3)),
     )

@@ -17,7 +17,17 @@ from torch.fx import Node
 
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import is_floating, is_getitem, is_parameter, parameter, target_name, value_of
-from quark_fx.graph.operators import MOVING, Operator, argument, clamp_bounds, operator_row, stored_weight
+from quark_fx.graph.operators import (
+    CLAMPS,
+    MOTIONS,
+    PADS,
+    Motion,
+    Operator,
+    argument,
+    given_bounds,
+    operator_row,
+    stored_weight,
+)
 from quark_fx.rescale.scale_walk import Absorption, ReadInput, Unknown, Walk, lift
 
 W = TypeVar("W", bound=Walk)
@@ -249,18 +259,6 @@ def _clamp(walk: Walk, node: Node) -> None:
     return None
 
 
-def given_bounds(node: Node) -> tuple[Any, Any] | None:
-    """Return the bounds of a clamp, numbers or nodes; `None` for any other node."""
-    name = target_name(node)
-    if name == "aten.clamp.Tensor":
-        return argument(node, 1), argument(node, 2)
-    if name == "aten.clamp_min.default":
-        return argument(node, 1), None
-    if name == "aten.clamp_max.default":
-        return None, argument(node, 1)
-    return clamp_bounds(node)
-
-
 def _normalize(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: int = 0) -> None:
     """Divide a norm's factor and offset by the scale of its output; its input is not scaled.
 
@@ -364,30 +362,15 @@ _make = partial(stop, inputs=False)
 """Rule for constants that only read a shape."""
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(MOVING, _move),
-    **dict.fromkeys(
-        (
-            *("aten.repeat_interleave.self_int", "aten.movedim.int", "aten.swapaxes.default", "aten.tile.default"),
-            *("aten.pixel_unshuffle.default", "aten.unfold.default", "aten.expand_as.default", "aten.mT.default"),
-            *("aten.slice_scatter.default", "aten.select_scatter.default", "aten.diagonal.default"),
-            *(f"aten.{kind}_pad{d}d.default" for kind in ("reflection", "replication") for d in (1, 2, 3)),
-        ),
-        _move,
-    ),
-    **dict.fromkeys(
-        (
-            *("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int"),
-            *("aten.split.sizes", "aten.tensor_split.sections", "aten.tensor_split.indices"),
-        ),
-        _parts,
-    ),
-    "aten.constant_pad_nd.default": _pad,
-    "aten.pad.default": _pad,
+    **{name: _move for name, motion in MOTIONS.items() if motion not in (Motion.CHOOSE, Motion.LOOK_UP)},
+    **dict.fromkeys((name for name, motion in MOTIONS.items() if motion is Motion.SPLIT), _parts),
+    "python.getitem": _move,
+    **dict.fromkeys(PADS, _pad),
+    **dict.fromkeys(CLAMPS, _clamp),
     **dict.fromkeys(
         (
             *("aten.relu.default", "aten.leaky_relu.default", "aten.prelu.default", "aten.abs.default"),
             *("aten.neg.default", "aten._to_copy.default", "aten.mul.Scalar", "aten.div.Scalar", "aten.div.Tensor"),
-            *("aten.contiguous.default", "aten.clone.default", "aten.alias.default"),
         ),
         _same,
     ),
@@ -404,13 +387,6 @@ RULES: dict[str, Rule] = {
         partial(_same, values=(1, 2)),
     ),
     "aten.mul.Tensor": _multiply,
-    **dict.fromkeys(
-        (
-            *("aten.relu6.default", "aten.hardtanh.default", "aten.clamp.default", "aten.clamp.Tensor"),
-            *("aten.clamp_min.default", "aten.clamp_max.default"),
-        ),
-        _clamp,
-    ),
     "aten.layer_norm.default": partial(_normalize, weight=2, bias=3, dims=1),
     "aten.rms_norm.default": partial(_normalize, weight=2, bias=None, dims=1),
     "aten.group_norm.default": partial(_normalize, weight=2, bias=3),

@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import call, describe, fake_mode, get_attr, is_parameter, parameter, set_parameter, value_of
-from quark_fx.graph.operators import operator_row, set_argument
+from quark_fx.graph.operators import given_bounds, operator_row, set_argument
 from quark_fx.rescale.components import per_element
-from quark_fx.rescale.scale_rules import given_bounds, visit, weight_sharer
+from quark_fx.rescale.scale_rules import visit, weight_sharer
 from quark_fx.rescale.scale_walk import Components, Walk
 
 _AT_ONCE = 1 << 20

@@ -8,7 +8,7 @@ from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import target_name
-from quark_fx.graph.operators import RECURRENT, is_average, operator_row
+from quark_fx.graph.operators import PADS, RECURRENT, is_average, operator_row
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
@@ -47,8 +47,7 @@ def continues(node: Node, user: Node) -> bool:
 
 
 _ARITHMETIC = ARITHMETIC | {
-    *("aten.sub.Tensor", "aten.leaky_relu.default", "aten.hardsigmoid.default", "aten.mean.dim"),
-    *("aten.pad.default", "aten.constant_pad_nd.default"),
+    *("aten.sub.Tensor", "aten.leaky_relu.default", "aten.hardsigmoid.default", "aten.mean.dim", *PADS),
 }
 
 DPU = Target(

@@ -213,6 +213,7 @@ def split_unevenly(y: Tensor) -> tuple[Tensor, Tensor]:
 
 def permuted_and_unsqueezed(y: Tensor) -> Tensor:
     y[None].permute(2, 0, 1)[:2].unsqueeze(-1).squeeze(1).mul_(3)
+    y[None].movedim(0, 2).swapdims(0, 1).narrow(0, 1, 2).add_(y.sum())
     return y
 
 
@@ -279,6 +280,19 @@ def test_in_place_operators_give_what_eager_gives(name: str) -> None:
 def test_writes_to_views_become_functional_without_a_retrace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", None)
     qfx.capture_graph(seeded(Function(IN_PLACE[name])), rand(3, 4))
+
+
+def test_a_graph_has_one_name_for_each_operator() -> None:
+    def aliases(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.multiply(x @ w, 2).subtract(1).divide(3).true_divide(2).negative().absolute()
+        y = torch.concat([y.clip(0, 1), torch.concatenate([y.positive()])])
+        return torch.row_stack([y, y[:1].broadcast_to(2, -1)])
+
+    captured = assert_captured(seeded(Function(aliases)), rand(3, 4))
+    names = [str(node.target) for node in captured.module.graph.nodes if node.op == "call_function"]
+    assert [name.split(".")[1] for name in names] == [
+        *("matmul", "mul", "sub", "div", "div", "neg", "abs", "clamp", "cat", "cat", "slice", "expand", "vstack")
+    ]
 
 
 class OverwritesItsBuffer(nn.Module):

@@ -130,6 +130,8 @@ ENDS: dict[str, tuple[Any, tuple[bool, ...]]] = {
     "logits": (lambda y: y, (True,)),
     "capped": (lambda y: torch.tanh(y / 30) * 30, (True,)),
     "the last rows": (lambda y: y[:, -20:], (True,)),
+    "one half of the rows": (lambda y: y.flatten(0, 1).unflatten(0, (-1, 2, 20))[:, 1], (True,)),
+    "the last rows of each class": (lambda y: y[:, -6:].transpose(1, 2), (False,)),
     "classes before positions": (lambda y: y.transpose(1, 2), (False,)),
     "heads": (lambda y: y.unflatten(-1, (2, 3)).transpose(1, 2), (False,)),
     "masked": (lambda y: y.masked_fill(torch.arange(6) > 4, torch.finfo(torch.float32).min), (False,)),

@@ -256,7 +256,7 @@ def test_an_index_that_no_table_has_is_named(index: int, preset: str) -> None:
 
 
 class Positions(nn.Module):
-    """Tokens that reach their table by way of a view, and a table of positions."""
+    """Tokens that reach their table by way of a cast, a view and transpositions, and a table of positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class Positions(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1], device=ids.device)
-        y: Tensor = self.linear(self.tokens(ids.view(-1, ids.shape[1])) + self.places[places])
+        y: Tensor = self.linear(self.tokens(ids.mT.long().view(ids.shape[1], -1).t()) + self.places[places])
         return y
 
 
@@ -273,7 +273,7 @@ class Positions(nn.Module):
 def test_an_index_that_is_found_out_on_the_way_names_its_batch(preset: str) -> None:
     model = seeded(Positions())
     with pytest.raises(qfx.CalibrationError, match=r"calibration batch 1: input ids holds . to 11 and selects"):
-        quantize(model, preset, [tokens(4)[0], tokens(4)[0] + 1])
+        quantize(model, preset, [batch.int() for batch in (tokens(4)[0], tokens(4)[0] + 1)])
     long = torch.zeros(4, 9, dtype=torch.int64)
     with pytest.raises(qfx.CalibrationError, match="calibration batch 1 holds an index that a table"):
         quantize(model, preset, [tokens(4)[0], long], dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))

@@ -52,6 +52,15 @@ def test_a_value_computed_from_parameters_is_a_weight(name: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("pick", [lambda w, i: w[i], lambda w, i: w.index_select(0, i)])
+def test_rows_that_a_constant_picks_are_one_constant(pick: Any) -> None:
+    model = build(lambda m, x: x + pick(m.w, m.order)[None])
+    model.w, model.order = nn.Parameter(rand(3, 8)), nn.Buffer(torch.tensor([2, 0]))
+    gm, _ = run_passes(qfx.capture_graph(model, rand(4, 2, 8)).module, [fold_constants])
+    assert not any("index" in str(node.target) for node in gm.graph.nodes)
+    assert torch.equal(gm(rand(4, 2, 8))[0], model(rand(4, 2, 8)))
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "weight norm": (lambda: parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), rand(2, 3, 5, 5)),
     "spectral norm": (lambda: parametrizations.spectral_norm(nn.ConvTranspose1d(3, 4, 3)), rand(2, 3, 5)),

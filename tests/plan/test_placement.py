@@ -26,6 +26,7 @@ from quark_fx.numbers.formats import INT4, INT8, INT16, UINT8
 from quark_fx.passes import CrossLayerEqualization
 from quark_fx.plan.placement import plan_quantization
 from quark_fx.plan.report import Row
+from quark_fx.plan.siblings import siblings
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 
 QUANTIZE, DEQUANTIZE = "quark_fx.quantize", "quark_fx.dequantize"
@@ -102,9 +103,11 @@ def conv(activation: nn.Module, after: nn.Module | None = None) -> nn.Module:
     return seeded(nn.Sequential(nn.Conv2d(3, 4, 3), activation, *([after] if after is not None else [])))
 
 
-def test_a_convolution_and_its_relu_share_one_quantizer() -> None:
-    qmodel = quantize(conv(nn.ReLU(), nn.Conv2d(4, 4, 1)), "int8_static", images())
-    assert not calls(qmodel, "aten.relu")
+@pytest.mark.parametrize("relu", [torch.relu, lambda y: y.clip(0), lambda y: y.clamp_min(0)])
+def test_a_convolution_and_its_relu_share_one_quantizer(relu: Any) -> None:
+    model = build(lambda m, x: m.b(relu(m.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1))
+    qmodel = quantize(model, "int8_static", images())
+    assert not any(calls(qmodel, f"aten.{name}") for name in ("relu", "clip", "clamp"))
     first = calls(qmodel, "aten.conv2d")[0]
     assert [str(user.target).startswith(QUANTIZE) for user in first.users] == [True]
     assert qparams(qmodel, calls(qmodel, "aten.conv2d")[1].args[0])[1] == 0
@@ -157,7 +160,10 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "reshape": lambda y: y.reshape(y.shape[0], 4, 6, 6),
     "transpose": lambda y: y.transpose(2, 3),
     "slice": lambda y: y[:, :, 1:, :-1],
-    "flip": lambda y: y.flip(2),
+    "rearranged": lambda y: F.pixel_unshuffle(F.pad(y.rot90(1, (2, 3)).fliplr(), (1, 1, 1, 1), "reflect"), 2)[:, 2:6],
+    "repeated": lambda y: y[:, :, :1].expand_as(y).repeat_interleave(2, 2).tile(1, 1, 2, 1),
+    "looked up": lambda y: y[:, torch.tensor([3, 0, 0, 1])].gather(2, (y[:, :, :2] > 0).long()),
+    "split": lambda y: F.adaptive_max_pool2d(y, 4).tensor_split(2, 3)[1].vsplit(2)[0],
     "several": lambda y: nn.functional.max_pool2d(y.transpose(2, 3).contiguous(), 2)[:, :, 1:],
     "upsample": lambda y: nn.functional.interpolate(y, scale_factor=2.0, mode="nearest"),
 }
@@ -444,6 +450,18 @@ def test_without_the_pass_that_folds_a_computed_weight_has_a_reason() -> None:
     reasons = [r.reason for r in quantize(model, INT8_WEIGHT_ONLY.replace(passes=()), [rand(3, 4)]).report()]
     assert len(reasons) == 2
     assert all("add quark_fx.passes.fold_constants to the passes" in reason for reason in reasons)
+
+
+def test_operators_that_read_one_value_in_the_same_order_are_siblings() -> None:
+    model = build(
+        lambda m, x: m.q(x.flatten(0, 1)) + m.k(x.reshape(-1, 4)) + m.v(x.mT.flatten(0, 1)),
+        q=nn.Linear(4, 3),
+        k=nn.Linear(4, 3),
+        v=nn.Linear(4, 3),
+    )
+    gm = qfx.capture_graph(model, rand(2, 4, 4)).module
+    groups = siblings(plan_quantization(gm, INT8_WEIGHT_ONLY, quiet=True).operators)
+    assert [[op.name for op in group] for group in groups] == [["q", "k"]]
 
 
 def test_every_weighted_operator_has_a_row_in_graph_order() -> None:

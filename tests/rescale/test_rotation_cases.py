@@ -185,6 +185,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "mixed keep_apart sdpa kv shared in heads": (lambda: Net(lambda s, x: s.o(torch.matmul(s.g(x).reshape(x.shape[0],3,4,4), s.i(x)[:,None]).flatten(2)), g=L(5,12),i=L(5,8),o=L(32,3)), rand(2,4,5)),
     "roll tokens of channels": (lambda: Net(lambda s, x: s.o(s.i(x).roll(1,1)), i=L(5,8),o=L(8,3)), rand(2,4,5)),
     "pixel shuffle": (lambda: Net(lambda s, x: s.b(F.pixel_shuffle(s.a(x),2)), a=nn.Conv2d(3,16,1), b=nn.Conv2d(4,3,1)), rand(2,3,4,4)),
+    "pixel unshuffle": (lambda: Net(lambda s, x: s.b(F.pixel_unshuffle(s.a(x),2)), a=nn.Conv2d(3,4,1), b=nn.Conv2d(16,3,1)), rand(2,3,4,4)),
+    "reflected windows": (lambda: Net(lambda s, x: s.b(F.pad(s.a(x),(1,1,1,1),'reflect').unfold(3,2,1).diagonal(0,2,3).transpose(2,3)), a=nn.Conv2d(3,8,1), b=nn.Conv2d(8,3,1)), rand(2,3,4,4)),
     "unflatten (4,2) transposed": (lambda: Net(lambda s, x: s.o(s.i(x).unflatten(-1,(4,2)).transpose(1,2)), i=L(5,8),o=L(4,3)), rand(2,5)),
     "kv same MQA": (lambda: Net(lambda s, x: s.o(torch.matmul((torch.matmul(s.q(x),(c:=s.c(x)).transpose(1,2))).softmax(-1),c)), q=L(5,8),c=L(5,8),o=L(8,3)), rand(2,4,5)),
     "multi-query sdpa same kv": (lambda: Net(lambda s, x: s.o(F.scaled_dot_product_attention(s.q(x), s.c(x), s.c2(x))), q=L(5,8),c=L(5,8),c2=L(5,8),o=L(8,3)), rand(2,4,5)),

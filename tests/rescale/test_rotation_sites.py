@@ -113,7 +113,7 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        y: Tensor = self.leave(x + self.branch(self.norm(x)))
+        y: Tensor = self.leave(x + self.branch(self.norm(x)[None].flatten(0, 1)))
         return y
 
 

@@ -33,7 +33,7 @@ from quark_fx.graph.nodes import (
     target_name,
     tensor_names,
 )
-from quark_fx.graph.operators import measured_share, named_argument
+from quark_fx.graph.operators import measured_share, named_argument, row_by_target
 from quark_fx.graph.signature import Signature
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import (
@@ -330,7 +330,11 @@ def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
 def _require_fixed_groups(gm: GraphModule, signature: Signature) -> None:
     """Raise `ExportError` for convolutions whose number of groups varies with the inputs; ONNX needs a constant."""
     nodes = [
-        n for n in gm.graph.nodes if target_name(n) in _CONVOLUTIONS and isinstance(named_argument(n, "groups"), Node)
+        node
+        for node in gm.graph.nodes
+        if (row := row_by_target(node)) is not None
+        and row.kind in ("conv", "conv_transpose")
+        and isinstance(named_argument(node, "groups"), Node)
     ]
     if not nodes:
         return
@@ -353,13 +357,6 @@ def _require_fixed_groups(gm: GraphModule, signature: Signature) -> None:
         "\nFix these sizes when the model is quantized; as dynamic_shapes of quantize() pass "
         + signature.literal_of(free)
     )
-
-
-_CONVOLUTIONS = frozenset(f"aten.conv{d}d.{overload}" for d in (1, 2, 3) for overload in ("default", "padding")) | {
-    "aten.conv_transpose1d.default",
-    "aten.conv_transpose2d.input",
-    "aten.conv_transpose3d.input",
-}
 
 
 def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:

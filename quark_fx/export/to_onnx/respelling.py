@@ -398,11 +398,6 @@ def _without_empty_vectors(gm: GraphModule, node: Node) -> Node:
     return call(gm, aten.cat.default, parts, argument(node, 1) or 0, like=node)
 
 
-def _quotient(gm: GraphModule, node: Node) -> Node:
-    """Replace `divide` by its synonym `div`, whose lowering supports integers."""
-    return call(gm, aten.div.Tensor, *node.args, like=node)
-
-
 def _mean_slope(gm: GraphModule, node: Node) -> Node:
     """Write `rrelu` as it computes in eval mode: the slope is the middle of its range."""
     value, lower, upper = (argument(node, position) for position in range(3))
@@ -472,7 +467,6 @@ _WITHOUT_LOWERING: dict[str, Rule] = {
     **{f"aten.floor_divide.{kind}": _division for kind in ("default", "Scalar")},
     "aten.batch_norm.default": _normalized,
     **{f"aten.conv_transpose{kind}": _transposed_convolution for kind in ("1d.default", "2d.input", "3d.input")},
-    "aten.divide.Tensor": _quotient,
     "aten.numpy_T.default": _reversed,
     "aten.cumprod.default": _products_by_doubling,
 }

@@ -15,7 +15,7 @@ from quark_fx.engine.context import Calibrated, Context
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import is_parameter, parameter, target_name
-from quark_fx.graph.operators import MOVING, is_average
+from quark_fx.graph.operators import PADS, is_average, moves
 from quark_fx.graph.pass_manager import Change, Stage, graph_pass
 from quark_fx.numbers.qparams import QParams
 from quark_fx.passes.dpu import shifts
@@ -121,14 +121,14 @@ class _Builder:
 
     def _tie_concatenation(self, point: Point) -> None:
         """Tie the result of data movement to all of its inputs; with a single input they share a scale anyway."""
-        if "concat" in self.rules and target_name(point.value) in MOVING and point.source is point.value:
+        if "concat" in self.rules and moves(point.value) and point.source is point.value:
             self._tie("concat", (point.source, point.spec), *self._parts(point.value))
 
     def _parts(self, value: Node) -> Iterator[Value]:
         for part in value.all_input_nodes:
             points = [p for p in self.points.get(part, []) if p.readers is None]
             yield from ((p.source, p.spec) for p in points)
-            if not points and target_name(part) in MOVING:
+            if not points and moves(part):
                 yield from self._parts(part)
 
     def _tie(self, rule: str, *values: Value | None) -> None:
@@ -140,7 +140,7 @@ class _Builder:
         name = target_name(node)
         if is_average(node):
             self._tie("pool", self._read(node, node.args[0]), self._made(node))
-        elif name in ("aten.pad.default", "aten.constant_pad_nd.default"):
+        elif name in PADS:
             self._tie("pad", self._read(node, node.args[0]), self._made(node))
         elif name in ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor"):
             inputs = [self._read(node, value) for value in node.args[:2]]
