@@ -31,5 +31,17 @@ class CheckpointError(QuarkError):
     """A stored model that is damaged, incomplete, or mislabeled, or a disk without space for one."""
 
 
+class Declined(Exception):  # noqa: N818
+    """A decision to leave something unchanged, with the reason: nothing failed, and the caller reports it.
+
+    A function returns its result or raises this. It never leaves the package.
+    """
+
+    @property
+    def reason(self) -> str:
+        """The reason, as a part of a sentence about the thing that stays."""
+        return str(self)
+
+
 class ExportError(QuarkError):
     """A graph that the chosen target cannot express, or an artifact that failed its check."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from quark_fx.errors import CaptureError
+from quark_fx.errors import CaptureError, Declined
 from quark_fx.graph.nodes import (
     call,
     cast,
@@ -31,15 +31,11 @@ from quark_fx.graph.operators import Motion, motion, permutation
 _aten = torch.ops.aten
 
 
-class UnresolvedError(Exception):
-    """A write that this walk cannot follow; torch can, by tracing the program once more."""
-
-
 def make_functional(gm: GraphModule) -> None:
     """Replace the in-place operators of `gm` by functional ones.
 
     Raises:
-        UnresolvedError: If a write goes through an operator without a known inverse; the graph is then incomplete.
+        Declined: If a write goes through an operator without a known inverse; the graph is then incomplete.
         CaptureError: If a parameter or buffer is overwritten.
     """
     nodes = list(gm.graph.nodes)
@@ -188,7 +184,7 @@ class _Walk:
         name, overload = node.target._schema.name.split("::")[1], node.target._overloadname  # type: ignore[union-attr]
         functional = getattr(getattr(_aten, name.removesuffix("_"), None), overload, None)
         if target is None or functional is None or not name.endswith("_") or written != [arguments[0].name]:
-            raise UnresolvedError(describe(node))
+            raise Declined(describe(node))
         root, renames = self._root(target), target_name(node) in _RENAMINGS
         # Once filled, a buffer is like any other value.
         writes = root.op == "get_attr" and root not in self.versions and target_name(node) != "aten.detach_.default"
@@ -255,7 +251,7 @@ class _Walk:
             if chain[-1] is root and self.doubtful.intersection(chain):
                 read_later = any(self.order.get(user, -1) > self.order[node] for user in view.users)
                 if view is target or read_later:
-                    raise UnresolvedError(f"{describe(node)} and {describe(view)}")
+                    raise Declined(f"{describe(node)} and {describe(view)}")
 
     def _computed(self, node: Node, target: Node, functional: Any) -> Node:
         """Make `node` compute the value that the write leaves in `target`; return the node with that value."""
@@ -319,7 +315,7 @@ class _Walk:
             return self._like(_aten.slice_scatter.default, view, like, now, value, dim, start, start + length)
         scatter = _SCATTERS.get(name)
         if scatter is None:
-            raise UnresolvedError(describe(view))
+            raise Declined(describe(view))
         return self._like(scatter, view, like, self._now(source), value, *view.args[1:], **view.kwargs)
 
     def _part_written_back(self, part: Node, index: int, value: Node, source: Node) -> Node:
@@ -329,7 +325,7 @@ class _Walk:
             return self._like(_aten.select_scatter.default, part, like, self._now(source), value, dim, index)
         sizes = [static_size(piece.shape[dim]) for piece in part.meta["val"][: index + 1]]
         if None in sizes or not name.startswith(("aten.split", "aten.chunk.", "aten.tensor_split")):
-            raise UnresolvedError(describe(part))
+            raise Declined(describe(part))
         start, end = sum(sizes[:-1]), sum(sizes)  # type: ignore[arg-type]
         return self._like(_aten.slice_scatter.default, part, like, self._now(source), value, dim, start, end)
 
@@ -359,4 +355,4 @@ _SCATTERS = {
 """Views of a part of a tensor, and the operators that write that part."""
 
 
-__all__ = ["UnresolvedError", "make_functional"]
+__all__ = ["make_functional"]

@@ -20,8 +20,8 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from quark_fx.capture.einsum import spell_out_products
-from quark_fx.capture.in_place import UnresolvedError, make_functional
-from quark_fx.errors import CaptureError
+from quark_fx.capture.in_place import make_functional
+from quark_fx.errors import CaptureError, Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
     call,
@@ -197,12 +197,14 @@ def _functional_module(program: ExportedProgram) -> GraphModule:
         )
     try:
         return _module(program)
-    except UnresolvedError as reason:
-        logger.debug("the program is traced once more because of %s", reason)
+    except Declined as declined:
+        logger.debug("the program is traced once more because of %s", declined.reason)
     try:
         return _module(program.run_decompositions({}))
-    except UnresolvedError as reason:
-        raise CaptureError(f"{reason} has no functional form; replace it by an out-of-place operator") from None
+    except Declined as declined:
+        raise CaptureError(
+            f"{declined.reason} has no functional form; replace it by an out-of-place operator"
+        ) from None
 
 
 def _module(program: ExportedProgram) -> GraphModule:

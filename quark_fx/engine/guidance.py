@@ -17,6 +17,7 @@ from quark_fx.engine.blocks import Unit, find_blocks
 from quark_fx.engine.context import Context
 from quark_fx.engine.end_loss import EndLoss
 from quark_fx.engine.sizes import FLOAT32, Matrices
+from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.plan.placement import Coded
@@ -128,11 +129,12 @@ class Guidance:
             return "data chooses its rows"
         return self.reasons.get(linear.node.name, "")
 
-    def together(self, linear: Linear) -> tuple[Tensor | None, str]:
-        """Return the `outputs` of an operator, or `None` and the reason."""
-        name = linear.node.name
-        found = None if self.outputs is None else self.outputs.get(name)
-        return found, "" if found is not None else self.alone.get(name, "it has several matrices")
+    def together(self, linear: Linear) -> Tensor:
+        """Return the `outputs` of an operator; raise `Declined` if it has none."""
+        found = (self.outputs or {}).get(linear.node.name)
+        if found is None:
+            raise Declined(self.alone.get(linear.node.name, "it has several matrices"))
+        return found
 
 
 def _is_single(linear: Linear) -> bool:

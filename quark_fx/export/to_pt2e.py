@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from quark_fx.errors import ExportError
+from quark_fx.errors import Declined, ExportError
 from quark_fx.export.program import to_exported_program
 from quark_fx.graph.nodes import (
     DEQUANTIZE,
@@ -38,10 +38,6 @@ from quark_fx.numbers.formats import INT8, INT32, UINT8, Format, parse_format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.scales import FLOAT32
 from quark_fx.system.isolation import isolated
-
-
-class _UnsupportedError(Exception):
-    """PT2E lacks an operator; the message describes the missing one."""
 
 
 @isolated
@@ -74,8 +70,8 @@ def pt2e(qmodel: QuantizedModel) -> ExportedProgram:
         with gm.graph.inserting_before(node):
             try:
                 node.replace_all_uses_with(rule(node))
-            except _UnsupportedError as error:
-                bad.append(f"  {error}: {describe(node)}")
+            except Declined as declined:
+                bad.append(f"  {declined.reason}: {describe(node)}")
     if bad:
         raise ExportError(
             "PT2E has no operators for these roundings:\n"
@@ -103,7 +99,7 @@ class _Lowering:
 
     @property
     def rules(self) -> dict[str, Callable[[Node], Node]]:
-        """Functions that return the replacement of a node, by target; they raise `_UnsupportedError` if none exists."""
+        """Functions that return the replacement of a node, by target; they raise `Declined` if none exists."""
         return {
             QUANTIZE: self._quantize,
             DEQUANTIZE: self._dequantize,
@@ -141,7 +137,7 @@ class _Lowering:
         share = measured_share(node) != 1
         if not (whole and known and scale_type in (None, str(FLOAT32))) or share:
             how = " in groups" * (not whole) + " in a share of the range (drop the observer)" * share
-            raise _UnsupportedError(f"{symmetry} {name} measured at run time{how}")
+            raise Declined(f"{symmetry} {name} measured at run time{how}")
         _require_float32_or_less(x)
         if axis is not None:
             return call(self.gm, _OPS.choose_qparams_per_token_asymmetric.default, x, torch.int8, like=node)
@@ -154,10 +150,10 @@ class _Lowering:
         if weight is None or weight.format == INT32:
             return self._constant(f"{name}_values", constant.value())
         if weight.has_offsets:
-            raise _UnsupportedError("offsets between codes")
+            raise Declined("offsets between codes")
         fmt, axis = _integers(weight.format), weight.axis
         if axis is not None and weight.block_size and weight.codes.shape[axis] % weight.block_size:
-            raise _UnsupportedError(f"groups of {weight.block_size} of {weight.codes.shape[axis]} values")
+            raise Declined(f"groups of {weight.block_size} of {weight.codes.shape[axis]} values")
         limits, out = (fmt.qmin, fmt.qmax, fmt.dtype), _out_dtype(constant.dtype)
         if axis is None:
             fixed = float(weight.scale), int(weight.zero_point)
@@ -204,7 +200,7 @@ def _rounded(node: Node) -> Rounded:
     assert rounded is not None
     _integers(rounded.format)
     if rounded.kind is Activation.OTHER:
-        raise _UnsupportedError("an activation with scales of groups or channels")
+        raise Declined("an activation with scales of groups or channels")
     return rounded
 
 
@@ -217,7 +213,7 @@ def _limits(fmt: Format) -> tuple[int, int, torch.dtype]:
 
 def _integers(fmt: Format) -> Format:
     if not fmt.is_integer or fmt.bits > 16 or fmt.sign_magnitude:
-        raise _UnsupportedError(f"codes in {fmt}")
+        raise Declined(f"codes in {fmt}")
     return fmt
 
 
@@ -232,7 +228,7 @@ def _out_dtype(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 def _require_float32_or_less(x: Node) -> None:
     if (dtype := x.meta["val"].dtype) == torch.float64:
-        raise _UnsupportedError(f"an activation in {dtype}")
+        raise Declined(f"an activation in {dtype}")
 
 
 def _one_reader_each(gm: GraphModule) -> None:

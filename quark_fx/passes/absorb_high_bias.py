@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.config.selection import NOT_SELECTED, Selective
 from quark_fx.engine.context import Context
+from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import get_attr, is_parameter, parameter, set_parameter, target_name, value_of
 from quark_fx.graph.operators import set_argument
@@ -44,40 +45,40 @@ class AbsorbHighBias(Selective):
             linear = Linear.of(node)
             if linear is None or linear.bias_at is None:
                 continue
-            names, found = names_of(node), None
+            names, what, moved = names_of(node), NOT_SELECTED, False
             if self.selects(names):
-                found = self._absorb(gm, linear, linear.bias_at)
-            moved = isinstance(found, float)
-            what = f"lowered by up to {found:.3g}" if moved else NOT_SELECTED if found is None else f"skipped: {found}"
+                try:
+                    what, moved = f"lowered by up to {self._absorb(gm, linear, linear.bias_at):.3g}", True
+                except Declined as declined:
+                    what = f"skipped: {declined.reason}"
             if context is not None:
                 context.note(Change(names.name, what, moved))
             absorbed += moved
         return absorbed
 
-    def _absorb(self, gm: GraphModule, producer: Linear, position: int) -> float | str:
-        """Move part of a bias; return the most that a channel was lowered by, or the reason that nothing was moved."""
+    def _absorb(self, gm: GraphModule, producer: Linear, position: int) -> float:
+        """Move part of a bias; return the most that a channel was lowered by. Raise `Declined` if nothing moves."""
         if "batch_norm" not in producer.node.meta:
-            return "no batch norm was folded into it"
+            raise Declined("no batch norm was folded into it")
         consumer, rectified = _only_reader(producer.node), False
         if consumer is not None and target_name(consumer) == "aten.relu.default":
             consumer, rectified = _only_reader(consumer), True
         if consumer is None:
-            return "several operators read what it makes"
+            raise Declined("several operators read what it makes")
         beta, gamma = producer.node.meta["batch_norm"]
         shift = (beta - self.deviations * gamma).clamp(min=0) if rectified else beta
         if not bool((shift != 0).any()):
-            return "its mean is too near to where the ReLU cuts"
+            raise Declined("its mean is too near to where the ReLU cuts")
         reader = Linear.of(consumer)
         if reader is None or reader.bias_at is None:
-            return f"it is read by {target_name(consumer)} (%{consumer.name})"
-        if reason := _refusal(gm, producer, reader):
-            return reason
+            raise Declined(f"it is read by {target_name(consumer)} (%{consumer.name})")
+        _require_sum(gm, producer, reader)
         bias = producer.bias
         if not is_parameter(bias) or len(bias.users) > 1:
-            return "its bias is not its own"
+            raise Declined("its bias is not its own")
         moved = reader.response(parameter(gm, reader.weight), shift)
         if moved is None:
-            return f"the response of %{consumer.name} is not constant"
+            raise Declined(f"the response of %{consumer.name} is not constant")
         _add(gm, producer, position, -shift)
         _add(gm, reader, reader.bias_at, moved)
         producer.node.meta["batch_norm"] = (beta - shift, gamma)
@@ -88,19 +89,18 @@ def _only_reader(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _refusal(gm: GraphModule, producer: Linear, reader: Linear) -> str:
-    """Return the reason that the reader is not a sum over the producer's channels with constants; empty if it is."""
+def _require_sum(gm: GraphModule, producer: Linear, reader: Linear) -> None:
+    """Raise `Declined` unless the reader is a sum over the producer's channels with constants."""
     name = reader.node.name
     if reader.kind not in ("conv", "linear") or (reader.weight_at, reader.bias_at) != (1, 2):
-        return f"it is read by {target_name(reader.node)} (%{name})"
+        raise Declined(f"it is read by {target_name(reader.node)} (%{name})")
     if not is_parameter(reader.weight) or not (reader.bias is None or is_parameter(reader.bias)):
-        return f"weight or bias of %{name} is not constant"
+        raise Declined(f"weight or bias of %{name} is not constant")
     if reader.pads:
-        return f"%{name} pads with zeros, which would have to be lowered, too"
+        raise Declined(f"%{name} pads with zeros, which would have to be lowered, too")
     rank = value_of(gm, producer.node).dim()
     if producer.channel_dim(rank) != reader.channel_dim(rank):
-        return f"%{name} sums over another dimension than its channels"
-    return ""
+        raise Declined(f"%{name} sums over another dimension than its channels")
 
 
 def _add(gm: GraphModule, linear: Linear, position: int, change: Tensor) -> None:

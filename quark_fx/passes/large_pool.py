@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from quark_fx.engine.context import Context
+from quark_fx.errors import Declined
 from quark_fx.graph.nodes import call, static_size, target_name, value_of
 from quark_fx.graph.operators import argument
 from quark_fx.graph.pass_manager import Change, graph_pass
@@ -47,30 +48,32 @@ class SplitLargePools:
             height, width = (static_size(size) for size in value_of(gm, node.args[0]).shape[-2:])
             if height is not None and width is not None and height * width <= self.largest:
                 continue
-            windows = self._windows(height, width)
-            what = windows if isinstance(windows, str) else f"pool {height}×{width} split into windows of "
-            if not isinstance(windows, str):
-                what += "×".join(map(str, windows))
+            try:
+                windows, reason = self._windows(height, width), ""
+            except Declined as declined:
+                windows, reason = [], declined.reason
+            if windows:
                 with gm.graph.inserting_before(node):
                     small = call(gm, _aten.avg_pool2d.default, node.args[0], windows, windows, like=node)
                 node.replace_input_with(node.args[0], small)
                 done += 1
             if context is not None:
-                context.note(Change(module_name(node), what, not isinstance(windows, str)))
+                split = f"pool {height}×{width} split into windows of {'×'.join(map(str, windows))}"
+                context.note(Change(module_name(node), f"skipped: {reason}" if reason else split, not reason))
         return done
 
-    def _windows(self, height: int | None, width: int | None) -> list[int] | str:
-        """Return the sides of the first pool's windows, or the reason that the pool cannot be split."""
+    def _windows(self, height: int | None, width: int | None) -> list[int]:
+        """Return the sides of the first pool's windows; raise `Declined` if the pool cannot be split."""
         if height is None or width is None:
-            return "skipped: a pool over sizes that vary"
+            raise Declined("a pool over sizes that vary")
         windows = [_divisor(height), _divisor(width)]
         rest = [height // windows[0], width // windows[1]]
         if max(math.prod(windows), math.prod(rest)) <= self.largest:
             return windows
         if windows == [1, 1]:
-            return f"skipped: pool {height}×{width}, whose sides have no divisors"
+            raise Declined(f"pool {height}×{width}, whose sides have no divisors")
         remain = f"{rest[0]}×{rest[1]} values remain after windows of {windows[0]}×{windows[1]}"
-        return f"skipped: pool {height}×{width}, of which {remain}"
+        raise Declined(f"pool {height}×{width}, of which {remain}")
 
 
 def _divisor(side: int) -> int:

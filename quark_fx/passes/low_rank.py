@@ -18,6 +18,7 @@ from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.room import with_room
 from quark_fx.engine.sizes import BlockSize, Need, Sizes
+from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import call, describe, get_attr, named_nodes, parameter, value_of
@@ -118,11 +119,14 @@ class LowRank(Selective):
         planned = [op for op in plan_quantization(gm, context.config, quiet=True).operators if isinstance(op, Coded)]
         walk, found = Walk(gm), dict[Node, list[_Reader]]()
         for op in planned:
-            reader = self._reader(op, walk, refused=refused)
-            if isinstance(reader, str):
-                context.note(Change(op.name, reader, changed=False))
-            else:
+            if not self.selects(op):
+                context.note(Change(op.name, NOT_SELECTED, changed=False))
+                continue
+            try:
+                reader = self._reader(op, walk, refused=refused)
                 found.setdefault(reader.linear.activation, []).append(reader)
+            except Declined as declined:
+                context.note(Change(op.name, f"skipped: {declined.reason}", changed=False))
         sites = []
         for readers in found.values():
             site = _Site(tuple(readers))
@@ -136,29 +140,30 @@ class LowRank(Selective):
                 sites.append(site)
         return sites
 
-    def _reader(self, op: Coded, walk: Walk, *, refused: str) -> _Reader | str:
-        """Return an operator whose input can be split, or the reason that it cannot.
+    def _reader(self, op: Coded, walk: Walk, *, refused: str) -> _Reader:
+        """Return an operator whose input can be split.
 
         Args:
             op: Planned operator.
             walk: Traversal of the graph.
             refused: Reason that the target does not support branches; empty if it does.
+
+        Raises:
+            Declined: If its input cannot be split.
         """
         linear, mapping = op.linear, None if op.linear is None else op.linear.matrices
-        if not self.selects(op):
-            return NOT_SELECTED
         if refused:
-            return f"skipped: {refused}"
+            raise Declined(refused)
         if linear is None or mapping is None or mapping.kernel or mapping.stacked or linear.has_factors:
-            return "skipped: only products of rows and one matrix are split, no convolutions, stacks or tables"
+            raise Declined("only products of rows and one matrix are split, no convolutions, stacks or tables")
         if BRANCH in linear.activation.meta:
-            return "skipped: an earlier LowRank split what it reads; set a larger rank in that one"
+            raise Declined("an earlier LowRank split what it reads; set a larger rank in that one")
         if op.weight.is_cast:
-            return "skipped: its weight has no codes"
+            raise Declined("its weight has no codes")
         sharer = weight_sharer(walk, linear)
-        return (
-            _Reader(op, linear, mapping) if sharer is None else f"skipped: its weight is shared with {describe(sharer)}"
-        )
+        if sharer is not None:
+            raise Declined(f"its weight is shared with {describe(sharer)}")
+        return _Reader(op, linear, mapping)
 
 
 @dataclass(frozen=True, eq=False)

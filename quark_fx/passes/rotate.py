@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.selection import NOT_SELECTED, Named, Selective
 from quark_fx.config.target import Unrotated
 from quark_fx.engine.context import Context
+from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.numbers.rotation import Rotation
@@ -132,9 +133,10 @@ class Rotating(Selective, ABC):
         """Rotate the keys and queries of an attention, or report the reason for skipping it."""
         if not self.selects(op):
             return Change(op.name, NOT_SELECTED, changed=False)
-        size = channels_of_keys(gm, op.attention)
-        if isinstance(size, str):
-            return Change(op.name, f"skipped: {size}", changed=False)
+        try:
+            size = channels_of_keys(gm, op.attention)
+        except Declined as declined:
+            return Change(op.name, f"skipped: {declined.reason}", changed=False)
         if unrotated is not None and (why := unrotated(op.kinds, False, size)):
             return Change(op.name, f"skipped: {why}", changed=False)
         rotate_keys(gm, op.attention, Rotation.random(size, generator))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from quark_fx.errors import Declined
 from quark_fx.graph.attention import Attention, Cached
 from quark_fx.graph.nodes import is_parameter, output_node, static_size, value_of
 from quark_fx.graph.operators import argument
@@ -14,25 +15,31 @@ from quark_fx.numbers.rotation import Rotation
 from quark_fx.rescale.rotation_sites import insert_rotation
 
 
-def channels_of_keys(gm: GraphModule, attention: Attention) -> int | str:
-    """Return the number of channels in the queries and keys of a head, or the reason why these cannot be rotated."""
+def channels_of_keys(gm: GraphModule, attention: Attention) -> int:
+    """Return the number of channels in the queries and keys of a head.
+
+    Raises:
+        Declined: If they cannot be rotated.
+    """
     keys, values, query = attention.keys, attention.values, _query(attention)
     if not isinstance(keys, Cached):
-        return keys
+        raise keys
     if isinstance(values, Cached) and (keys.value, keys.reader) == (values.value, values.reader):
-        return "its keys are its values"
+        raise Declined("its keys are its values")
     if query is keys.value and keys.reader is attention.scores:
-        return "its keys are its queries"
+        raise Declined("its keys are its queries")
     if is_parameter(query):
-        return "its queries are constants of the model"
+        raise Declined("its queries are constants of the model")
     if output_node(gm) in keys.value.users:
-        return "the model returns its keys"
+        raise Declined("the model returns its keys")
     shape = value_of(gm, keys.value).shape
     fused = attention.node is attention.scores
     if keys.channels != len(shape) - 1 or not (fused or keys.across == -2):
-        return "the channels of its queries and keys are not their last dimension"
+        raise Declined("the channels of its queries and keys are not their last dimension")
     size = static_size(shape[-1])
-    return size if size is not None and size > 1 else f"its heads have {shape[-1]} channels"
+    if size is None or size == 1:
+        raise Declined(f"its heads have {shape[-1]} channels")
+    return size
 
 
 def rotate_keys(gm: GraphModule, attention: Attention, rotation: Rotation) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
     CAST,
@@ -188,11 +189,10 @@ class _Sites:
         mixed = walk.mixes(self.coordinate)
         order = {node: i for i, node in enumerate(walk.gm.graph.nodes)}
         for coordinates, readers in self._groups(mixed):
-            site, reason = self._site(coordinates, readers)
-            if site is not None:
-                sites.append(site)
-            else:
-                self.reasons |= {linear.node: reason for linear in readers}
+            try:
+                sites.append(self._site(coordinates, readers))
+            except Declined as declined:
+                self.reasons |= {linear.node: declined.reason for linear in readers}
         sites.sort(key=lambda site: order[site.readers[0].node])
         return RotationAnalysis(tuple(sites), self.reasons)
 
@@ -292,11 +292,11 @@ class _Sites:
             ordered = sorted(sorted(first[signature]) for signature in members)
             yield torch.tensor(ordered, dtype=torch.long), readers
 
-    def _site(self, groups: Tensor, readers: list[Linear]) -> tuple[RotationSite | None, str]:
-        """Return the site of some coordinates, or the reason why they cannot be rotated."""
+    def _site(self, groups: Tensor, readers: list[Linear]) -> RotationSite:
+        """Return the site of some coordinates; raise `Declined` if they cannot be rotated."""
         walk = self.walk
         if groups.shape[1] < 2:
-            return None, self._why(readers[0].activation, readers)
+            raise Declined(self._why(readers[0].activation, readers))
         place = torch.full((walk.components.count + 1,), -1)
         place[groups.flatten()] = torch.arange(groups.numel())
         norms = tuple(folded for folded in self.folded if bool((place[self.of(folded.norm.inputs)] >= 0).any()))
@@ -314,7 +314,7 @@ class _Sites:
                 continue
             found = _rotated(absorption, places, groups.shape)
             if found is None:
-                return None, f"the channels of {absorption.parameter.target} do not come in whole runs"
+                raise Declined(f"the channels of {absorption.parameter.target} do not come in whole runs")
             absorbers.append(found)
         stopped = (self._laid_out(place, v, groups.shape[1]) for v in walk.made if self._within(place, v))
         made = list(dict.fromkeys(stopped))
@@ -325,23 +325,20 @@ class _Sites:
                 back.setdefault(value, []).extend(other for other in others if other not in back.get(value, []))
         for value in (*made, *back):
             if not self._in_runs(place, value, groups.shape[1]):
-                return None, self._why(value, readers)
+                raise Declined(self._why(value, readers))
         for value in [value for value in made if set(value.users) <= set(back.get(value, ()))]:
             made.remove(value)  # all consumers need it unrotated
             del back[value]
         centered = [*walk.centering, *(f.norm.inputs for f in norms if f.norm.centers)]
-        return (
-            RotationSite(
-                groups.shape[1],
-                tuple(readers),
-                tuple(absorbers),
-                norms,
-                tuple(made),
-                tuple((value, tuple(users)) for value, users in back.items()),
-                any(bool((place[self.of(labels)] >= 0).any()) for labels in centered),
-                tuple(walk.labels[value].numel() for value in (*made, *back)),
-            ),
-            "",
+        return RotationSite(
+            groups.shape[1],
+            tuple(readers),
+            tuple(absorbers),
+            norms,
+            tuple(made),
+            tuple((value, tuple(users)) for value, users in back.items()),
+            any(bool((place[self.of(labels)] >= 0).any()) for labels in centered),
+            tuple(walk.labels[value].numel() for value in (*made, *back)),
         )
 
     def _why(self, value: Node, readers: list[Linear]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import is_floating, is_getitem, is_parameter, parameter, target_name, value_of
 from quark_fx.graph.operators import (
@@ -28,7 +29,7 @@ from quark_fx.graph.operators import (
     operator_row,
     stored_weight,
 )
-from quark_fx.rescale.scale_walk import Absorption, ReadInput, Unknown, Walk, lift
+from quark_fx.rescale.scale_walk import Absorption, ReadInput, Walk, lift
 
 W = TypeVar("W", bound=Walk)
 Rule = Callable[[Walk, Node], None]
@@ -44,7 +45,7 @@ def visit(walk: W, node: Node, rules: Mapping[str, Callable[[W, Node], None]] | 
             rule = partial(_look_up, row=row)
         try:
             rule(walk, node)
-        except Unknown:
+        except Declined:
             stop(walk, node)
     elif node.op == "get_attr":
         _constant(walk, node)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import describe, is_floating, is_getitem, parameter, static_size, value_of
 
@@ -103,10 +104,6 @@ class ReadInput(NamedTuple):
     value: Node
     axis: int
     labels: Tensor
-
-
-class Unknown(Exception):  # noqa: N818
-    """The movement of elements by a rearrangement could not be computed."""
 
 
 class Walk:
@@ -286,7 +283,7 @@ class Walk:
         """Return a size, or a small size in place of a dynamic one.
 
         Raises:
-            Unknown: If no valid small size exists.
+            Declined: If no valid small size exists.
         """
         if not isinstance(size, torch.SymInt):
             return int(size)
@@ -295,7 +292,7 @@ class Walk:
             known = {symbol: self._symbols.get(symbol, _SMALL) for symbol in expression.free_symbols}
             self._sizes[expression] = int(expression.subs(known))
         if self._sizes[expression] < 1:
-            raise Unknown(f"{expression} is not positive")
+            raise Declined(f"{expression} is not positive")
         return self._sizes[expression]
 
     def sizes(self, value: Node) -> list[int]:
@@ -325,7 +322,7 @@ class Walk:
             uniform: Dimensions along which the inputs must not vary.
 
         Raises:
-            Unknown: If it does not run on the sizes chosen for dynamic dimensions.
+            Declined: If it does not run on the sizes chosen for dynamic dimensions.
         """
         call: Any = node.args[0] if is_getitem(node) else node
         given = call.args if arguments is None else arguments
@@ -344,10 +341,10 @@ class Walk:
             try:
                 result = call.target(*args, **kwargs)
             except Exception as error:
-                raise Unknown(str(error)) from error
+                raise Declined(str(error)) from error
             result = result[node.args[1]] if call is not node else result
             if list(result.shape) != self.sizes(node):
-                raise Unknown(f"{list(result.shape)} is not {self.sizes(node)}")
+                raise Declined(f"{list(result.shape)} is not {self.sizes(node)}")
             return result.long()  # type: ignore[no-any-return]
 
         which = node.args[1:] if call is not node else ()

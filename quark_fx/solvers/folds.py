@@ -14,7 +14,7 @@ from torch import Tensor
 from quark_fx.engine.context import Context
 from quark_fx.engine.guidance import Guidance, guidance_of
 from quark_fx.engine.room import with_room
-from quark_fx.errors import ConfigError
+from quark_fx.errors import ConfigError, Declined
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.places import OperatorPlace, Place
 from quark_fx.solvers.products import Part, Product
@@ -97,8 +97,10 @@ class InputHessian(Reading):
         """Return the current quantized weight, with the weighting of its errors; measures nothing."""
         if not self.two_sided or context.guidance is None:
             return part.now
-        outputs, why = context.guidance.together(part.weight.linear)
-        return replace(part.now, outputs=outputs, one_sided=why)
+        try:
+            return replace(part.now, outputs=context.guidance.together(part.weight.linear), one_sided="")
+        except Declined as declined:
+            return replace(part.now, outputs=None, one_sided=declined.reason)
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Hessian:
         """Return the sums over all rows."""

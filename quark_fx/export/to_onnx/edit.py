@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark_fx.errors import Declined
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -27,8 +29,7 @@ class Kept:
     rule: str = ""
 
 
-class DeclinedError(Exception):
-    """A rewrite declines a matching node; the message is the reason."""
+DeclinedError = Declined
 
 
 def add_initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:

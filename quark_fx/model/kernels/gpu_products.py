@@ -13,9 +13,10 @@ from torch.fx import Node
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from quark_fx.errors import Declined
 from quark_fx.model.kernels.integer_products import plain_linear
 from quark_fx.model.kernels.integers import at_least
-from quark_fx.model.kernels.product import Activation, NoKernelError, Product
+from quark_fx.model.kernels.product import Activation, Product
 from quark_fx.model.kernels.weight_only import groups_of, int4_product, int4_table
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, Format
 from quark_fx.numbers.scales import E4M3_SCALES, FLOAT20, like, scale_format
@@ -33,7 +34,7 @@ def scaled_linear(product: Product) -> None:
     """Multiply codes in E4M3 with a scale for the tensor, or for each token and output."""
     weight, rounded = product.matrix(), product.read
     if weight.axis not in (None, 0) or weight.block_size:
-        raise NoKernelError("its weight has a scale for each group, and its activation one for each token or for all")
+        raise Declined("its weight has a scale for each group, and its activation one for each token or for all")
     scale = weight.scale.float().reshape(-1 if weight.axis == 0 else ())
     if weight.axis == 0 or rounded.kind is Activation.TOKEN:
         scale = scale.reshape(1, -1).expand(1, len(weight.codes)).contiguous()
@@ -67,7 +68,7 @@ def block_linear(product: Product) -> None:
     weight, rounded = product.matrix(), product.read
     outputs, inputs = weight.codes.shape
     if (weight.axis, weight.block_size, rounded.block_size) != (1, 128, 128):
-        raise NoKernelError(
+        raise Declined(
             f"its scales are of {weight.block_size} inputs of its weight and {rounded.block_size} of its activation; "
             "the product of blocks takes 128"
         )
@@ -105,27 +106,27 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
     """Multiply codes in E4M3, or E2M1 packed in 4 bits, with an 8-bit scale for 16 or 32 inputs."""
     weight, rounded, bias = product.matrix(), product.read, product.bias()
     if weight.axis != 1:
-        raise NoKernelError("its weight has no groups of inputs")
+        raise Declined("its weight has no groups of inputs")
     kind, of_16 = scale_format(rounded.scale_type), weight.block_size == 16
     codes, scale, whole = weight.codes.contiguous(), weight.scale, None
     if of_16:
         try:
             stored = E4M3_SCALES.quantized(scale)
         except ValueError as error:
-            raise NoKernelError(f"of its weight, {error}") from error
+            raise Declined(f"of its weight, {error}") from error
         scale, whole = stored.codes.view(torch.uint8), stored.scale
     elif bool((torch.frexp(scale)[0] == 0.5).all()):
         scale = _exponents(scale)
     else:
-        raise NoKernelError("scales of its weight are not powers of two")
+        raise Declined("scales of its weight are not powers of two")
     if not (kind.has_unit if of_16 else kind.rule):
         needs = "E4M3 floats times one number" if of_16 else "powers of two"
-        raise NoKernelError(f"scales of its activation are not {needs}, measured at run time")
+        raise Declined(f"scales of its activation are not {needs}, measured at run time")
     constants = (_pairs(codes) if packs else codes, _tiled(scale), whole)
     try:  # a build of torch may lack a kernel of its version
         small_block_product(codes[:1], weight.scale[:1], *constants)
     except RuntimeError as error:
-        raise NoKernelError(f"torch refuses it: {str(error).splitlines()[0]}") from error
+        raise Declined(f"torch refuses it: {str(error).splitlines()[0]}") from error
     _replace(product, product.insert(small_block_product, rounded.codes, rounded.scale, *constants), bias)
 
 
@@ -187,12 +188,12 @@ def _tiled(scale: Tensor) -> Tensor:
 def int4_linear(product: Product) -> None:
     """Multiply bfloat16 by codes of at most 4 bits with scales for up to 256 inputs (tinygemm)."""
     if not product.weight.format.is_integer or product.weight.format.bits > 4:
-        raise NoKernelError(f"its weight is {product.weight.format}; torch multiplies floats by at most 4 bits on GPUs")
+        raise Declined(f"its weight is {product.weight.format}; torch multiplies floats by at most 4 bits on GPUs")
     bias, (codes, scale, zero_point) = product.bias(), groups_of(product.matrix())
     outputs, _, inputs = codes.shape
     size = gcd(inputs, 256)
     if size < 32:
-        raise NoKernelError(f"its groups of {inputs} inputs are not a multiple of 32")
+        raise Declined(f"its groups of {inputs} inputs are not a multiple of 32")
     scale, zero_point = (p.repeat_interleave(inputs // size, 1) for p in (scale, zero_point))
     codes = codes.reshape(outputs, -1)
     tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
@@ -252,7 +253,7 @@ class GPUKernel:
         """Reject a product that does not fit, or a GPU that does not have this kernel.
 
         Raises:
-            NoKernelError: If the kernel cannot be used; the message is the reason.
+            Declined: If the kernel cannot be used; the message is the reason.
         """
         codes = product.matrix().codes
         found, (outputs, inputs) = accelerator.capability(codes.device), codes.shape
@@ -260,14 +261,14 @@ class GPUKernel:
         if not self.since <= found < self.before:
             below = "" if self.before[0] == 100 else f" and below {_version(self.before)}"
             needed = f"compute capability {_version(self.since)} or above{below}"
-            raise NoKernelError(f"{self.name} needs {needed}, and this GPU has {_version(found)}")
+            raise Declined(f"{self.name} needs {needed}, and this GPU has {_version(found)}")
         if accelerator.cuda_version() < self.cuda:
-            raise NoKernelError(f"{self.name} needs torch built for CUDA {_version(self.cuda)} or above")
+            raise Declined(f"{self.name} needs torch built for CUDA {_version(self.cuda)} or above")
         if product.dtype not in self.dtypes:
             given, taken = (str(dtype).removeprefix("torch.") for dtype in (product.dtype, self.dtypes[0]))
-            raise NoKernelError(f"it computes in {given}; {self.name} computes in {taken}")
+            raise Declined(f"it computes in {given}; {self.name} computes in {taken}")
         if inputs % self.multiples[0] or outputs % self.multiples[1]:
-            raise NoKernelError(
+            raise Declined(
                 f"it has {inputs} inputs and {outputs} outputs; {self.name} takes multiples of {self.multiples[0]} and "
                 f"{self.multiples[1]}"
             )
@@ -320,7 +321,7 @@ def gpu_linear(product: Product) -> str:
     rounded = product.rounded
     if kernel is None:
         given = "floats" if rounded is None else str(rounded.format)
-        raise NoKernelError(f"torch has no product for GPUs of {given} and {product.weight.format}")
+        raise Declined(f"torch has no product for GPUs of {given} and {product.weight.format}")
     kernel.require(product)
     kernel.build(product)
     return kernel.name

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from quark_fx.errors import Declined
 from quark_fx.model.kernels.integers import Unsigned, at_least, channel_codes, require_exact, signed_codes
 from quark_fx.model.kernels.product import (
     RELU,
     RELU_OR_GELU,
     Activated,
-    NoKernelError,
     Product,
     Rounded,
     quantizers_of,
@@ -91,7 +91,7 @@ def token_linear(product: Product) -> str:
     require_exact(product, codes)
     rounded = product.read
     if not rounded.is_symmetric:
-        raise NoKernelError("its activation has a zero point for each token")
+        raise Declined("its activation has a zero point for each token")
     if not product.packs:
         _require_dtype(product)
         return plain_linear(product)
@@ -115,7 +115,7 @@ def plain_linear(product: Product) -> str:
     codes, scale = channel_codes(product.matrix())
     rounded, bias = product.read, product.bias()
     if not rounded.format.is_integer or rounded.format.bits > 8:
-        raise NoKernelError(f"its activation is {rounded.format}; integer kernels read at most 8 bits")
+        raise Declined(f"its activation is {rounded.format}; integer kernels read at most 8 bits")
     given = (rounded.codes, rounded.scale, rounded.zero_point)
     made = product.insert(integer_product, *given, codes, scale, codes.sum(1, dtype=torch.int32))
     if bias is not None:
@@ -149,7 +149,7 @@ def integer_product(
 
 def _require_dtype(product: Product) -> None:
     if product.dtype not in (torch.float32, torch.bfloat16):
-        raise NoKernelError(f"it computes in {str(product.dtype).removeprefix('torch.')}")
+        raise Declined(f"it computes in {str(product.dtype).removeprefix('torch.')}")
 
 
 def _multiply(

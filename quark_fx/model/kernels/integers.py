@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from quark_fx.model.kernels.product import Activation, NoKernelError, Product, Rounded
+from quark_fx.errors import Declined
+from quark_fx.model.kernels.product import Activation, Product, Rounded
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.pair_sums import LARGEST_SUM, PairBound
 
@@ -23,15 +24,15 @@ def channel_codes(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """Return codes of a weight, int8, and a scale for each output, its first dimension.
 
     Raises:
-        NoKernelError: If the format or layout is not supported.
+        Declined: If the format or layout is not supported.
     """
     if not weight.format.is_integer or weight.format.bits > 8:
-        raise NoKernelError(f"its weight is {weight.format}; integer kernels read at most 8 bits")
+        raise Declined(f"its weight is {weight.format}; integer kernels read at most 8 bits")
     weight = weight.signed()
     if not weight.is_symmetric:
-        raise NoKernelError("its weight has zero points")
+        raise Declined("its weight has zero points")
     if weight.axis not in (None, 0) or weight.block_size:
-        raise NoKernelError("its weight has a scale for each group; integer kernels have one for each output")
+        raise Declined("its weight has a scale for each group; integer kernels have one for each output")
     outputs = weight.codes.shape[0]
     return weight.codes.to(torch.int8), weight.scale.float().reshape(-1).expand(outputs).contiguous()
 
@@ -57,12 +58,12 @@ class Unsigned:
         Half the range is added to signed codes, for which kernels are slow or missing.
 
         Raises:
-            NoKernelError: If the format is not an integer of at most 8 bits.
+            Declined: If the format is not an integer of at most 8 bits.
         """
         rounded = rounded or product.read
         fmt = rounded.format
         if not fmt.is_integer or fmt.bits > 8:
-            raise NoKernelError(f"its activation is {fmt}; integer kernels read at most 8 bits")
+            raise Declined(f"its activation is {fmt}; integer kernels read at most 8 bits")
         shift = -fmt.qmin
         codes, scale, zero_point = rounded.codes, rounded.scale, rounded.zero_point
         if shift:
@@ -128,13 +129,13 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
         groups: Number of channel groups.
 
     Raises:
-        NoKernelError: If a pair may saturate, the activation lacks a batch, or this CPU lacks the kernels.
+        Declined: If a pair may saturate, the activation lacks a batch, or this CPU lacks the kernels.
     """
     if not has_kernels():
-        raise NoKernelError("torch has oneDNN's integer kernels on x64 processors")
+        raise Declined("torch has oneDNN's integer kernels on x64 processors")
     rank = product.activation.meta["val"].dim()
     if rank < 2 or (codes.dim() > 2 and rank != codes.dim()):
-        raise NoKernelError("its activation has no batch")
+        raise Declined("its activation has no batch")
     inputs, kernel = codes.shape[1], tuple(range(2, codes.dim()))
     if not adds_pairs(product.packs) or (kernel and inputs == 1 and groups == codes.shape[0]):
         return
@@ -147,7 +148,7 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
         bound = PairBound.of_convolution(limit, kernel, 1) if kernel else PairBound.of_product(limit, 2, 1)
         exact = not bool(bound.exceeded(codes).any())
     if not exact:
-        raise NoKernelError(
+        raise Declined(
             "this processor adds pairs of products in 16 bits, and some of its weight would saturate; quantize with "
             'reduce_range, or for target="onnx", which limits pairs'
         )

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from quark_fx.errors import Declined
 from quark_fx.graph.nodes import describe, own_tensors
 from quark_fx.graph.operators import argument, row_by_target
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.model.constants import constant_of, parameter_name
 from quark_fx.model.kernels.gpu_products import gpu_linear
 from quark_fx.model.kernels.integer_products import integer_convolution, integer_linear, token_linear
-from quark_fx.model.kernels.product import Activation, NoKernelError, Product
+from quark_fx.model.kernels.product import Activation, Product
 from quark_fx.model.kernels.spelling import Traced, spell_out
 from quark_fx.model.kernels.weight_only import weight_only_linear
 from quark_fx.plan.placement import module_name
@@ -27,7 +28,7 @@ from quark_fx.system.isolation import isolated
 logger = logging.getLogger(__name__)
 
 Rule = Callable[[Product], str]
-"""Replace an operator by a kernel and return its name; raise `NoKernelError` before any change."""
+"""Replace an operator by a kernel and return its name; raise `Declined` before any change."""
 
 _FOLDED = "int8 layers in this model require constant freezing, which would dequantize this weight back to float"
 
@@ -107,10 +108,10 @@ def use_kernels(
         name, kernel, reason = product.node.name, "", ""
         try:
             if product.rounding is Activation.FLOAT and any(row.packed for row in rows.values()):
-                raise NoKernelError(_FOLDED)
+                raise Declined(_FOLDED)
             kernel = rule_of(product)(product)
-        except NoKernelError as error:
-            reason = str(error)
+        except Declined as declined:
+            reason = declined.reason
             logger.debug("no kernel for %s: %s", describe(product.node), reason)
         rows[name] = KernelRow(product.name, product.row.kind, kernel, reason)
     report = KernelReport(tuple(rows[node.name] for node in gm.graph.nodes if node.name in rows))
@@ -139,14 +140,14 @@ def rule_of(product: Product) -> Rule:
     """Return the rule for a product.
 
     Raises:
-        NoKernelError: If there is none.
+        Declined: If there is none.
     """
     device = product.weight.codes.device
     if not has_rules(device):
-        raise NoKernelError(f"its weight is on {device}; there are kernels for CPUs and NVIDIA GPUs")
+        raise Declined(f"its weight is on {device}; there are kernels for CPUs and NVIDIA GPUs")
     found = RULES.get(("cpu" if device.type == "cpu" else "gpu", product.row.kind, product.rounding))
     if found is None:
-        raise NoKernelError(f"torch has no kernel for {product.row.kind} with {_WORDS[product.rounding]}")
+        raise Declined(f"torch has no kernel for {product.row.kind} with {_WORDS[product.rounding]}")
     return found
 
 

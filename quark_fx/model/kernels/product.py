@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.errors import Declined
 from quark_fx.graph.linear import per_dimension
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, get_attr, is_parameter, parameter, static_size, target_name
 from quark_fx.graph.operators import Operator, argument, named_argument, row_by_target
@@ -19,10 +20,6 @@ from quark_fx.numbers.formats import Format, parse_format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.placement import module_name
-
-
-class NoKernelError(Exception):
-    """A rule does not change an operator; the message is the reason."""
 
 
 class Activation(StrEnum):
@@ -140,9 +137,9 @@ class Product:
 
     @property
     def read(self) -> Rounded:
-        """Rounding of the activation; raises `NoKernelError` for floats."""
+        """Rounding of the activation; raises `Declined` for floats."""
         if self.rounded is None:
-            raise NoKernelError("its activation is in float")
+            raise Declined("its activation is in float")
         return self.rounded
 
     @property
@@ -160,13 +157,13 @@ class Product:
         """Return the weight with a row per output.
 
         Raises:
-            NoKernelError: If the weight is a stack of matrices, or the product has factors.
+            Declined: If the weight is a stack of matrices, or the product has factors.
         """
         weight = self.weight
         if weight.codes.dim() != 2:
-            raise NoKernelError("its weight is a stack of matrices")
+            raise Declined("its weight is a stack of matrices")
         if any(self.node.kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
-            raise NoKernelError("its product or its bias has a factor")
+            raise Declined("its product or its bias has a factor")
         if self.row.output_axis % 2 == 0:
             return weight
         scale, zero_point = (p.mT if p.dim() == 2 else p for p in (weight.scale, weight.zero_point))
@@ -179,26 +176,26 @@ class Product:
         """Return the bias, float32.
 
         Raises:
-            NoKernelError: If it is not a constant.
+            Declined: If it is not a constant.
         """
         given = None if self.row.bias is None else argument(self.node, self.row.bias)
         if given is None:
             return None
         constant = constant_of(self.gm, given)
         if constant is None:
-            raise NoKernelError("its bias is computed")
+            raise Declined("its bias is computed")
         return constant.value().float()
 
     def geometry(self) -> tuple[list[int], list[int], list[int], int]:
         """Return stride, padding, dilation, and groups of a convolution.
 
         Raises:
-            NoKernelError: If the padding is a string.
+            Declined: If the padding is a string.
         """
         rank = self.weight.codes.dim() - 2
         padding = named_argument(self.node, "padding")
         if isinstance(padding, str):
-            raise NoKernelError(f"its padding is {padding!r}")
+            raise Declined(f"its padding is {padding!r}")
         sizes = (named_argument(self.node, "stride"), padding, named_argument(self.node, "dilation"))
         stride, padding, dilation = (
             list(per_dimension(given, rank, fill)) for given, fill in zip(sizes, (1, 0, 1), strict=True)
@@ -275,4 +272,4 @@ def quantizers_of(result: Node) -> tuple[Node, ...]:
     return readers if same else ()
 
 
-__all__ = ["RELU", "RELU_OR_GELU", "Activated", "Activation", "NoKernelError", "Product", "Rounded", "quantizers_of"]
+__all__ = ["RELU", "RELU_OR_GELU", "Activated", "Activation", "Product", "Rounded", "quantizers_of"]

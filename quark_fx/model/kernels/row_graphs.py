@@ -10,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.nn import functional as F
 
+from quark_fx.errors import Declined
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, call, get_attr, is_parameter, parameter, target_name
 from quark_fx.graph.operators import argument
 from quark_fx.model.kernels.lowering import KernelRow, rule_of, use_kernels
 from quark_fx.model.kernels.one_row import compiled, finds_compiler
-from quark_fx.model.kernels.product import NoKernelError, Product
+from quark_fx.model.kernels.product import Product
 from quark_fx.model.kernels.spelling import Traced
 from quark_fx.model.kernels.weight_only import code_product, code_values
 
@@ -43,8 +44,8 @@ class RowGraphs:
         try:
             rule_of(product)  # rejects unsupported scales before the activation is reshaped to rows
             gm = self._alone(product)
-        except NoKernelError as error:
-            return None, KernelRow(name, kind, "", str(error))
+        except Declined as declined:
+            return None, KernelRow(name, kind, "", declined.reason)
         gm, (row,) = use_kernels(gm, self._traced, packs=False)
         loops = [node for node in gm.graph.nodes if node.target is code_product]
         reason = row.reason
@@ -61,16 +62,16 @@ class RowGraphs:
         """Return a graph of rows that computes a product and rounds its activation.
 
         Raises:
-            NoKernelError: If the activation lacks a batch, or its codes are the result of another operator.
+            Declined: If the activation lacks a batch, or its codes are the result of another operator.
         """
         rounded, source = product.rounded, product.activation
         if rounded is not None:
             if target_name(rounded.codes) != QUANTIZE:
-                raise NoKernelError("its activation comes in codes")
+                raise Declined("its activation comes in codes")
             source = argument(rounded.codes, 0)
         value: Tensor = source.meta["val"]
         if value.dim() < 2:
-            raise NoKernelError("its activation has no batch")
+            raise Declined("its activation has no batch")
         needed, pending = {product.node}, [product.node]
         while pending:
             for read in pending.pop().all_input_nodes:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
+from quark_fx.errors import Declined
 from quark_fx.model.kernels.integers import at_least
-from quark_fx.model.kernels.product import NoKernelError, Product
+from quark_fx.model.kernels.product import Product
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
 aten = torch.ops.aten
@@ -26,10 +27,10 @@ def weight_only_linear(product: Product) -> str:
     In float32, results differ by the order of sums; in bfloat16, by roundings of that dtype.
     """
     if product.dtype not in (torch.float32, torch.bfloat16):
-        raise NoKernelError(f"it computes in {str(product.dtype).removeprefix('torch.')}")
+        raise Declined(f"it computes in {str(product.dtype).removeprefix('torch.')}")
     weight = product.matrix()
     if not weight.format.is_integer or weight.format.bits > 8:
-        raise NoKernelError(f"its weight is {weight.format}; there are kernels for integers of at most 8 bits")
+        raise Declined(f"its weight is {weight.format}; there are kernels for integers of at most 8 bits")
     bias = product.bias()
     codes, scale, zero_point = groups_of(weight)
     made = None
@@ -52,19 +53,19 @@ def groups_of(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes from 0, uint8, as (outputs, groups, inputs), and scale and zero point as (outputs, groups).
 
     Raises:
-        NoKernelError: If groups are along outputs, or the last group is shorter.
+        Declined: If groups are along outputs, or the last group is shorter.
     """
     outputs, inputs = weight.codes.shape
     shift = -weight.format.qmin
     codes = (weight.codes.to(torch.int16) + shift).to(torch.uint8)
     if weight.axis == 1 and weight.block_size:
         if inputs % weight.block_size:
-            raise NoKernelError(f"its groups of {weight.block_size} do not divide {inputs} inputs")
+            raise Declined(f"its groups of {weight.block_size} do not divide {inputs} inputs")
         groups = inputs // weight.block_size
     elif weight.axis in (None, 0) and not weight.block_size:
         groups = 1
     else:
-        raise NoKernelError("its scales do not lie along outputs or groups of inputs")
+        raise Declined("its scales do not lie along outputs or groups of inputs")
     scale, zero_point = (
         p.float().reshape(-1, groups if p.numel() > 1 else 1).expand(outputs, groups).contiguous()
         for p in (weight.scale, weight.points + shift)

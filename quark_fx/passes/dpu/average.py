@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from quark_fx.engine.context import Context
+from quark_fx.errors import Declined
 from quark_fx.graph.nodes import call, static_size, target_name, value_of
 from quark_fx.graph.operators import argument, is_average
 from quark_fx.graph.pass_manager import Change, graph_pass
@@ -38,11 +39,13 @@ def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
     for node in list(gm.graph.nodes):
         if not is_average(node) or [target_name(user) for user in node.users] == ["aten.mul.Scalar"]:
             continue
-        factor = _factor(gm, node)
-        what = factor if isinstance(factor, str) else f"multiplied by {factor}"
+        try:
+            factor, what = _factor(gm, node), ""
+        except Declined as declined:
+            factor, what = 1.0, f"skipped: {declined.reason}"
         if context is not None:
-            context.note(Change(module_name(node), what, not isinstance(factor, str)))
-        if not isinstance(factor, str):
+            context.note(Change(module_name(node), what or f"multiplied by {factor}", not what))
+        if not what:
             with gm.graph.inserting_after(node):
                 scaled = call(gm, torch.ops.aten.mul.Scalar, node, factor, like=node)
             node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
@@ -50,37 +53,42 @@ def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
     return done
 
 
-def _factor(gm: GraphModule, node: Node) -> float | str:
-    """Return the ratio of a DPU's average to the exact one, or the reason to skip it."""
+def _factor(gm: GraphModule, node: Node) -> float:
+    """Return the ratio of a DPU's average to the exact one; raise `Declined` if the average stays."""
+    factor = _ratio(gm, node)
+    if factor == 1.0:
+        raise Declined("it is exact")
+    return factor
+
+
+def _ratio(gm: GraphModule, node: Node) -> float:
     shape = [static_size(size) for size in value_of(gm, argument(node, 0)).shape]
     name = target_name(node)
     if name == "aten.mean.dim":
         sizes = [shape[dim] for dim in argument(node, 1) or range(len(shape))]
         known = [size for size in sizes if size is not None]
-        return _noted(nearest_shift(math.prod(known))) if len(known) == len(sizes) else "skipped: the size varies"
+        if len(known) < len(sizes):
+            raise Declined("the size varies")
+        return nearest_shift(math.prod(known))
     if name == "aten.avg_pool2d.default":
         kernel, divisor = argument(node, 1), argument(node, 6)
         if divisor not in (None, kernel[0] * kernel[-1]):
-            return f"skipped: it divides {kernel[0]}×{kernel[-1]} values by {divisor}"
+            raise Declined(f"it divides {kernel[0]}×{kernel[-1]} values by {divisor}")
         return _of_kernel(kernel[0], kernel[-1])
     if name != "aten.adaptive_avg_pool2d.default":
-        return "skipped: a pool over one dimension"
+        raise Declined("a pool over one dimension")
     if list(argument(node, 1)) != [1, 1]:
-        return "skipped: an adaptive pool to several values"
+        raise Declined("an adaptive pool to several values")
     height, width = shape[-2:]
     if height is None or width is None:
-        return "skipped: the size varies"
+        raise Declined("the size varies")
     return _of_kernel(height, width)
 
 
-def _of_kernel(height: int, width: int) -> float | str:
-    return (
-        _noted(square_factor(height)) if height == width else f"skipped: its kernel of {height}×{width} is not square"
-    )
-
-
-def _noted(factor: float) -> float | str:
-    return "skipped: it is exact" if factor == 1.0 else factor
+def _of_kernel(height: int, width: int) -> float:
+    if height != width:
+        raise Declined(f"its kernel of {height}×{width} is not square")
+    return square_factor(height)
 
 
 def square_factor(side: int) -> float:
