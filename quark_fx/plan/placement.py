@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ from quark_fx.graph.operators import (
     unsupported_positions,
 )
 from quark_fx.plan.pair_sums import PairBound, pair_bound
-from quark_fx.plan.roles import ADAPTER, DEPTHWISE, ROLES, base_of_adapter, roles_of, values_chosen_from
+from quark_fx.plan.roles import ADAPTER, DEPTHWISE, ROLES, Uses, base_of_adapter, roles_of
 from quark_fx.plan.siblings import siblings
 from quark_fx.system.isolation import warn
 
@@ -263,7 +263,7 @@ def names_of(node: Node) -> Names:
 
 
 def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
-    chosen_from, constants = values_chosen_from(gm.graph), computed_constants(gm.graph)
+    uses, constants = Uses(gm.graph), computed_constants(gm.graph)
     for node in gm.graph.nodes:
         if node.op != "call_function" or BRANCH in node.meta or (node in constants and not _looks_up(node)):
             continue
@@ -272,7 +272,7 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
             yield from _unplanned(gm, config, node, constants)
             continue
         for stored in stored_weights(node, row) or (None,):
-            roles = roles_of(node, chosen_from)
+            roles = roles_of(node, uses)
             yield _plan_operator(config, node, row, stored, roles, constants)
 
 
@@ -588,8 +588,9 @@ class _Placement:
             self.outputs[node] = value
             produced[value] = Point(value, spec, _clamped_per_channel(value), None, absorbed)
         points = {(p.value, p.spec, p.reduced): p for p in produced.values()}
+        origins = self._origins(produced)
         for reader, value, spec, reduced in self._reads():
-            origin = self._origin(value, produced)
+            origin = origins[value]
             if origin is not None and produced[origin].spec == spec:
                 points.setdefault((value, spec, reduced), Point(value, spec, origin, None))
             else:
@@ -597,10 +598,12 @@ class _Placement:
                 if point.readers is not None:
                     point.readers.add(reader)
         for point in list(points.values()):
-            self._share_concatenation(point, produced)
+            self._share_concatenation(point, produced, origins)
         return points
 
-    def _share_concatenation(self, point: Point, produced: dict[Node, Point]) -> None:
+    def _share_concatenation(
+        self, point: Point, produced: Mapping[Node, Point], origins: Mapping[Node, Node | None]
+    ) -> None:
         """Give the inputs of a concatenation the quantization parameters of its output, if nothing else reads them.
 
         Their values are rounded to the output's grid anyway; rounding once loses less than rounding twice. The output's
@@ -609,12 +612,12 @@ class _Placement:
         if motion(point.value) is not Motion.JOIN or point.source is not point.value:
             return
         inputs = point.value.all_input_nodes
-        origins = [produced[o] for node in inputs if (o := self._origin(node, produced)) is not None]
-        shared = len(origins) == len(inputs) and all(origin.spec == point.spec for origin in origins)
-        if shared and all(len(node.users) == 1 for node in (*inputs, *(origin.value for origin in origins))):
+        parts = [produced[origin] for node in inputs if (origin := origins[node]) is not None]
+        shared = len(parts) == len(inputs) and all(part.spec == point.spec for part in parts)
+        if shared and all(len(node.users) == 1 for node in (*inputs, *(part.value for part in parts))):
             point.readers = None
-            for origin in origins:
-                origin.source = point.value
+            for part in parts:
+                part.source = point.value
 
     def _reads(self) -> Iterator[tuple[Node, Node, TensorSpec, int | None]]:
         """Yield (operator, activation, spec, dimension of its groups) for each value that is read in integers."""
@@ -665,14 +668,14 @@ class _Placement:
         rounds = isinstance(op, Coded) and op.linear is not None and self.rules.rounds_output(op.linear)
         return op.output if rounds or node in self.wanted else None
 
-    def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
-        """Return the value produced in integers from which data movement computes `value`, or `None`."""
-        while value not in produced and moves(value):
-            sources = [node for node in moved_inputs(value) if not is_parameter(node)]
-            if len(sources) != 1:
-                return None
-            value = sources[0]
-        return value if value in produced else None
+    def _origins(self, produced: Collection[Node]) -> dict[Node, Node | None]:
+        """Return, for each value, the value produced in integers from which data movement computes it, or `None`."""
+        origins: dict[Node, Node | None] = {}
+        for node in self.gm.graph.nodes:
+            sources = [value for value in moved_inputs(node) if not is_parameter(value)] if moves(node) else []
+            before = origins[sources[0]] if len(sources) == 1 else None
+            origins[node] = node if node in produced else before
+        return origins
 
     def _settle(self) -> None:
         """Find the operators that run in integers: the largest set in which each member has its requirements.

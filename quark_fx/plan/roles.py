@@ -6,6 +6,8 @@ Patterns name operators by these roles (`"op:head"`). Structure decides, not the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.fx import Graph, Node
@@ -50,19 +52,61 @@ CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", 
 """Operators that return values and their indices."""
 
 
-def roles_of(node: Node, chosen_from: frozenset[Node] | None = None) -> tuple[str, ...]:
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """Sets of a graph's values by their use; each is computed once, in time linear in the graph."""
+
+    graph: Graph
+
+    @cached_property
+    def chosen_from(self) -> frozenset[Node]:
+        """Values whose largest elements are looked up, also before elementwise operators."""
+        pending, values = [node for node in self.graph.nodes if _chooses(node)], set[Node]()
+        while pending:
+            node = pending.pop()
+            fresh = [value for value in node.all_input_nodes if value not in values]
+            values.update(fresh)
+            pending += [n for n in fresh if _is_scored_with(n)]
+        return frozenset(values)
+
+    @cached_property
+    def returned(self) -> frozenset[Node]:
+        """Values that the model returns, also moved, selected from, and changed element by element with constants."""
+        pending = list(self.graph.output_node().all_input_nodes)
+        values = set(pending)
+        while pending:
+            node = pending.pop()
+            fresh = [value for value in node.all_input_nodes if value not in values and _keeps(node, value)]
+            values.update(fresh)
+            pending += fresh
+        return frozenset(values)
+
+    @cached_property
+    def multiplied(self) -> frozenset[Node]:
+        """Values from which the input of a weighted operator, or of a product of activations, is computed."""
+        pending = [node for node in self.graph.nodes if BRANCH not in node.meta and operator_row(node) is not None]
+        values = set[Node]()
+        while pending:
+            fresh = [value for value in pending.pop().all_input_nodes if value not in values]
+            values.update(fresh)
+            pending += [value for value in fresh if BRANCH not in value.meta]
+        return frozenset(values)
+
+
+def roles_of(node: Node, uses: Uses | None = None) -> tuple[str, ...]:
     """Return the roles of a weighted operator.
 
     Args:
         node: The operator.
-        chosen_from: The result of `values_chosen_from` for its graph, if known.
+        uses: Uses of the values of its graph, if known.
     """
+    uses = uses or Uses(node.graph)
     roles = [DEPTHWISE] if _is_depthwise(node) else []
     if base_of_adapter(node) is not None:
         roles.append(ADAPTER)
-    elif _is_head(node):
+    elif _is_head(node, uses):
         roles.append(HEAD)
-    elif node in (values_chosen_from(node.graph) if chosen_from is None else chosen_from):
+    elif node in uses.chosen_from:
         roles.append(ROUTER)
     return tuple(roles)
 
@@ -114,10 +158,10 @@ def _scales(node: Node) -> bool:
 
 
 def _terms(total: Node) -> Iterator[Node]:
-    """Yield the terms of a sum, without factors."""
+    """Yield the terms of a sum, without factors; a sum with other consumers, such as a residual stream, is one term."""
     for value in total.all_input_nodes:
         value = _unscaled(value)
-        if target_name(value) in _ADDING:
+        if target_name(value) in _ADDING and len(value.users) == 1:
             yield from _terms(value)
         else:
             yield value
@@ -126,17 +170,6 @@ def _terms(total: Node) -> Iterator[Node]:
 def _is_depthwise(node: Node) -> bool:
     linear = Linear.of(node)
     return linear is not None and linear.kind == "conv" and linear.groups > 1 and linear.shape[1] == 1
-
-
-def values_chosen_from(graph: Graph) -> frozenset[Node]:
-    """Return the values whose largest elements are looked up, also before elementwise operators."""
-    pending, values = [node for node in graph.nodes if _chooses(node)], set[Node]()
-    while pending:
-        node = pending.pop()
-        fresh = [value for value in node.all_input_nodes if value not in values]
-        values.update(fresh)
-        pending += [n for n in fresh if _is_scored_with(n)]
-    return frozenset(values)
 
 
 def _is_scored_with(node: Node) -> bool:
@@ -151,22 +184,10 @@ def _chooses(node: Node) -> bool:
     return name in PLACES or (name in CHOOSING and any(result.args[1] == 1 for result in node.users))
 
 
-def _is_head(node: Node) -> bool:
-    """Tell whether the model returns the operator's output, and no other weighted operator reads it.
-
-    On the way, the output may be moved, selected from, and changed element by element with constants and masks.
-    """
-    if not isinstance(node.meta.get("val"), torch.Tensor):
-        return False  # a recurrent layer returns its state as well
-    pending, seen, returned = [node], {node}, False
-    while pending and not returned:
-        value = pending.pop()
-        for user in value.users:
-            returned |= user.op == "output"
-            if user not in seen and _keeps(user, value):
-                seen.add(user)
-                pending.append(user)
-    return returned and not _feeds_weights(node)
+def _is_head(node: Node, uses: Uses) -> bool:
+    """Tell whether the model returns the operator's output, and no other weighted operator reads it."""
+    single = isinstance(node.meta.get("val"), torch.Tensor)  # a recurrent layer returns its state as well
+    return single and node in uses.returned and node not in uses.multiplied
 
 
 def _keeps(node: Node, value: Node) -> bool:
@@ -195,17 +216,4 @@ def _holds_floats(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _feeds_weights(node: Node) -> bool:
-    """Tell whether a weighted operator, or a product of activations, reads a result computed from a value."""
-    pending, seen = [node], {node}
-    while pending:
-        for user in pending.pop().users:
-            if user not in seen and BRANCH not in user.meta:
-                if operator_row(user) is not None:
-                    return True
-                seen.add(user)
-                pending.append(user)
-    return False
-
-
-__all__ = ["ADAPTER", "DEPTHWISE", "HEAD", "ROLES", "ROUTER", "base_of_adapter", "roles_of", "values_chosen_from"]
+__all__ = ["ADAPTER", "DEPTHWISE", "HEAD", "ROLES", "ROUTER", "Uses", "base_of_adapter", "roles_of"]
