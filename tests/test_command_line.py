@@ -321,6 +321,24 @@ def test_a_weight_that_two_operators_read_counts_once() -> None:
     assert seen["bytes_by_format"] == {"float32": 4 * 8 * 8}
 
 
+@pytest.mark.parametrize(("mover", "extra"), [("MaxPool", []), ("Tile", ["ones"]), ("Gather", ["zero"])])
+def test_codes_are_seen_through_operators_that_move_them(mover: str, extra: list[str]) -> None:
+    """A pool of windows of one value, a single copy, and one image."""
+    node, shape = onnx.helper.make_node, {"kernel_shape": [1, 1]} if mover == "MaxPool" else {}
+    arrays = {"scale": np.float32(0.1), "at": np.uint8(3), "w": np.ones((8, 8), np.float32)}
+    arrays |= {"ones": np.ones(4, np.int64), "zero": np.zeros(1, np.int64)}
+    nodes = [
+        node("QuantizeLinear", ["x", "scale", "at"], ["codes"]),
+        node("DequantizeLinear", ["codes", "scale", "at"], ["rounded"]),
+        node(mover, ["rounded", *extra], ["moved"], **shape),
+        node("MatMul", ["moved", "w"], ["z"]),
+    ]
+    x, z = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 2, 8, 8]) for name in "xz")
+    constants = [onnx.numpy_helper.from_array(np.asarray(array), name) for name, array in arrays.items()]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [x], [z], constants)), "moved.onnx")
+    assert formats_in("moved.onnx") == [("float32", "uint8")]
+
+
 def formats_in(path: str) -> list[tuple[str, str]]:
     return [(part["weight"], part["activation"]) for part in answer("inspect", path)["operators"]]
 

@@ -11,6 +11,7 @@ from quark_fx.command_line.contents import NO_WEIGHT, Part
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.session import code_type
 from quark_fx.numbers.formats import FORMATS
+from quark_fx.targets.onnxruntime import MOVERS
 
 _OPERANDS = {
     **dict.fromkeys(
@@ -42,9 +43,6 @@ _SCALE = {
     "DynamicQuantizeLSTM": 8,
 }
 """Position of the scale of a quantized weight among the inputs."""
-
-_MOVES = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "Concat", "Pad"})
-"""Operators that only move values."""
 
 _MEASURED = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
 """Operators that measure the range of an activation at run time."""
@@ -207,8 +205,8 @@ def _activation(node: ir.Node, value: ir.Value | None) -> str:
         if producer.op_type == "QuantizeLinear":
             made = _name(code_type(producer))
             return made if _leaves(producer.inputs[1]) else f"{made} dynamic"
-        if producer.op_type not in _MOVES:
-            break
+        if producer.op_type not in MOVERS or _leaves(producer.inputs[0]):
+            break  # rows of a table are not rounded as activations
     if value is not None and value.dtype is not None and value.dtype.is_integer():
         return _name(value.dtype)
     if node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "MatMulInteger", "ConvInteger"):

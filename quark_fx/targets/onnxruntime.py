@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from quark_fx.config.specs import TensorSpec
 from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
@@ -11,8 +12,31 @@ from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import UINT8
 from quark_fx.numbers.qparams import Symmetry
 
-MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice"})
-"""Operators of ONNX that runtimes move quantizers across: all of their output values are input values."""
+
+class Mover(NamedTuple):
+    """A row: an operator of ONNX that moves the values of its first input, or of all inputs.
+
+    Attributes:
+        crossed: Whether runtimes move quantizers across it.
+        on_codes: Whether ONNX Runtime moves codes of 8 bits with it, and `format="qoperator"` uses that.
+    """
+
+    crossed: bool = False
+    on_codes: bool = False
+
+
+_BOTH = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice")
+
+MOVERS: dict[str, Mover] = {
+    **dict.fromkeys(_BOTH, Mover(crossed=True, on_codes=True)),
+    **dict.fromkeys(("Expand", "Gather"), Mover(on_codes=True)),
+    **dict.fromkeys(("Identity", "Concat", "Pad", "Tile", "Split", "DepthToSpace", "SpaceToDepth"), Mover()),
+    **dict.fromkeys(("GatherElements", "GatherND"), Mover()),
+}
+"""Operators of ONNX that move values; constant padding adds zeros, which every grid has."""
+
+MOVES = frozenset(name for name, row in MOVERS.items() if row.crossed)
+"""Operators of ONNX that runtimes move quantizers across."""
 
 
 def _has_no_type(spec: TensorSpec, operand: Operand) -> bool:

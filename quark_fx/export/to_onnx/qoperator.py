@@ -33,6 +33,7 @@ from quark_fx.export.to_onnx.edit import (
     without_trailing_none,
 )
 from quark_fx.export.to_onnx.recurrent import MEASURED
+from quark_fx.targets.onnxruntime import MOVERS
 
 _EIGHT = (ir.DataType.INT8, ir.DataType.UINT8)
 
@@ -479,8 +480,6 @@ def _replace_output(quantizer: ir.Node, value: ir.Value) -> None:
     remove_node(quantizer)
 
 
-_MOVERS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "MaxPool", "Gather")
-
 INTEGER_FORMS: dict[str, Callable[[ir.Model, ir.Node], None]] = {
     "Conv": _conv,
     "MatMul": _matmul,
@@ -494,6 +493,6 @@ INTEGER_FORMS: dict[str, Callable[[ir.Model, ir.Node], None]] = {
     "GlobalAveragePool": _unary,
     "AveragePool": _pool,
     "Concat": _concat,
-    **dict.fromkeys(_MOVERS, _move),
+    **{name: _move for name, row in MOVERS.items() if row.on_codes},
 }
 """The function that rewrites each ONNX operator in integers, or raises `DeclinedError`."""
