@@ -773,7 +773,7 @@ def test_a_plan_visits_each_node_equally_often_in_graphs_of_any_size(step: Step,
     nodes = {node.name: node for node in gm.graph.nodes}
     names = dict(zip(("first", "down", "up"), ("linear", "linear_1", "linear_2"), strict=True))
     weights = {name: nodes[node].args[1:] for name, node in names.items()}
-    value, config, counts = nodes[behind], INT8_STATIC.replace(kv_cache=TensorSpec(format=INT8)), []
+    value, config, counts = nodes[behind], INT8_STATIC.replace(kv_cache=TensorSpec(format=INT8)), list[int]()
 
     def add(name: Any, *args: Any) -> Node:
         return call(gm, operator.attrgetter(name)(torch.ops.aten) if isinstance(name, str) else name, *args)
