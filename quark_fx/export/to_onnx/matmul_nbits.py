@@ -14,11 +14,10 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from quark_fx.errors import ExportError
+from quark_fx.errors import Declined, ExportError
 from quark_fx.export.packing import pack
 from quark_fx.export.to_onnx.contrib_domain import CONTRIB
 from quark_fx.export.to_onnx.edit import (
-    DeclinedError,
     Kept,
     add_array,
     added_vector,
@@ -65,8 +64,8 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
             else:
                 _use_product(model, node, weight, accuracy_level)
             done += 1
-        except DeclinedError as reason:
-            kept.append(Kept(weight.name, node.op_type, str(reason)))
+        except Declined as declined:
+            kept.append(Kept(weight.name, node.op_type, declined.reason))
     _share_tables(model)
     erase_unread(model)
     if not done:
@@ -135,19 +134,19 @@ def read_blocks(weight: StoredCodes, *, axis: int) -> QuantizedTensor:
         Unsigned codes of shape (rows, columns), with a scale and a zero point for each block of a row.
 
     Raises:
-        DeclinedError: If the kernels do not support it.
+        Declined: If the kernels do not support it.
         ExportError: If only the size of its groups is not supported.
     """
     codes = array_of(weight.codes)
     if codes is None or codes.ndim != 2:
-        raise DeclinedError("it is no constant matrix")
+        raise Declined("it is no constant matrix")
     if (stored := weight.read()) is None:
-        raise DeclinedError("its scales or zero points are computed")
+        raise Declined("its scales or zero points are computed")
     fmt = weight.format
     if not fmt.is_integer or fmt.bits not in _BITS:
-        raise DeclinedError(f"its codes are {str(weight.codes.dtype).lower()}")
+        raise Declined(f"its codes are {str(weight.codes.dtype).lower()}")
     if stored.axis is not None and (stored.axis == axis) == bool(stored.block_size):
-        raise DeclinedError("its scales vary along its columns")
+        raise Declined("its scales vary along its columns")
     rows, columns = stored.codes.shape[axis], stored.codes.shape[1 - axis]
     group = min(stored.block_size or columns, columns)
     size = block_size(group, columns)
@@ -234,16 +233,16 @@ def _use_product(model: ir.Model, node: ir.Node, weight: StoredCodes, accuracy_l
 def _require_plain_product(node: ir.Node) -> bool:
     """Return whether the product transposes its weight; raise if the kernel does not support the product."""
     if node.op_type not in ("MatMul", "Gemm"):
-        raise DeclinedError(f"ONNX Runtime has no weight-only kernel for {node.op_type}")
+        raise Declined(f"ONNX Runtime has no weight-only kernel for {node.op_type}")
     if _constant_behind(node.inputs[1]) is None:
-        raise DeclinedError("it is the left factor")
+        raise Declined("it is the left factor")
     cast = made_by(node.inputs[0], "Cast")
     activation = made_by(node.inputs[0] if cast is None else cast.inputs[0], "DequantizeLinear")
     if activation is not None and _looked_up(activation) is None:
-        raise DeclinedError("its activation is quantized")
+        raise Declined("its activation is quantized")
     get = node.attributes.get_float
     if node.attributes.get_int("transA", 0) or get("alpha", 1.0) != 1 or get("beta", 1.0) != 1:
-        raise DeclinedError("its Gemm transposes or scales more than the weight")
+        raise Declined("its Gemm transposes or scales more than the weight")
     return bool(node.attributes.get_int("transB", 0))
 
 
@@ -252,10 +251,10 @@ def _in_type_of(x: ir.Value, scale: Array, weight: StoredCodes) -> Array:
     if not weight.cast:
         return scale
     if x.dtype is not None and x.dtype != ir.DataType.FLOAT16:
-        raise DeclinedError(f"the model computes in {x.dtype.name.lower()}; quantize model.float()")
+        raise Declined(f"the model computes in {x.dtype.name.lower()}; quantize model.float()")
     narrow = scale.astype(np.float16)
     if x.dtype is None or not np.array_equal(narrow, scale):
-        raise DeclinedError("the model computes in float16 and its scales are not; set scale='float16'")
+        raise Declined("the model computes in float16 and its scales are not; set scale='float16'")
     return narrow
 
 
@@ -266,7 +265,7 @@ def _bias(model: ir.Model, node: ir.Node, channels: int) -> tuple[ir.Value | Non
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     array = array_of(bias)
     if bias is not None and (array is None or array.shape != (channels,)):
-        raise DeclinedError("its Gemm adds no constant vector")
+        raise Declined("its Gemm adds no constant vector")
     return bias, node
 
 
@@ -336,13 +335,13 @@ def _gather_of(node: ir.Node) -> ir.Node:
 def _use_gather(model: ir.Model, node: ir.Node, weight: StoredCodes) -> None:
     gather = _gather_of(node)
     if gather.attributes.get_int("axis", 0) or weight.turned:
-        raise DeclinedError("it is not looked up by rows")
+        raise Declined("it is not looked up by rows")
     if weight.cast or node.outputs[0].dtype not in (None, ir.DataType.FLOAT):
-        raise DeclinedError("the model does not compute in float32; quantize model.float()")
+        raise Declined("the model does not compute in float32; quantize model.float()")
     blocks = read_blocks(weight, axis=0)
     bits = blocks.format.bits
     if blocks.codes.shape[1] * bits % 8:
-        raise DeclinedError(f"rows of {blocks.codes.shape[1]} codes of {bits} bits end within a byte")
+        raise Declined(f"rows of {blocks.codes.shape[1]} codes of {bits} bits end within a byte")
     zero_point = packed_zero_point(blocks)
     inputs = [
         add_array(model, f"{weight.name}_rows", packed(blocks.codes, bits)),

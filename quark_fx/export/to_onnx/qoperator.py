@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.errors import ExportError
+from quark_fx.errors import Declined, ExportError
 from quark_fx.export.to_onnx.contrib_domain import CONTRIB
 from quark_fx.export.to_onnx.edit import (
-    DeclinedError,
     Kept,
     add_array,
     added_vector,
@@ -57,9 +56,9 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
         try:
             INTEGER_FORMS.get(node.op_type, _no_form)(model, node)
             done += 1
-        except DeclinedError as reason:
+        except Declined as declined:
             if any(made_by(value, "DequantizeLinear", "RoundBlocks") for value in read):
-                reasons[node] = str(reason)
+                reasons[node] = declined.reason
     erase_unread(model)
     kept = [Kept(node.name or "", node.op_type, why) for node, why in reasons.items() if node.graph is not None]
     if not done and not any(node.op_type == "MatMulInteger" for node in model.graph):
@@ -87,7 +86,7 @@ def _unshaped(value: ir.Value | None) -> ir.Value | None:
 
 
 def _no_form(model: ir.Model, node: ir.Node) -> None:
-    raise DeclinedError(f"ONNX Runtime's CPU provider has no integer {node.op_type}")
+    raise Declined(f"ONNX Runtime's CPU provider has no integer {node.op_type}")
 
 
 # Operands and results ------------------------------------------------------------------------------------------------
@@ -135,9 +134,9 @@ def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> Quantized
     dtype = values.dtype if values is not None else None
     if values is None or scale is None or scale.shape is None or dtype is None or dtype not in _EIGHT:
         name = dtype.name.lower() if dtype is not None else "unknown"
-        raise DeclinedError(f"its codes are {name}; integer operators take 8 bits")
+        raise Declined(f"its codes are {name}; integer operators take 8 bits")
     if node.attributes.get_int("block_size", 0):
-        raise DeclinedError("its weight is quantized in groups")
+        raise Declined("its weight is quantized in groups")
     if zero_point is None:
         zeros = np.zeros(scale.shape.numpy(), dtype.numpy())
         # Not shared between weights: session.x64quantprecision fails on a shared zero point.
@@ -153,19 +152,19 @@ def _operand(model: ir.Model, value: ir.Value | None, *, per_tensor: bool = True
         node = made_by(turned.inputs[0], "DequantizeLinear")
     if node is None:
         blocks = made_by(value, "RoundBlocks") is not None
-        raise DeclinedError("its activation is in blocks" if blocks else "one of its inputs is not quantized")
+        raise Declined("its activation is in blocks" if blocks else "one of its inputs is not quantized")
     codes = _codes(model, node, node.inputs[0])
     if turned is not None:
         return _turned(codes, turned)
     if per_tensor and codes.axis is not None:
-        raise DeclinedError("its input has a scale per channel")
+        raise Declined("its input has a scale per channel")
     return codes
 
 
 def _turned(codes: QuantizedValue, transpose: ir.Node) -> QuantizedValue:
     """Transpose the codes instead of the matrix, so that a weight that is read both ways is stored once."""
     if array_of(codes.values) is None or codes.values.shape is None or codes.values.shape.rank() != 2:
-        raise DeclinedError("its weight is transposed, and is no constant matrix")
+        raise Declined("its weight is transposed, and is no constant matrix")
     if permutation(transpose, 2) == (0, 1):
         return codes
     new = ir.node("Transpose", [codes.values], {"perm": [1, 0]})
@@ -196,10 +195,10 @@ def _result(model: ir.Model, node: ir.Node) -> Result:
     if reader is not None and reader.op_type in ("Relu", "Clip") and (found := _bounds(reader)) is not None:
         reader, clamp, bounds = only_reader(reader.outputs[0]), reader, found
     if reader is None or reader.op_type != "QuantizeLinear":
-        raise DeclinedError("its output is not quantized")
+        raise Declined("its output is not quantized")
     codes = _codes(model, reader, reader.outputs[0])
     if codes.axis is not None:
-        raise DeclinedError("its output has a scale per channel")
+        raise Declined("its output has a scale per channel")
     return Result(codes, reader, clamp, bounds)
 
 
@@ -237,7 +236,7 @@ def _code_of(bound: float, codes: QuantizedValue) -> int:
     """Return the code of a real number, computed like `QuantizeLinear`."""
     scale, zero_point = array_of(codes.scale), array_of(codes.zero_point)
     if scale is None or zero_point is None:
-        raise DeclinedError("the scale of its output is measured at run time")
+        raise Declined("the scale of its output is measured at run time")
     info = np.iinfo(codes.dtype.numpy())
     with np.errstate(over="ignore"):
         ideal = np.rint(np.float32(bound) / scale.astype(np.float32)) + int(zero_point)
@@ -266,7 +265,7 @@ def _conv(model: ir.Model, node: ir.Node) -> None:
     x = _operand(model, node.inputs[0])
     w = _operand(model, node.inputs[1], per_tensor=False)
     if w.axis not in (None, 0):
-        raise DeclinedError("its weight has scales along another axis than its output channels")
+        raise Declined("its weight has scales along another axis than its output channels")
     if made_by(x.values, "DynamicQuantizeLinear") is not None:
         _conv_integer(model, node, x, w)
         return
@@ -280,7 +279,7 @@ def _conv(model: ir.Model, node: ir.Node) -> None:
 def _require(holds: bool, *operands: QuantizedValue) -> None:
     if not holds:
         names = " and ".join(operand.dtype.name.lower() for operand in operands)
-        raise DeclinedError(f"there is no integer kernel for {names} with this output")
+        raise Declined(f"there is no integer kernel for {names} with this output")
 
 
 def _integer_bias(model: ir.Model, node: ir.Node, x: QuantizedValue, w: QuantizedValue) -> ir.Value | None:
@@ -291,7 +290,7 @@ def _integer_bias(model: ir.Model, node: ir.Node, x: QuantizedValue, w: Quantize
     source = made_by(bias, "DequantizeLinear")
     codes, scale = (array_of(value) for value in source.inputs[:2]) if source is not None else (None, None)
     if source is None or codes is None or scale is None or x.factor is None or w.factor is None:
-        raise DeclinedError(
+        raise Declined(
             "its bias is not in integers; set bias=TensorSpec(format='int32'), or use format='qdq' where its input is "
             "measured at run time"
         )
@@ -301,7 +300,7 @@ def _integer_bias(model: ir.Model, node: ir.Node, x: QuantizedValue, w: Quantize
     zero_point = array_of(source.inputs[2]) if len(source.inputs) > 2 else None
     ideal = (codes.astype(np.float64) - (0 if zero_point is None else zero_point.astype(np.float64))) * ratio
     if (ideal != np.rint(ideal)).any() or (np.abs(ideal) > np.iinfo(np.int32).max).any():
-        raise DeclinedError("its bias has a finer scale than the product; set bias=TensorSpec(format='int32')")
+        raise Declined("its bias has a finer scale than the product; set bias=TensorSpec(format='int32')")
     return add_array(model, f"{node.name}_bias_int32", ideal.astype(np.int32))
 
 
@@ -309,7 +308,7 @@ def _conv_integer(model: ir.Model, node: ir.Node, x: QuantizedValue, w: Quantize
     """Use `ConvInteger`, which supports one zero point for the weight, followed by the scales and the bias."""
     zero_point = array_of(w.zero_point)
     if zero_point is None or (zero_point != zero_point.reshape(-1)[:1]).any():
-        raise DeclinedError("the zero points of its weight differ by channel")
+        raise Declined("the zero points of its weight differ by channel")
     one = add_array(model, f"{node.name}_weight_zero_point", zero_point.reshape(-1)[0])
     rank = w.values.shape.rank() if w.values.shape is not None else 0
     scale = stored_array(w.scale)
@@ -324,7 +323,7 @@ def _conv_integer(model: ir.Model, node: ir.Node, x: QuantizedValue, w: Quantize
         added = add_array(model, f"{node.name}_bias", bias.reshape(shape))
         steps.append(ir.node("Add", [steps[-1].outputs[0], added]))
     elif len(node.inputs) > 2 and node.inputs[2] is not None:
-        raise DeclinedError("its bias is no constant")
+        raise Declined("its bias is no constant")
     for step, dtype in zip(steps, (ir.DataType.INT32, *[ir.DataType.FLOAT] * 4), strict=False):
         step.outputs[0].dtype = dtype
     node.prepend(steps[:-1])
@@ -336,10 +335,10 @@ def _matmul(model: ir.Model, node: ir.Node) -> None:
     b = _operand(model, node.inputs[1], per_tensor=False)
     rank = b.values.shape.rank() if b.values.shape is not None else 0
     if b.axis is not None and (rank != 2 or b.axis % 2 != 1):
-        raise DeclinedError("its weight has scales along another axis than its columns")
+        raise Declined("its weight has scales along another axis than its columns")
     try:
         result = _result(model, node)
-    except DeclinedError:
+    except Declined:
         _require(a.dtype == ir.DataType.UINT8 or b.dtype == a.dtype, a, b)
         bias, last = added_vector(model, node, _columns(b))
         inputs: list[ir.Value | None] = [a.values, b.values, a.scale, b.scale, a.zero_point, b.zero_point]
@@ -362,16 +361,16 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
     b = _operand(model, node.inputs[1], per_tensor=False)
     turned = node.attributes.get_int("transB", 0)
     if b.axis is not None and b.axis % 2 != (0 if turned else 1):
-        raise DeclinedError("its weight has scales along another axis than its output channels")
+        raise Declined("its weight has scales along another axis than its output channels")
     if any(node.attributes.get_float(factor, 1.0) != 1 for factor in ("alpha", "beta")):
-        raise DeclinedError("its Gemm scales the product or the bias")
+        raise Declined("its Gemm scales the product or the bias")
     _require(a.dtype == ir.DataType.UINT8 or b.dtype == a.dtype, a, b)
     bias = _integer_bias(model, node, a, b)
     inputs = [*a, *b, bias]
     attributes = _attributes(node, "beta")
     try:
         result = _result(model, node)
-    except DeclinedError:
+    except Declined:
         put_node(node, _node(CONTRIB, "QGemm", node, inputs if bias is not None else inputs[:-1], attributes))
         return
     _require(a.dtype == result.codes.dtype, a, b)
@@ -382,14 +381,14 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
 def _lstm(model: ir.Model, node: ir.Node) -> None:
     """Use `DynamicQuantizeLSTM`, which quantizes its input at run time, and also its state in every step."""
     if not node.meta.get(MEASURED):
-        raise DeclinedError("its input is not in uint8 measured at run time, as the one integer LSTM has it")
+        raise Declined("its input is not in uint8 measured at run time, as the one integer LSTM has it")
     x, stored, scales = _unrounded(node), list[ir.Value | None](), list[ir.Value | None]()
     directions = 2 if node.attributes.get_string("direction") == "bidirectional" else 1
     for value in node.inputs[1:3]:
         codes = _operand(model, _unshaped(value), per_tensor=False)
         matrix, scale, zero_point = (array_of(part) for part in codes)
         if matrix is None or scale is None or zero_point is None or zero_point.any():
-            raise DeclinedError("its weights are no constants without zero points")
+            raise Declined("its weights are no constants without zero points")
         rows = len(matrix) // directions
         turned = matrix.reshape(directions, rows, -1).transpose(0, 2, 1)
         stored.append(add_array(model, f"{codes.values.name}_turned", turned))
@@ -443,7 +442,7 @@ def _unary(model: ir.Model, node: ir.Node) -> None:
 
 def _pool(model: ir.Model, node: ir.Node) -> None:
     if any(value != 1 for value in node.attributes.get_ints("dilations", [1])):
-        raise DeclinedError("ONNX Runtime's integer AveragePool has no dilations")
+        raise Declined("ONNX Runtime's integer AveragePool has no dilations")
     _unary(model, node)
 
 
@@ -460,10 +459,10 @@ def _move(model: ir.Model, node: ir.Node) -> None:
     x = _operand(model, node.inputs[0])
     quantizers = [use.node for use in node.outputs[0].uses()]
     if len(node.outputs) > 1 or node.outputs[0].is_graph_output() or not quantizers:
-        raise DeclinedError("its output is not quantized")
+        raise Declined("its output is not quantized")
     for quantizer in quantizers:
         if quantizer.op_type != "QuantizeLinear" or not _codes(model, quantizer, quantizer.outputs[0]).same_grid(x):
-            raise DeclinedError("its output is not quantized on the grid of its input")
+            raise Declined("its output is not quantized on the grid of its input")
     moved = _node(node.domain, node.op_type, node, [x.values, *node.inputs[1:]], _attributes(node))
     moved.outputs[0].dtype, moved.outputs[0].shape = x.dtype, node.outputs[0].shape
     node.prepend(moved)
@@ -474,7 +473,7 @@ def _move(model: ir.Model, node: ir.Node) -> None:
 def _replace_output(quantizer: ir.Node, value: ir.Value) -> None:
     output = quantizer.outputs[0]
     if output.is_graph_output():
-        raise DeclinedError("its codes leave the graph")
+        raise Declined("its codes leave the graph")
     value.name = output.name
     ir.convenience.replace_all_uses_with(output, value)
     remove_node(quantizer)
@@ -495,4 +494,4 @@ INTEGER_FORMS: dict[str, Callable[[ir.Model, ir.Node], None]] = {
     "Concat": _concat,
     **{name: _move for name, row in MOVERS.items() if row.on_codes},
 }
-"""The function that rewrites each ONNX operator in integers, or raises `DeclinedError`."""
+"""The function that rewrites each ONNX operator in integers, or raises `Declined`."""
