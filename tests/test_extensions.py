@@ -821,7 +821,7 @@ def test_a_rule_says_which_nodes_it_is_for(operators: tuple[Any, ...]) -> None:
 
 def test_what_is_no_rule_is_refused(tmp_path: Path) -> None:
     qmodel = quantize(cnn(), "int8_weight_only", images(4))
-    with pytest.raises(qfx.ExportError, match="is no rule of an ONNX file; decorate a function"):
+    with pytest.raises(qfx.ExportError, match="is not a rule of an ONNX file; decorate a function"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx", rules=[print])
     assert not list(tmp_path.iterdir())
 

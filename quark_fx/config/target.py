@@ -118,7 +118,7 @@ class OnnxFiles:
         formats: Formats of `quark_fx.export.onnx` that the backend reads, its default first.
         opset: Default opset.
         opsets: Oldest and newest opset that the backend reads.
-        runtime: Runtime whose defects the file works around: `quark_fx.export.to_onnx.rules` has rules for
+        runtime: Runtime whose defects the file works around: `quark_fx.export.to_onnx.workarounds` has rows for
             `"onnxruntime"` that other backends do not need.
         rules: Rewrites for this backend alone, which run last: see `quark_fx.export.onnx`.
         check: Function that raises `ExportError` for an `onnx_ir.Model` that the backend does not load. Before

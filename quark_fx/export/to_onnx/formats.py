@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import onnx_ir as ir
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from quark_fx.config.target import OnnxFiles, Target
 from quark_fx.errors import ExportError
@@ -17,9 +19,9 @@ from quark_fx.export.to_onnx.edit import Kept, keep_names_apart
 from quark_fx.export.to_onnx.half_scales import halve_scales
 from quark_fx.export.to_onnx.matmul_nbits import use_matmul_nbits
 from quark_fx.export.to_onnx.qoperator import use_integer_operators
-from quark_fx.export.to_onnx.rules import FORMATTED, TRANSLATED, OnnxRule, apply_rule, keep_floats
-from quark_fx.export.to_onnx.rules.exporter_notes import settle_sizes, strip_metadata
+from quark_fx.export.to_onnx.rules import TRANSLATED, apply_rule
 from quark_fx.export.to_onnx.vitis import PREFIXES, use_vendor_nodes
+from quark_fx.export.to_onnx.workarounds import WORKAROUNDS
 from quark_fx.system.names import unknown
 
 
@@ -119,16 +121,20 @@ def write_in_format(
     Returns:
         Parts that the format left in pairs, and parts that the target's rules and `rules` declined.
     """
-    settle_sizes(model)
+    _settle_sizes(model)
     fuse_block_rounding(model)
-    _run(TRANSLATED, model, files)
-    strip_metadata(model)
+    for rule in TRANSLATED:
+        rule(model)
+    rows = [row for row in WORKAROUNDS.values() if row.runtime == files.runtime]
+    for row in rows:
+        if row.before_formats:
+            row(model)
+    _strip_notes(model)
     kept = chosen.rewrite(model, options)
-    if chosen.runs:
-        _run(FORMATTED, model, files)
     spell_out_blocks(model)
-    if chosen.runs:
-        _run((keep_floats,), model, files)
+    for row in rows:
+        if chosen.runs and not row.before_formats:
+            row(model)
     declined = [left for rule in (*files.rules, *rules) for left in apply_rule(rule, model)]
     keep_names_apart(model)
     if chosen.runs and files.runtime == "onnxruntime":
@@ -138,7 +144,20 @@ def write_in_format(
     return (*kept, *declined)
 
 
-def _run(rules: Iterable[OnnxRule], model: ir.Model, files: OnnxFiles) -> None:
-    for rule in rules:
-        if rule.runtime in ("", files.runtime):
-            rule(model)
+def _settle_sizes(model: ir.Model) -> None:
+    """Store the size of a dimension that does not vary after all as a number; torch leaves the number as a name."""
+    values = itertools.chain(model.graph.inputs, *(node.outputs for node in model.graph.all_nodes()))
+    for value in values:
+        shape = value.shape or ir.Shape(())
+        for axis, size in enumerate(shape):
+            if isinstance(size, ir.SymbolicDim) and size.value is not None and size.value.isdecimal():
+                shape[axis] = int(size.value)
+
+
+def _strip_notes(model: ir.Model) -> None:
+    """Remove the exporter's notes (stack traces, signatures), which outweigh the weights of a small model."""
+    ClearMetadataAndDocStringPass()(model)
+    for node in model.graph.all_nodes():
+        for value in (*node.inputs, *node.outputs):
+            if value is not None:
+                value.metadata_props.clear()

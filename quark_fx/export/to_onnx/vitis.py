@@ -15,11 +15,9 @@ import onnx_ir as ir
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.edit import add_array, add_initializer, array_of, dtype_of
 from quark_fx.export.to_onnx.opset import first_with, raised
-from quark_fx.export.to_onnx.rules.cubic_resizes import keep_transpose_from_resize
-from quark_fx.export.to_onnx.rules.float_weights import keep_floats
-from quark_fx.export.to_onnx.rules.products_before_activations import keep_product_from_sum
 from quark_fx.export.to_onnx.vitis_blocks import has_block_nodes, spell_out_block_nodes, use_block_nodes
 from quark_fx.export.to_onnx.vitis_codes import CODES, HALVES, settle_quantizers, spell_out_codes
+from quark_fx.export.to_onnx.workarounds import WORKAROUNDS
 
 PREFIXES = {"com.vai.quantize": "Vitis", "com.amd.quark": "Extended"}
 """The prefix of `QuantizeLinear` and `DequantizeLinear` in each domain."""
@@ -129,6 +127,6 @@ def with_standard_nodes(model: ir.Model) -> ir.Model:
             node.domain, node.op_type, node.version = "", kind, None
     spell_out_codes(model)
     if pairs:
-        for rule in (keep_floats, keep_transpose_from_resize, keep_product_from_sum):
-            rule(model)
+        for name in ("cubic resize to a smaller size", "product before a sum", "float weights"):
+            WORKAROUNDS[name](model)
     return model

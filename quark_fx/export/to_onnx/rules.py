@@ -1,0 +1,413 @@
+"""Rewrites of ONNX graphs: the rule, and the rules that every translated graph needs.
+
+To add a rule for a file, see `quark_fx.export.onnx`. Defects of runtimes are in `workarounds`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.rewriter import MatchingTracer, MatchStatus, RewriteRule
+
+from quark_fx.errors import ExportError
+from quark_fx.export.to_onnx.edit import (
+    DeclinedError,
+    Kept,
+    add_array,
+    add_initializer,
+    constant_of,
+    erase_unread,
+    made_by,
+    operand,
+    permutation,
+    replace_node,
+    shape_of,
+)
+
+logger = logging.getLogger(__name__)
+
+Rewrite = Callable[[ir.Model, ir.Node], bool]
+"""Edits the graph around a node and returns whether it did. Raises `DeclinedError` if the node matches, but another
+condition forbids the rewrite."""
+
+
+@dataclass(frozen=True)
+class OnnxRule:
+    """A rewrite and its types of nodes. Calling it rewrites a model in place.
+
+    Attributes:
+        name: Name of the function.
+        operators: Types of nodes to rewrite.
+        rewrite: Function; see `Rewrite`.
+    """
+
+    name: str
+    operators: tuple[str, ...]
+    rewrite: Rewrite
+
+    def __call__(self, model: ir.Model) -> tuple[Kept, ...]:
+        """Rewrite every matching node of the main graph; return the nodes that the rule declined, and why."""
+        done, declined = 0, []
+        for node in list(model.graph):
+            if node.op_type not in self.operators or node.graph is None:
+                continue
+            try:
+                rewrote = self.rewrite(model, node)
+            except DeclinedError as reason:
+                logger.debug("%s declines %s (%s): %s", self.name, node.name, node.op_type, reason)
+                declined.append(Kept(str(node.name), node.op_type, str(reason), self.name))
+                continue
+            if not isinstance(rewrote, bool):
+                raise ExportError(
+                    f"rule {self.name} returned {rewrote!r} for {node.op_type} {node.name}; return True if it rewrote "
+                    "the graph and False if not, or raise DeclinedError with a reason"
+                )
+            done += rewrote
+        if done:
+            erase_unread(model)
+        return tuple(declined)
+
+
+def onnx_rule(*operators: str) -> Callable[[Rewrite], OnnxRule]:
+    """Turn a function of a model and a node into a rule: `@onnx_rule("Relu")`.
+
+    Args:
+        operators: Types of nodes that the function is called with.
+
+    Raises:
+        ExportError: If no type is given.
+    """
+    if not operators or not all(isinstance(name, str) for name in operators):
+        raise ExportError('onnx_rule takes the types of nodes that the rule is for; write @onnx_rule("Relu")')
+
+    def make(rewrite: Rewrite) -> OnnxRule:
+        return OnnxRule(rewrite.__name__, operators, rewrite)
+
+    return make
+
+
+def apply_rule(rule: Any, model: ir.Model) -> tuple[Kept, ...]:
+    """Run a rule of either kind on a model, in place; return the nodes it declined, and why.
+
+    A pattern of `onnxscript.rewriter` declines if its `check` fails.
+
+    Raises:
+        ExportError: If `rule` is not a rule.
+    """
+    if isinstance(rule, OnnxRule):
+        return rule(model)
+    if not isinstance(rule, RewriteRule):
+        raise ExportError(
+            f"{rule!r} is not a rule of an ONNX file; decorate a function of a model and a node with onnx_rule, or "
+            "give the `rule()` of an onnxscript pattern"
+        )
+    reasons = _Reasons()
+    rule.apply_to_model(model, tracer=reasons)  # with a tracer, it matches without rewriting
+    if rule.apply_to_model(model):
+        erase_unread(model)
+    return tuple(reasons.declined)
+
+
+class _Reasons(MatchingTracer):  # type: ignore[misc]
+    """Record the reason of every declined match; onnxscript's own tracer keeps only the best match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.declined: list[Kept] = []
+
+    def log(self, rule: Any, container: Any, node: ir.Node, match_result: Any, status: MatchStatus) -> None:
+        if status is MatchStatus.CONDITION_FAILED:
+            self.declined.append(Kept(str(node.name), node.op_type, match_result.reason, str(rule)))
+
+
+# Constants and attributes --------------------------------------------------------------------------------------------
+
+
+@onnx_rule("Cast")
+def fold_initializer_cast(model: ir.Model, node: ir.Node) -> bool:
+    """Store a constant in the type it is cast to, such as a zero point in the type of its codes, or packed int4."""
+    source, dtype = node.inputs[0], ir.DataType(node.attributes["to"].as_int())
+    if source is None or source.const_value is None or not source.is_initializer():
+        return False
+    if not dtype.is_integer():
+        raise DeclinedError("a float16 weight would become a float32 one")
+    name, own = str(source.name), f"{source.name}_{dtype.name.lower()}"
+    values = source.const_value.numpy().astype(dtype.numpy())
+    if len(source.uses()) > 1 or own in model.graph.initializers:
+        stored = add_array(model, own, values)  # shared by several casts of one constant
+    else:
+        stored = add_initializer(model, name, ir.Tensor(values, dtype=dtype, name=name))
+    replace_node(node, stored)
+    return True
+
+
+@onnx_rule("CastLike")
+def fold_cast_like(model: ir.Model, node: ir.Node) -> bool:
+    """Store a constant, such as a bound of a clamp, in the type of the value that it is cast like."""
+    source, like = node.inputs
+    constant = constant_of(source)
+    if constant is None or like is None or like.dtype is None:
+        return False
+    replace_node(node, add_array(model, f"{node.name}_constant", constant.astype(like.dtype.numpy())))
+    return True
+
+
+@onnx_rule("Conv")
+def drop_zero_bias(model: ir.Model, node: ir.Node) -> bool:
+    """Drop the zeros that torch writes for a convolution without a bias, one per row of the dequantized weight.
+
+    They would be computed at run time and not be recognized as a constant, and the weight would have a second reader.
+    """
+    zeros = made_by(node.inputs[2], "Expand") if len(node.inputs) > 2 else None
+    constant = constant_of(zeros.inputs[0]) if zeros is not None else None
+    if constant is None or constant.any():
+        return False
+    node.resize_inputs(2)
+    return True
+
+
+@onnx_rule("Cast", "QuantizeLinear", "DynamicQuantizeLinear")
+def type_codes(model: ir.Model, node: ir.Node) -> bool:
+    """Give the output of a node the type of its zero point or attribute: torch stores 4-bit codes in bytes.
+
+    This includes codes from a cast, which quantizes with one scale per row.
+    """
+    made, zero_point = node.outputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+    dtype = made.dtype or ir.DataType.UINT8  # of DynamicQuantizeLinear
+    if node.op_type == "Cast":
+        dtype = ir.DataType(node.attributes["to"].as_int())
+    elif node.op_type == "QuantizeLinear":
+        if zero_point is None or zero_point.dtype is None:
+            return False
+        dtype = zero_point.dtype
+    changes = bool(made.dtype != dtype)
+    made.dtype = dtype
+    return changes
+
+
+_DEFAULTS = (("axis", 1), ("block_size", 0), ("output_dtype", 0), ("saturate", 1))
+
+
+@onnx_rule("QuantizeLinear", "DequantizeLinear")
+def drop_default_attributes(model: ir.Model, node: ir.Node) -> bool:
+    """Remove attributes of a quantizer with their default value, and the axis of a single scale."""
+    scale = node.inputs[1]
+    scalar = scale is not None and scale.shape is not None and not scale.shape.rank()
+    dropped = [
+        name
+        for name, default in _DEFAULTS
+        if name in node.attributes and ((scalar and name == "axis") or node.attributes.get_int(name) == default)
+    ]
+    for name in dropped:
+        del node.attributes[name]
+    return bool(dropped)
+
+
+# Weights in codes ---------------------------------------------------------------------------------------------------
+
+
+@onnx_rule("Transpose")
+def drop_idle_transpose(model: ir.Model, node: ir.Node) -> bool:
+    """Remove a `Transpose` that keeps the order of axes; each remaining one of a matrix exchanges rows and columns."""
+    value = operand(node)
+    order = permutation(node, 2 if value.shape is None else value.shape.rank())
+    if list(order) != sorted(order):
+        return False
+    if node.outputs[0].is_graph_output() and (value.is_graph_output() or value.producer() is None):
+        return False  # an output needs a separate value
+    replace_node(node, value)
+    return True
+
+
+@onnx_rule("Transpose", "Gemm")
+def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
+    """Store a transposed weight transposed: `Transpose(DequantizeLinear(codes))` hides the codes from kernels.
+
+    This also rewrites `Gemm(transB=1)` for weights in blocks.
+    """
+    gemm = node.op_type == "Gemm"
+    dequantize = made_by(node.inputs[1] if gemm else node.inputs[0], "DequantizeLinear")
+    if dequantize is None or not is_constant(dequantize):
+        return False
+    if gemm and not (node.attributes.get_int("transB", 0) and dequantize.attributes.get_int("block_size", 0)):
+        return False
+    rank = shape_of(operand(dequantize)).rank()
+    transpose_dequantized(dequantize, (1, 0) if gemm else permutation(node, rank))
+    if gemm:
+        node.attributes["transB"] = ir.AttrInt64("transB", 0)
+    else:
+        replace_node(node, dequantize.outputs[0])
+    return True
+
+
+def is_constant(dequantize: ir.Node) -> bool:
+    """Tell whether a node dequantizes a stored weight of known rank."""
+    stored = all(value is None or value.const_value is not None for value in dequantize.inputs)
+    codes = dequantize.inputs[0]
+    return stored and codes is not None and codes.shape is not None
+
+
+def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
+    """Transpose the constants of a weight's `DequantizeLinear` in place.
+
+    Args:
+        node: The `DequantizeLinear`.
+        order: Permutation of the axes, in the convention of `Transpose`.
+
+    Raises:
+        DeclinedError: If another node reads the weight or one of the constants, such as a tied embedding.
+    """
+    constants = [value for value in node.inputs if value is not None]
+    if len(node.outputs[0].uses()) != 1 or not all(_may_transpose(value) for value in constants):
+        raise DeclinedError("something else reads the weight as it is")
+    rank = shape_of(constants[0]).rank()
+    for value in constants:
+        tensor = value.const_value
+        assert tensor is not None
+        if rank > 1 and tensor.shape.rank() == rank:
+            transposed = np.ascontiguousarray(tensor.numpy().transpose(order))
+            value.const_value = ir.Tensor(transposed, dtype=tensor.dtype, name=tensor.name)
+            value.shape = ir.Shape(transposed.shape)
+    if "axis" in node.attributes:
+        axis = node.attributes["axis"].as_int() % rank
+        node.attributes["axis"] = ir.AttrInt64("axis", order.index(axis))
+    if (shape := node.outputs[0].shape) is not None:
+        node.outputs[0].shape = ir.Shape([shape[axis] for axis in order])
+
+
+def _may_transpose(value: ir.Value) -> bool:
+    """Tell whether only one node reads a constant; scalars and vectors may be shared, because they do not change."""
+    return len(value.uses()) == 1 or (value.shape is not None and value.shape.rank() < 2)
+
+
+@onnx_rule("DequantizeLinear")
+def settle_zero_point(model: ir.Model, node: ir.Node) -> bool:
+    """Drop a zero point of zero, the default, if the scale is an array.
+
+    Two cases need an explicit zero point in the shape of the scale: ONNX Runtime's fusion of `Gemm`, and int8 weights,
+    which `session.x64quantprecision` converts to uint8 with a zero point of that shape or not at all.
+    """
+    scale, zero_point = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
+    if scale is None or scale.shape is None or zero_point is None or zero_point.const_value is None:
+        return False
+    if not scale.shape.rank() or zero_point.const_value.numpy().any():
+        return False
+    dtype = zero_point.const_value.dtype
+    blocks = node.attributes.get_int("block_size", 0)
+    gemm = any(use.node.op_type == "Gemm" for use in node.outputs[0].uses())
+    if not blocks and (dtype == ir.DataType.INT8 or (gemm and dtype != ir.DataType.INT32)):
+        zeros = np.zeros(scale.shape.numpy(), dtype=dtype.numpy())
+        name = f"{node.name}_zero_point"
+        node.replace_input_with(2, add_initializer(model, name, ir.Tensor(zeros, dtype=dtype, name=name)))
+    else:
+        node.resize_inputs(2)
+    return True
+
+
+# Products of values measured at run time ----------------------------------------------------------------------------
+
+
+@onnx_rule("Gemm")
+def split_dynamic_gemm(model: ir.Model, node: ir.Node) -> bool:
+    """Rewrite a `Gemm` of dynamically quantized activations as `MatMul` and `Add`, for `multiply_integers`.
+
+    ONNX Runtime does not have an integer `Gemm` with a float bias.
+    """
+    a, b = (made_by(value, "DequantizeLinear") for value in node.inputs[:2])
+    if a is None or b is None or not is_measured(a) or b.attributes.get_int("block_size", 0):
+        return False
+    if node.attributes.get_int("transA", 0) or any(node.attributes.get_float(f, 1.0) != 1 for f in ("alpha", "beta")):
+        raise DeclinedError("it transposes its activation, or multiplies the product or the bias by a number")
+    if node.attributes.get_int("transB", 0):
+        if not is_constant(b):
+            raise DeclinedError("its weight is not a constant matrix")
+        transpose_dequantized(b)
+    last = ir.node("MatMul", node.inputs[:2])
+    added = [last]
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        last = ir.node("Add", [last.outputs[0], node.inputs[2]])
+        added.append(last)
+    for new in added:
+        new.outputs[0].shape, new.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
+    model.graph.insert_before(node, added)
+    replace_node(node, last.outputs[0])
+    return True
+
+
+@onnx_rule("QuantizeLinear")
+def fuse_dynamic_quantization(model: ir.Model, node: ir.Node) -> bool:
+    """Reuse the codes that `DynamicQuantizeLinear` already computes instead of quantizing a second time."""
+    measured = made_by(node.inputs[1], "DynamicQuantizeLinear")
+    if measured is None or measured.inputs[0] is not node.inputs[0]:
+        return False
+    for use in list(node.outputs[0].uses()):
+        if use.node.op_type == "DequantizeLinear":
+            use.node.replace_input_with(2, measured.outputs[2])
+    replace_node(node, measured.outputs[0])
+    return True
+
+
+def is_measured(dequantize: ir.Node) -> bool:
+    """Tell whether the scale of a dequantizer comes from a `DynamicQuantizeLinear`."""
+    return (
+        dequantize.op_type == "DequantizeLinear" and made_by(dequantize.inputs[1], "DynamicQuantizeLinear") is not None
+    )
+
+
+@onnx_rule("MatMul")
+def multiply_integers(model: ir.Model, node: ir.Node) -> bool:
+    """Rewrite the product of dynamically quantized activations and an integer matrix as `MatMulInteger`.
+
+    `MatMul(DQ(a), DQ(b))` with scales `s_a` and `s_b` is `MatMulInteger(a, b) * (s_a * s_b)`, which ONNX
+    Runtime runs as one kernel.
+    """
+    a, b = (made_by(value, "DequantizeLinear") for value in node.inputs)
+    if a is None or b is None or not is_measured(a):
+        return False
+    _require_per_column(b)
+    product = ir.node("MatMulInteger", [a.inputs[0], b.inputs[0], a.inputs[2], *b.inputs[2:]])
+    real = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT})
+    scale = ir.node("Mul", [a.inputs[1], b.inputs[1]])
+    result = ir.node("Mul", [real.outputs[0], scale.outputs[0]])
+    product.outputs[0].dtype = ir.DataType.INT32
+    result.outputs[0].dtype = ir.DataType.FLOAT
+    real.outputs[0].dtype = scale.outputs[0].dtype = ir.DataType.FLOAT
+    model.graph.insert_before(node, [product, real, scale, result])
+    result.outputs[0].shape, result.outputs[0].dtype = node.outputs[0].shape, ir.DataType.FLOAT
+    replace_node(node, result.outputs[0])
+    return True
+
+
+def _require_per_column(dequantize: ir.Node) -> None:
+    """Raise `DeclinedError` unless the node dequantizes a constant 8-bit matrix with one scale, or one per column."""
+    codes, scale = dequantize.inputs[:2]
+    if scale is None or codes is None or codes.const_value is None:
+        raise DeclinedError("its weight is not constant")
+    if codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
+        raise DeclinedError("its weight has no codes of 8 bits")
+    rank = scale.shape.rank() if scale.shape is not None else 0
+    if dequantize.attributes.get_int("block_size", 0) or (rank and dequantize.attributes.get_int("axis", 1) % 2 != 1):
+        raise DeclinedError("its weight has scales along the axis that is summed over")
+
+
+TRANSLATED: tuple[OnnxRule, ...] = (
+    fold_initializer_cast,
+    fold_cast_like,
+    drop_zero_bias,
+    type_codes,
+    drop_idle_transpose,
+    transpose_weight,
+    settle_zero_point,
+    split_dynamic_gemm,
+    fuse_dynamic_quantization,
+    multiply_integers,
+    drop_default_attributes,
+)
+"""Rules that run on a translated graph, before it is converted to a format, in order."""
+
+__all__ = ["TRANSLATED", "DeclinedError", "OnnxRule", "Rewrite", "apply_rule", "onnx_rule"]
