@@ -114,16 +114,20 @@ def _put(graph: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles each tensor as a digest of its layout, the index of its storage, and, if they are read, its values."""
+    """Pickles each tensor as a digest of its layout, the index of its storage, and, if they are read, its values.
 
-    def __init__(self, file: io.BytesIO, unread: Iterable[Tensor]) -> None:
+    The folder that a model was loaded from is left out: each test has its own.
+    """
+
+    def __init__(self, file: io.BytesIO, unread: Iterable[Tensor], folders: frozenset[str]) -> None:
         super().__init__(file)
         self._places: dict[tuple[int, Any], int] = {}
         self._unread = {id(tensor) for tensor in unread}
+        self._folders = folders
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
-            return None
+            return "folder" if isinstance(obj, str) and obj in self._folders else None
         place = self._places.setdefault((obj.untyped_storage().data_ptr(), obj.storage_offset()), len(self._places))
         layout = (type(obj).__name__, obj.dtype, tuple(obj.shape), obj.stride(), obj.requires_grad, str(obj.device))
         if id(obj) in self._unread:
@@ -136,9 +140,11 @@ def _digest(model: nn.Module, batch: Any, settings: Any, *, values: bool) -> str
     """Return a digest of a model and a batch, with or without the values of tensors; `None` if they do not pickle."""
     tensors = [*_tensors(model).values(), *(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))]
     unread = () if values else tensors
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    folders = frozenset(str(path) for config in configs if (path := getattr(config, "name_or_path", None)))
     file = io.BytesIO()
     try:
-        _Pickler(file, unread).dump((model, batch, settings))
+        _Pickler(file, unread, folders).dump((model, batch, settings))
     except Exception:  # of any kind: local classes and functions, closed files, ...
         return None
     return hashlib.sha256(file.getvalue()).hexdigest()
