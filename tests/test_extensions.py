@@ -31,9 +31,9 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.config.target import TARGETS
 from quark_fx.engine.blocks import Unit
-from quark_fx.errors import CalibrationError, ConfigError, PassError
+from quark_fx.errors import CalibrationError, ConfigError, Declined, PassError
 from quark_fx.export.to_onnx.edit import array_of
-from quark_fx.export.to_onnx.rules import DeclinedError, onnx_rule
+from quark_fx.export.to_onnx.rules import onnx_rule
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT4, Format
@@ -778,7 +778,7 @@ def test_a_rule_of_the_user_rewrites_what_it_can_and_says_what_it_declined(tmp_p
 @onnx_rule("Sigmoid")
 def harden_sigmoid(model: ir.Model, node: ir.Node) -> bool:
     if node.outputs[0].is_graph_output():
-        raise DeclinedError("it leaves the graph")
+        raise Declined("it leaves the graph")
     node.op_type = "HardSigmoid"
     return True
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.errors import Declined
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -27,9 +25,6 @@ class Kept:
     operator: str
     reason: str
     rule: str = ""
-
-
-DeclinedError = Declined
 
 
 def add_initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:

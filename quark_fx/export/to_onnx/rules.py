@@ -14,9 +14,8 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import MatchingTracer, MatchStatus, RewriteRule
 
-from quark_fx.errors import ExportError
+from quark_fx.errors import Declined, ExportError
 from quark_fx.export.to_onnx.edit import (
-    DeclinedError,
     Kept,
     add_array,
     add_initializer,
@@ -32,8 +31,11 @@ from quark_fx.export.to_onnx.edit import (
 logger = logging.getLogger(__name__)
 
 Rewrite = Callable[[ir.Model, ir.Node], bool]
-"""Edits the graph around a node and returns whether it did. Raises `DeclinedError` if the node matches, but another
+"""Edits the graph around a node and returns whether it did. Raises `Declined` if the node matches, but another
 condition forbids the rewrite."""
+
+DeclinedError = Declined
+"""Earlier name of `quark_fx.errors.Declined`, for the rules of users."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +54,25 @@ class OnnxRule:
 
     def __call__(self, model: ir.Model) -> tuple[Kept, ...]:
         """Rewrite every matching node of the main graph; return the nodes that the rule declined, and why."""
-        done, declined = 0, []
+        done, kept = 0, list[Kept]()
         for node in list(model.graph):
             if node.op_type not in self.operators or node.graph is None:
                 continue
             try:
                 rewrote = self.rewrite(model, node)
-            except DeclinedError as reason:
-                logger.debug("%s declines %s (%s): %s", self.name, node.name, node.op_type, reason)
-                declined.append(Kept(str(node.name), node.op_type, str(reason), self.name))
+            except Declined as declined:
+                logger.debug("%s declines %s (%s): %s", self.name, node.name, node.op_type, declined.reason)
+                kept.append(Kept(str(node.name), node.op_type, declined.reason, self.name))
                 continue
             if not isinstance(rewrote, bool):
                 raise ExportError(
                     f"rule {self.name} returned {rewrote!r} for {node.op_type} {node.name}; return True if it rewrote "
-                    "the graph and False if not, or raise DeclinedError with a reason"
+                    "the graph and False if not, or raise Declined with a reason"
                 )
             done += rewrote
         if done:
             erase_unread(model)
-        return tuple(declined)
+        return tuple(kept)
 
 
 def onnx_rule(*operators: str) -> Callable[[Rewrite], OnnxRule]:
@@ -135,7 +137,7 @@ def fold_initializer_cast(model: ir.Model, node: ir.Node) -> bool:
     if source is None or source.const_value is None or not source.is_initializer():
         return False
     if not dtype.is_integer():
-        raise DeclinedError("a float16 weight would become a float32 one")
+        raise Declined("a float16 weight would become a float32 one")
     name, own = str(source.name), f"{source.name}_{dtype.name.lower()}"
     values = source.const_value.numpy().astype(dtype.numpy())
     if len(source.uses()) > 1 or own in model.graph.initializers:
@@ -260,11 +262,11 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
         order: Permutation of the axes, in the convention of `Transpose`.
 
     Raises:
-        DeclinedError: If another node reads the weight or one of the constants, such as a tied embedding.
+        Declined: If another node reads the weight or one of the constants, such as a tied embedding.
     """
     constants = [value for value in node.inputs if value is not None]
     if len(node.outputs[0].uses()) != 1 or not all(_may_transpose(value) for value in constants):
-        raise DeclinedError("something else reads the weight as it is")
+        raise Declined("something else reads the weight as it is")
     rank = shape_of(constants[0]).rank()
     for value in constants:
         tensor = value.const_value
@@ -322,10 +324,10 @@ def split_dynamic_gemm(model: ir.Model, node: ir.Node) -> bool:
     if a is None or b is None or not is_measured(a) or b.attributes.get_int("block_size", 0):
         return False
     if node.attributes.get_int("transA", 0) or any(node.attributes.get_float(f, 1.0) != 1 for f in ("alpha", "beta")):
-        raise DeclinedError("it transposes its activation, or multiplies the product or the bias by a number")
+        raise Declined("it transposes its activation, or multiplies the product or the bias by a number")
     if node.attributes.get_int("transB", 0):
         if not is_constant(b):
-            raise DeclinedError("its weight is not a constant matrix")
+            raise Declined("its weight is not a constant matrix")
         transpose_dequantized(b)
     last = ir.node("MatMul", node.inputs[:2])
     added = [last]
@@ -384,15 +386,15 @@ def multiply_integers(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _require_per_column(dequantize: ir.Node) -> None:
-    """Raise `DeclinedError` unless the node dequantizes a constant 8-bit matrix with one scale, or one per column."""
+    """Raise `Declined` unless the node dequantizes a constant 8-bit matrix with one scale, or one per column."""
     codes, scale = dequantize.inputs[:2]
     if scale is None or codes is None or codes.const_value is None:
-        raise DeclinedError("its weight is not constant")
+        raise Declined("its weight is not constant")
     if codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
-        raise DeclinedError("its weight has no codes of 8 bits")
+        raise Declined("its weight has no codes of 8 bits")
     rank = scale.shape.rank() if scale.shape is not None else 0
     if dequantize.attributes.get_int("block_size", 0) or (rank and dequantize.attributes.get_int("axis", 1) % 2 != 1):
-        raise DeclinedError("its weight has scales along the axis that is summed over")
+        raise Declined("its weight has scales along the axis that is summed over")
 
 
 TRANSLATED: tuple[OnnxRule, ...] = (
