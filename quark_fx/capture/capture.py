@@ -29,6 +29,7 @@ from quark_fx.capture.capture_errors import (
     explain_dynamic_shapes,
     require_capturable,
     require_inputs_fit,
+    require_repeats,
     require_runs,
     warn_of_fixed_batch,
 )
@@ -251,24 +252,35 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
 def _with_tables(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
-    """Trace a model; tables that its forward computes once and stores become constants, computed from the example."""
+    """Trace a model; tables that its forward computes once and stores become constants, computed from the example.
+
+    A forward that changes the model runs on the example: the graph must be right for every call.
+    """
+    tables: list[Tensor] = []
+    changed: list[str] = []
+    traced: list[ModelState] = []
+
+    def note_changes(*_: Any) -> None:
+        tables.extend(filter(_is_table, made_since(model, traced[-1])))
+        changed.extend(traced[-1].changed())
+
     try:
         with untouched(model):
-            tables: list[Tensor] = []
-            traced: list[ModelState] = []
             # From the start to the end of the forward: torch.export swaps parameters before, and resets some attributes
             # after.
             model.register_forward_pre_hook(lambda *_: traced.append(ModelState(model)))
-            model.register_forward_hook(lambda *_: tables.extend(filter(_is_table, made_since(model, traced[-1]))))
+            model.register_forward_hook(note_changes)
             program = _traced(model, args, kwargs, dynamic_shapes)
-        if not tables:
-            return program
     except CaptureError:
         with untouched(model, runs=True) as state:
             require_runs(model, args, kwargs)
-            if made_since(model, state):
-                return _traced(model, args, kwargs, dynamic_shapes)
-        raise
+            if not made_since(model, state):
+                raise
+        program = None
+    if changed or program is None:
+        require_repeats(model, args, kwargs)
+    if program is not None and not tables:
+        return program
     with untouched(model, runs=True):
         require_runs(model, args, kwargs)
         return _traced(model, args, kwargs, dynamic_shapes)

@@ -9,6 +9,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from quark_fx.capture.model_state import untouched
+from quark_fx.capture.model_state import ModelState, untouched
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size
 from quark_fx.graph.signature import path_name
@@ -186,19 +187,67 @@ def _packed(error: Exception) -> str:
     )
 
 
-def require_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `CaptureError` if the model itself does not run on a batch for which capture failed."""
+def require_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the outputs of a model for copies of a batch, none if memory is short; keep the state of random numbers.
+
+    Raises:
+        CaptureError: If the model itself does not run on the batch.
+    """
+    devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
-        with torch.no_grad():
-            model(*args, **kwargs)
+        given, named = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else deepcopy(x), (args, kwargs))
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            return pytree.tree_leaves(model(*given, **named))
     except Exception as error:  # the model's own code may raise any error
         if is_shortage(error):
-            return
+            return []
         raise CaptureError(
             f"{type(model).__name__} itself does not run on the first batch ({_shapes(args, kwargs)}): "
             f"{type(error).__name__}: {_reason(error)}\n  at {_where(error, model)}\n"
             "pass batches that model(...) takes, of its number of dimensions, sizes and dtypes"
         ) from error
+
+
+def require_repeats(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `CaptureError` if a model returns something else for the same batch because an earlier call changed it.
+
+    The batch runs twice, and again after another one of its shapes. A model that also differs without earlier calls
+    draws random numbers, which a graph may do.
+    """
+    other = pytree.tree_map(lambda x: x.flip([*range(x.dim())]) if isinstance(x, Tensor) else x, (args, kwargs))
+
+    def outputs(batch: tuple[Any, Any] = (args, kwargs)) -> list[Any]:
+        try:
+            return require_runs(model, *batch)
+        except CaptureError:
+            return ["an error"]
+
+    with untouched(model, runs=True) as before:
+        first = outputs()
+        between = ModelState(model)
+        later = [outputs()]
+        changed = between.changed() or before.changed()
+        outputs(other)
+        later.append(outputs())
+    if all(_equal(first, one) for one in later):
+        return
+    with untouched(model, runs=True):
+        drawn = not _equal(first, outputs())
+    if not drawn:
+        raise CaptureError(
+            f"{type(model).__name__} returns different values for the same batch, because its forward changes "
+            f"{', '.join(changed)} at each call and reads it at the next, and a graph computes every call alike; make "
+            "it an input and an output of the model, as a tensor, or keep it fixed in eval mode"
+        )
+
+
+def _equal(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else a == b or not isinstance(a, bool | int | float)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _reason(error: Exception) -> str:

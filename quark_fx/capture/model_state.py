@@ -5,12 +5,14 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,9 @@ _CONTAINERS = (dict, list, deque, set, Tensor)
 
 _Cached = functools._lru_cache_wrapper
 """The type of functions that cache results."""
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Names of the containers that every module has."""
 
 _UNSET = object()
 """The value of a variable or attribute that has none yet."""
@@ -44,10 +49,12 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[int, Tensor] = {}
         self._dicts: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
-        self._lists: list[tuple[list[Any] | deque[Any], list[Any]]] = []
+        self._lists: list[tuple[list[Any] | deque[Any] | bytearray, list[Any]]] = []
         self._sets: list[tuple[set[Any], set[Any]]] = []
         self._variables: list[tuple[Any, str, Any]] = []
         self._caches: list[tuple[Any, int]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._names: dict[int, str] = {}
         self._classes: dict[type, dict[str, Any]] = {}
         seen, pending = set[int](), list[Any]([model])
         while pending:
@@ -65,7 +72,10 @@ class ModelState:
             # Subclasses may hide items or override methods with side effects; the base class returns the contents.
             self._dicts.append((item, list(dict.items(item))))
             return list(dict.values(item))
-        if isinstance(item, list | deque):
+        if isinstance(item, np.ndarray) and item.nbytes <= _LARGEST_COPY:
+            self._arrays.append((item, item.copy()))
+            return []
+        if isinstance(item, list | deque | bytearray):
             self._lists.append((item, list(item)))
             return list(item)
         if isinstance(item, set):
@@ -106,6 +116,7 @@ class ModelState:
         reads, writes = globals_of(function.__code__)
         variables = [function.__globals__.get(name) for name in reads]
         own = [x for x in variables if isinstance(x, _CONTAINERS) or _is_of_the_file(x, function)]
+        self._names |= {id(function.__globals__.get(name)): name for name in reads}
         written = [(function.__globals__, name) for name in writes]
         cells = [(cell, "cell_contents") for cell in function.__closure__ or ()]
         defaults = function.__defaults__, function.__kwdefaults__
@@ -119,32 +130,40 @@ class ModelState:
 
     def restore(self) -> None:
         """Restore the contents of every attribute and container; unchanged ones are not written."""
+        for _, _, put_back in self._changes():
+            put_back()
+
+    def changed(self) -> list[str]:
+        """Return the names of the attributes and variables that hold something else now."""
+        attributes = [item for _, items in self._dicts for item in items if item[0] not in _OF_MODULES]
+        holders = self._names | {id(value): str(key) for key, value in attributes}
+        named = ([holders[id(own)]] if id(own) in holders else names for own, names, _ in self._changes())
+        return list(dict.fromkeys(itertools.chain.from_iterable(named)))
+
+    def _changes(self) -> Iterator[tuple[Any, list[str], Callable[[], object]]]:
+        """Yield what holds something else now: the container, the names in it, and a function that restores them."""
         for own, items in self._dicts:
-            if not _same(list(dict.items(own)), items):
-                own.clear()
-                for key, value in items:
-                    own[key] = value
+            now = list(dict.items(own))
+            if not _same(now, items):
+                yield own, _names_apart(dict(items), dict(now)), functools.partial(_refill, own, items)
         for sequence, parts in self._lists:
             if len(sequence) != len(parts) or any(a is not b for a, b in zip(sequence, parts, strict=True)):
-                sequence.clear()
-                sequence.extend(parts)
+                yield sequence, ["a list"], functools.partial(_refill, sequence, parts)
+        for array, copy in self._arrays:
+            if not np.array_equal(array, copy, equal_nan=array.dtype.kind in "fc"):
+                yield array, ["an array"], functools.partial(array.__setitem__, ..., copy)
         for group, members in self._sets:
             if group != members:
-                group.clear()
-                group.update(members)
+                yield group, ["a set"], functools.partial(_refill, group, members)
         for owner, name, value in self._variables:
             if _value(owner, name) is not value:
-                _set(owner, name, value)
+                yield owner, [name], functools.partial(_set, owner, name, value)
         for cached, misses in self._caches:
             if cached.cache_info().misses != misses:
-                cached.cache_clear()
+                yield cached, [cached.__wrapped__.__name__], cached.cache_clear
         for kind, attributes in self._classes.items():
-            now = _class_attributes(kind)
-            for name in now.keys() - attributes.keys():
-                delattr(kind, name)
-            for name, value in attributes.items():
-                if name not in now or now[name] is not value:
-                    setattr(kind, name, value)
+            for name in _names_apart(attributes, _class_attributes(kind)):
+                yield kind, [name], functools.partial(_set, kind, name, attributes.get(name, _UNSET))
 
     def copies(self) -> list[tuple[Tensor, Tensor, int]]:
         """Return each tensor that a forward may write to, with a copy and its version."""
@@ -160,6 +179,19 @@ class ModelState:
 
 def _same(now: list[tuple[Any, Any]], items: list[tuple[Any, Any]]) -> bool:
     return len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True))
+
+
+def _names_apart(before: dict[Any, Any], now: dict[Any, Any]) -> list[str]:
+    return [str(key) for key in before | now if before.get(key, _UNSET) is not now.get(key, _UNSET)]
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        for key, value in contents:
+            container[key] = value
+    else:
+        container.update(contents) if isinstance(container, set) else container.extend(contents)
 
 
 def _is_of_the_user(defined: type | types.FunctionType) -> bool:
@@ -188,10 +220,9 @@ def _value(owner: Any, name: str) -> Any:
 def _set(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, dict):
         owner.pop(name) if value is _UNSET else owner.update({name: value})
-    elif value is _UNSET:
-        object.__delattr__(owner, name)
     else:
-        object.__setattr__(owner, name, value)  # also of frozen dataclasses
+        kind: Any = type if isinstance(owner, type) else object  # not the class's own: also of frozen dataclasses
+        kind.__delattr__(owner, name) if value is _UNSET else kind.__setattr__(owner, name, value)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -405,3 +406,117 @@ def test_variables_and_caches_of_the_file_of_a_model_are_the_same_after_capture(
     assert torch.allclose(qfx.capture_graph(model, x).module(x)[0], model(x))
     assert globals()["_LAST"] is x
     assert all(a is b for a, b in zip(tables, (_TABLES["sizes"], table(4), model.own_table()), strict=True))
+
+
+_CALLS: list[int] = []
+
+
+class Remembers(nn.Module):
+    """A model whose forward calls `compute`, which may change attributes."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.compute = compute
+        self.step, self.flipped, self.last, self.table = 0, False, None, None
+        self.history: list[Any] = []
+        self.counts = np.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+def by_step(model: Any, x: Tensor) -> Tensor:
+    model.step += 1
+    result: Tensor = model.linear(x) * model.step
+    return result
+
+
+def by_history(model: Any, x: Tensor) -> Tensor:
+    model.history.append(model.linear(x))
+    return torch.stack(model.history).sum(0)
+
+
+def by_flag(model: Any, x: Tensor) -> Tensor:
+    model.flipped = not model.flipped
+    result: Tensor = model.linear(-x if model.flipped else x)
+    return result
+
+
+def by_last_batch(model: Any, x: Tensor) -> Tensor:
+    before = x if model.last is None else model.last
+    model.last = x
+    result: Tensor = model.linear(x - before)
+    return result
+
+
+def by_array(model: Any, x: Tensor) -> Tensor:
+    model.counts[0] += 1
+    result: Tensor = model.linear(x) * float(model.counts[0])
+    return result
+
+
+def by_file(model: Any, x: Tensor) -> Tensor:
+    _CALLS.append(1)
+    result: Tensor = model.linear(x) * len(_CALLS)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (by_step, "step"),
+        (by_history, "history"),
+        (by_flag, "flipped"),
+        (by_last_batch, "last"),
+        (by_array, "counts"),
+        (by_file, "_CALLS"),
+    ],
+)
+def test_python_state_of_earlier_calls_is_refused(compute: Callable[[Any, Tensor], Tensor], name: str) -> None:
+    model = seeded(Remembers(compute))
+    with pytest.raises(qfx.CaptureError, match=rf"forward changes {name} at each call"):
+        qfx.capture_graph(model, rand(3, 4))
+    held = (model.step, model.history, model.flipped, model.last, model.counts[0], _CALLS)
+    assert held == (0, [], False, None, 0, [])
+
+
+def counts_and_logs(model: Any, x: Tensor) -> Tensor:
+    model.step += 1
+    model.history.append(x)
+    result: Tensor = model.linear(x)
+    return result
+
+
+def counts_and_draws(model: Any, x: Tensor) -> Tensor:
+    model.step += 1
+    result: Tensor = model.linear(x) + torch.randn_like(x)
+    return result
+
+
+def makes_a_table(model: Any, x: Tensor) -> Tensor:
+    model.step += 1
+    if model.table is None:
+        model.table = torch.arange(4.0)
+    result: Tensor = model.linear(x) + model.table
+    return result
+
+
+@pytest.mark.parametrize("compute", [counts_and_logs, counts_and_draws, makes_a_table])
+def test_python_state_that_outputs_do_not_depend_on_is_captured(compute: Callable[[Any, Tensor], Tensor]) -> None:
+    model, x = seeded(Remembers(compute)), rand(3, 4)
+    before = torch.get_rng_state()
+    captured = qfx.capture_graph(model, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (model.step, model.history, model.table) == (0, [], None)
+    if compute is not counts_and_draws:
+        torch.testing.assert_close(captured.module(x)[0], model(x))
+
+
+def test_a_counter_that_is_an_input_is_captured() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+            return x * (step + 1), step + 1
+
+    batch = (rand(3, 4), torch.tensor(0))
+    assert torch.equal(qfx.capture_graph(Counts().eval(), batch).module(*batch)[0], batch[0])
