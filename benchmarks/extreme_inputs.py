@@ -309,8 +309,7 @@ def kinds_of(dtype: torch.dtype) -> dict[str, Tensor]:
 
 def of_operators(chosen: Callable[[str], bool]) -> tuple[dict[str, Function], list[str]]:
     """Return calls of the operators that have a lowering, and the operators that there are no arguments for."""
-    from quark_fx.export.to_onnx.table import translation_table
-    from quark_fx.export.to_onnx.translation import _registry
+    from quark_fx.export.to_onnx.translation import _registry, translation_table
 
     registry = _registry(21, tuple(translation_table().items()))
     named = sorted(name.removeprefix("aten::") for name in registry.functions if str(name).startswith("aten::"))

@@ -9,7 +9,7 @@ from quark_fx.export.generation.to_genai import genai
 from quark_fx.export.runtime.verification import Difference, Verification, verify
 from quark_fx.export.to_onnx.export_onnx import onnx
 from quark_fx.export.to_onnx.shared_weights import share_weights
-from quark_fx.export.to_onnx.table import lowers
+from quark_fx.export.to_onnx.translation import lowers
 from quark_fx.export.to_pt2e import pt2e
 
 __all__ = [

@@ -23,8 +23,7 @@ from zoo import ZOO
 import quark_fx as qfx
 import quark_fx.export.to_onnx.lowering  # fills the table
 from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
-from quark_fx.export.to_onnx.table import LOWERINGS, translation_table
-from quark_fx.export.to_onnx.translation import translate
+from quark_fx.export.to_onnx.translation import LOWERINGS, translate, translation_table
 from quark_fx.numbers.formats import INT4, SM5, UINT4
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, PRESETS
 

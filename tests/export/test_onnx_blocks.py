@@ -22,7 +22,7 @@ import quark_fx as qfx
 from quark_fx.config.block_formats import BFP16, BLOCK_FORMATS, MX6, MX9, MXFP4, MXINT8, NVFP4
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.export.runtime.session import open_session, session_options
-from quark_fx.export.to_onnx.block_nodes import DOMAIN
+from quark_fx.export.to_onnx.block_functions import DOMAIN
 from quark_fx.export.to_onnx.blocks import stored_weight
 from quark_fx.export.to_onnx.export_onnx import _lowered
 from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import TensorSpec
-from quark_fx.export.to_onnx.half_scales import halve_scales
+from quark_fx.export.to_onnx.stored_codes import halve_scales
 from quark_fx.numbers.formats import BF16, FP16, FloatFormat, parse_format
 from quark_fx.presets import PRESETS, preset
 

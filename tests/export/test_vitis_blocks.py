@@ -37,7 +37,7 @@ from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Ten
 from quark_fx.export.runtime.session import open_session, session_options
 from quark_fx.export.to_onnx.export_onnx import _lowered
 from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions
-from quark_fx.export.to_onnx.vitis_blocks import BLOCK_NODES
+from quark_fx.export.to_onnx.vitis import BLOCK_NODES
 from quark_fx.graph.nodes import set_parameter
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, SM8
 from quark_fx.numbers.scales import POWER_OF_TWO

@@ -22,7 +22,7 @@ import quark_fx as qfx
 import quark_fx.export.to_onnx.lowering  # fills LOWERINGS
 from quark_fx.analysis.trials import metric_of
 from quark_fx.config.target import register_target
-from quark_fx.export.to_onnx.table import LOWERINGS, translation_table
+from quark_fx.export.to_onnx.translation import LOWERINGS, translation_table
 from quark_fx.graph.pass_manager import graph_pass, pass_from_dict, pass_to_dict
 from quark_fx.mixed_precision.candidates import candidates_of
 from quark_fx.numbers import formats

@@ -17,7 +17,7 @@ import torch
 
 from quark_fx.errors import ExportError
 from quark_fx.export.generation.cache_scales import CacheScales
-from quark_fx.export.to_onnx.table import translation_table
+from quark_fx.export.to_onnx.translation import translation_table
 from quark_fx.targets import ONNX
 
 if TYPE_CHECKING:

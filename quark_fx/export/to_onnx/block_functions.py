@@ -14,10 +14,12 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.tape
 
-from quark_fx.export.to_onnx.block_nodes import DOMAIN
 from quark_fx.numbers.formats import FP8_E4M3, Format
 from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.scales import FLOAT32
+
+DOMAIN = "quark_fx"
+"""Domain of the functions, and of the nodes of `blocks`."""
 
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 

@@ -19,8 +19,7 @@ from quark_fx.errors import ExportError
 from quark_fx.export.program import to_exported_program
 from quark_fx.export.runtime.session import may_optimize
 from quark_fx.export.to_onnx.respelling import respelled
-from quark_fx.export.to_onnx.table import translation_table
-from quark_fx.export.to_onnx.translation import translate
+from quark_fx.export.to_onnx.translation import translate, translation_table
 from quark_fx.graph.nodes import (
     DEQUANTIZE,
     QUANTIZE,

@@ -12,14 +12,13 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from quark_fx.config.target import OnnxFiles, Target
 from quark_fx.errors import ExportError
-from quark_fx.export.to_onnx.block_nodes import fuse_block_rounding
-from quark_fx.export.to_onnx.blocks import spell_out_blocks
-from quark_fx.export.to_onnx.contrib_domain import CONTRIB, use_contrib_domain
+from quark_fx.export.to_onnx.blocks import fuse_block_rounding, spell_out_blocks
 from quark_fx.export.to_onnx.edit import Kept, keep_names_apart
-from quark_fx.export.to_onnx.half_scales import halve_scales
 from quark_fx.export.to_onnx.matmul_nbits import use_matmul_nbits
+from quark_fx.export.to_onnx.opset import CONTRIB, use_contrib_domain
 from quark_fx.export.to_onnx.qoperator import use_integer_operators
 from quark_fx.export.to_onnx.rules import TRANSLATED, apply_rule
+from quark_fx.export.to_onnx.stored_codes import halve_scales
 from quark_fx.export.to_onnx.vitis import PREFIXES, use_vendor_nodes
 from quark_fx.export.to_onnx.workarounds import WORKAROUNDS
 from quark_fx.system.names import unknown

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quark_fx.errors import Declined, ExportError
 from quark_fx.export.packing import pack
-from quark_fx.export.to_onnx.contrib_domain import CONTRIB
 from quark_fx.export.to_onnx.edit import (
     Kept,
     add_array,
@@ -30,6 +29,7 @@ from quark_fx.export.to_onnx.edit import (
     put_node,
     without_trailing_none,
 )
+from quark_fx.export.to_onnx.opset import CONTRIB
 from quark_fx.export.to_onnx.stored_codes import FORMATS, StoredCodes, dequantized, stem
 from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.quantized_tensor import QuantizedTensor

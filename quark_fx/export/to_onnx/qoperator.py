@@ -15,7 +15,6 @@ import numpy as np
 import onnx_ir as ir
 
 from quark_fx.errors import Declined, ExportError
-from quark_fx.export.to_onnx.contrib_domain import CONTRIB
 from quark_fx.export.to_onnx.edit import (
     Kept,
     add_array,
@@ -31,6 +30,7 @@ from quark_fx.export.to_onnx.edit import (
     stored_array,
     without_trailing_none,
 )
+from quark_fx.export.to_onnx.opset import CONTRIB
 from quark_fx.export.to_onnx.recurrent import MEASURED
 from quark_fx.targets.onnxruntime import MOVERS
 

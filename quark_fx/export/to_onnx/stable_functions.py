@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import opset21
 
-from quark_fx.export.to_onnx.table import lowers
+from quark_fx.export.to_onnx.translation import lowers
 
 op: Any = opset21
 
