@@ -40,7 +40,7 @@ import quark_fx as qfx
 from benchmarks import language_models
 from benchmarks.common import environment, estimate_batch_norm, images, one_core, publish, table
 from benchmarks.models import float_bytes
-from quark_fx.export.runtime.session import session_options
+from quark_fx.export.runtime.session import options_of
 from quark_fx.graph.signature import split_batch
 from quark_fx.numbers.formats import FORMATS as NUMBER_FORMATS
 from quark_fx.observers import MinMax
@@ -228,7 +228,7 @@ def measure(name: str, row: Format, folder: Path) -> Cell:
     path = folder / "quantized.onnx"
     try:
         qmodel = qfx.quantize(given.model, row.config, given.batches[:2], progress=False)
-        file = qfx.export.onnx(qmodel, path, **row.options)
+        qfx.export.onnx(qmodel, path, **row.options)
     except qfx.QuarkError as error:
         return Cell(error=" ".join(str(error).split())[:300])
     onnx.checker.check_model(str(path), full_check=True)
@@ -245,22 +245,22 @@ def measure(name: str, row: Format, folder: Path) -> Cell:
         share=worst.share if worst else None,
         bytes=size,
         size=size / given.bytes,
-        latency=None if row.options.get("format") == "vitis" else latency(given, qmodel, path, file.optimize),
+        latency=None if row.options.get("format") == "vitis" else latency(given, qmodel, path),
     )
 
 
-def latency(given: Float, qmodel: qfx.QuantizedModel, path: Path, optimize: bool) -> float:
+def latency(given: Float, qmodel: qfx.QuantizedModel, path: Path) -> float:
     """Return the median ratio of the quantized file's time to the float file's, run in turn."""
     leaves = [leaf for leaf in qmodel.signature.flatten(*split_batch(given.batches[2])) if isinstance(leaf, Tensor)]
 
-    def runner(file: Path, optimize: bool) -> Callable[[], object]:
-        options = session_options(optimize=optimize)
+    def runner(file: Path) -> Callable[[], object]:
+        options = options_of(file)
         options.intra_op_num_threads = 1
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         feed = {i.name: leaf.numpy() for i, leaf in zip(session.get_inputs(), leaves, strict=True)}
         return lambda: session.run(None, feed)
 
-    ours, theirs = runner(path, optimize), runner(given.path, True)
+    ours, theirs = runner(path), runner(given.path)
     ours(), theirs()
     return statistics.median(_seconds(ours) / _seconds(theirs) for _ in range(PAIRS))
 

@@ -19,7 +19,7 @@ import inspect
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import quark_fx as qfx
 from benchmarks.common import environment, one_core, publish, sqnr, table
 from benchmarks.judged import Network, digits, random_weights, ratio
 from benchmarks.onnx_sessions import latencies
-from quark_fx.export.runtime.openvino_session import Named
+from quark_fx.export.runtime.runners import FileInput, FileRunner
 from quark_fx.presets import INT8_STATIC
 
 JUDGED = 64
@@ -77,22 +77,20 @@ def _shapes(network: Network) -> Any:
     return ({0: torch.export.Dim("batch", max=len(network.judged))},)
 
 
-class ProgramSession:
-    """A `.pte` file, with the methods of a session that `latencies` calls."""
+class ProgramRunner(FileRunner):
+    """A `.pte` file of one input."""
+
+    title = "ExecuTorch"
 
     def __init__(self, path: Path, threads: int) -> None:
         from executorch.runtime import Runtime
 
+        self.path, self.inputs = path, (FileInput("x"),)
         self._program = Runtime.get().load_program(path)  # the method reads it without owning it
         self._method = self._program.load_method("forward")
 
-    def get_inputs(self) -> list[Named]:
-        """Return the one input."""
-        return [Named("x")]
-
-    def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
-        """Return the outputs, as arrays; `names` are not looked at."""
-        return [output.numpy() for output in self._method.execute([torch.from_numpy(feeds["x"])])]
+    def run_arrays(self, feed: Mapping[str, Any]) -> list[Any]:
+        return [output.numpy() for output in self._method.execute([torch.from_numpy(feed["x"])])]
 
 
 def _write(program: ExportedProgram, path: Path) -> int:
@@ -114,11 +112,11 @@ def measure(name: str, folder: Path, rounds: int) -> Iterator[list[str]]:
     programs = {row: make(network) for row, make in PROGRAMS.items()}
     paths = {row: folder / f"{i}.pte" for i, row in enumerate(programs)}
     outside = {row: _write(program, paths[row]) for row, program in programs.items()}
-    times = latencies(paths, [network.judged[:1]], 1, rounds, ProgramSession)  # see the page: one size for each method
+    times = latencies(paths, [network.judged[:1]], 1, rounds, ProgramRunner)  # see the page: one size for each method
     for row in (QUANTIZED, PEER):
         with torch.no_grad():
             simulated = programs[row].module()(network.judged)
-        (array,) = ProgramSession(paths[row], 1).run(None, {"x": network.judged.numpy()})
+        (array,) = ProgramRunner(paths[row], 1).run_arrays({"x": network.judged.numpy()})
         found = torch.from_numpy(array)
         yield [
             name,

@@ -32,7 +32,7 @@ from benchmarks.judged import Network, digits, random_weights, ratio
 from benchmarks.models import float_bytes
 from benchmarks.onnx_sessions import latencies
 from quark_fx.evaluation.runs import main_tensor
-from quark_fx.export.runtime.openvino_session import OpenVinoSession
+from quark_fx.export.runtime.runners import OpenVinoRunner
 from quark_fx.graph.signature import split_batch
 from quark_fx.numbers.formats import INT8
 from quark_fx.presets import INT8_STATIC
@@ -79,9 +79,8 @@ def _feed(qmodel: qfx.QuantizedModel, batch: Any) -> list[np.ndarray]:
     return [leaf.numpy() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _run(session: OpenVinoSession, arrays: list[np.ndarray]) -> Tensor:
-    feed = {port.name: array for port, array in zip(session.get_inputs(), arrays, strict=True)}
-    return torch.from_numpy(session.run(None, feed)[0])
+def _run(runner: OpenVinoRunner, arrays: list[np.ndarray]) -> Tensor:
+    return next(iter(runner.run_in_order(map(torch.from_numpy, arrays)).values()))
 
 
 def measure(name: str, folder: Path, nncf: str | None, rounds: int) -> Iterator[list[str]]:
@@ -110,10 +109,10 @@ def measure(name: str, folder: Path, nncf: str | None, rounds: int) -> Iterator[
             [nncf, "-m", "benchmarks.peers.nncf_quantize", folder], cwd=ROOT, check=True, capture_output=True
         )
         paths["NNCF"] = folder / f"{name}.nncf.xml"
-    sessions = {row: OpenVinoSession(path, 1, profile=True) for row, path in paths.items()}
+    sessions = {row: OpenVinoRunner(path, 1, profile=True) for row, path in paths.items()}
     judged = _feed(qmodel, network.judged)
     found = {row: sqnr(expected, _counted(_run(session, judged), network.judged)) for row, session in sessions.items()}
-    times = latencies(paths, [torch.from_numpy(array[:1]) for array in judged], 1, rounds, OpenVinoSession)
+    times = latencies(paths, [torch.from_numpy(array[:1]) for array in judged], 1, rounds, OpenVinoRunner)
     for row, session in sessions.items():
         if row == "float":
             continue

@@ -12,6 +12,8 @@ import onnxruntime
 from onnxruntime.quantization import CalibrationDataReader
 from torch import Tensor
 
+from quark_fx.export.runtime.runners import FileRunner, OnnxRuntimeRunner
+
 _PAUSE = 0.2
 """Seconds before each file's turn, in which the threads of the one before stop spinning: on as many cores as threads
 they would take one of them."""
@@ -29,11 +31,11 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]
         return None if batch is None else {name: value.numpy() for name, value in batch.items()}
 
 
-def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
-    """Return a session with default settings and `threads` threads."""
+def _opened(path: Path, threads: int) -> FileRunner:
+    """Return the file in ONNX Runtime with default settings and `threads` threads."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return OnnxRuntimeRunner(path, options)
 
 
 def latencies(
@@ -41,7 +43,7 @@ def latencies(
     inputs: Sequence[Tensor],
     threads: int,
     rounds: int,
-    opened: Callable[[Path, int], Any] = session,
+    opened: Callable[[Path, int], FileRunner] = _opened,
 ) -> dict[str, list[float]]:
     """Return, for every file, the median milliseconds of 5 runs, `rounds` times, the files in turn.
 
@@ -50,18 +52,18 @@ def latencies(
         inputs: of every file.
         threads: of a run.
         rounds: after one that warms up.
-        opened: returns a session, in another runtime perhaps.
+        opened: returns a runner, of another runtime perhaps.
     """
-    sessions = {row: opened(path, threads) for row, path in paths.items()}
-    result: dict[str, list[float]] = {row: [] for row in sessions}
+    runners = {row: opened(path, threads) for row, path in paths.items()}
+    result: dict[str, list[float]] = {row: [] for row in runners}
     for round_ in range(rounds + 1):
-        for row, run in sessions.items():
-            feed = {i.name: value.numpy() for i, value in zip(run.get_inputs(), inputs, strict=True)}
+        for row, runner in runners.items():
+            feed = {i.name: value.numpy() for i, value in zip(runner.inputs, inputs, strict=True)}
             time.sleep(_PAUSE)
             times = []
             for _ in range(5):
                 start = time.perf_counter()
-                run.run(None, feed)
+                runner.run_arrays(feed)
                 times.append(1e3 * (time.perf_counter() - start))
             if round_:  # the first one warms up
                 result[row].append(statistics.median(times))

@@ -45,6 +45,7 @@ from benchmarks.common import DOCS, environment, estimate_batch_norm, images, pu
 from benchmarks.models import perturb
 from quark_fx.config.quant_config import QuantConfig, Target
 from quark_fx.export.runtime import verification
+from quark_fx.export.runtime.runners import OnnxRuntimeRunner
 from quark_fx.graph.signature import split_batch
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, XINT8
 from quark_fx.system.processor import this_processor
@@ -200,17 +201,15 @@ def _forget(package: Path, *, avx512: bool) -> None:
         library.write_bytes(code)
 
 
-class Elsewhere:
-    """A session whose runs happen on another processor."""
+class Elsewhere(OnnxRuntimeRunner):
+    """A file that runs on another processor."""
 
-    def __init__(self, file: Path, processor: Processor, options: Any) -> None:
-        self.file, self.processor = file, processor
-        self.session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        self.get_inputs, self.get_outputs = self.session.get_inputs, self.session.get_outputs
+    def __init__(self, file: Path, processor: Processor, options: Any, optimize: bool | None) -> None:
+        super().__init__(file, options, optimize=optimize)
+        self.processor = processor
 
-    def run(self, names: list[str], feeds: Mapping[str, Any]) -> list[Any]:
-        """Run the file there; `names` are all of its outputs."""
-        return self.processor.outputs(self.file, feeds)
+    def run_arrays(self, feed: Mapping[str, Any]) -> list[Any]:
+        return self.processor.outputs(self.path, feed)
 
 
 @contextmanager
@@ -222,20 +221,26 @@ def verified_on(processor: Processor, folder: Path) -> Iterator[None]:
 
     count = itertools.count()
 
-    def opened(path: Path, options: Any, edit: Callable[[ir.Model], None] | None = None) -> Elsewhere:
+    def opened(
+        path: Path,
+        options: Any = None,
+        *,
+        optimize: bool | None = None,
+        edit: Callable[[ir.Model], None] | None = None,
+    ) -> Elsewhere:
         model = ir.load(path)
         if edit is not None:
             edit(model)
         file = folder / f"elsewhere{next(count)}.onnx"
         ir.save(with_standard_nodes(model), file)
-        return Elsewhere(file, processor, options)
+        return Elsewhere(file, processor, options, optimize)
 
-    original = getattr(verification, "open_session")  # noqa: B009
-    setattr(verification, "open_session", opened)  # noqa: B010
+    original = getattr(verification, "OnnxRuntimeRunner")  # noqa: B009
+    setattr(verification, "OnnxRuntimeRunner", opened)  # noqa: B010
     try:
         yield
     finally:
-        setattr(verification, "open_session", original)  # noqa: B010
+        setattr(verification, "OnnxRuntimeRunner", original)  # noqa: B010
 
 
 def leading(value: Any) -> Tensor:

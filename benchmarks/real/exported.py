@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import quark_fx as qfx
-from quark_fx.export.runtime.session import open_session, runtime_options
+from quark_fx.export.runtime.session import open_session, options_of
 from quark_fx.model.quantized_model import QuantizedModel
 
 
@@ -21,7 +21,7 @@ def exported(qmodel: QuantizedModel, folder: Path) -> Callable[..., Any]:
         QuarkError: if the model cannot be exported.
     """
     file = qfx.export.onnx(qmodel, folder / "model.onnx")
-    options = runtime_options(qmodel.graph_module)
+    options = options_of(Path(file))
     options.intra_op_num_threads = 1
     session = open_session(Path(file), options)
     names = [i.name for i in session.get_inputs()]

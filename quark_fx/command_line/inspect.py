@@ -90,10 +90,9 @@ def _require(package: str) -> None:
 def _runtime(path: Path) -> dict[str, Any]:
     """Return the kernels with which ONNX Runtime runs a file on this processor."""
     from quark_fx.export.runtime.report import runtime_report
-    from quark_fx.export.runtime.session import file_may_optimize
 
     try:
-        report = runtime_report(path, optimize=file_may_optimize(path))
+        report = runtime_report(path)
     except QuarkError as error:
         return {"unknown": str(error)}
     count = Counter((node.kernel, node.quantized, node.reason) for node in report.nodes)

@@ -41,7 +41,7 @@ from quark_fx.command_line.subjects import Subject, float_subject
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.resources import require_usable
 from quark_fx.errors import ConfigError
-from quark_fx.export.runtime.verification import Runtime
+from quark_fx.export.runtime.runners import Runtime
 from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.plan.report import Report

@@ -21,7 +21,8 @@ from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.checkpoints.open_checkpoint import quantized_by, read_configuration
 from quark_fx.data.context import context_length
 from quark_fx.errors import CaptureError, CheckpointError, ConfigError
-from quark_fx.evaluation.runs import OnnxModel, open_model
+from quark_fx.evaluation.runs import open_model
+from quark_fx.export.runtime.runners import FileRunner
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.names import nearest
 
@@ -129,8 +130,9 @@ def subject(name: str) -> Subject:
         return _made(name)
     path = Path(name)
     model = open_model(path)
-    if isinstance(model, OnnxModel):
-        return Subject(name=name, model=model, folder=path.parent, inputs=model.inputs)
+    if isinstance(model, FileRunner):
+        inputs = tuple(value.name for value in model.inputs)
+        return Subject(name=name, model=model, folder=path.parent, inputs=inputs)
     if isinstance(model, QuantizedModel):
         return Subject(name=name, model=model, folder=path, inputs=model.signature.input_names)
     if path.suffix == ".gguf":

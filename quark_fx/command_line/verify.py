@@ -15,7 +15,7 @@ from quark_fx.command_line.reading import read_batches
 from quark_fx.command_line.subjects import subject
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.decoding import is_generation_folder
-from quark_fx.export.runtime.verification import Runtime
+from quark_fx.export.runtime.runners import Runtime
 from quark_fx.model.quantized_model import QuantizedModel
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import QuarkError
-from quark_fx.evaluation.runs import named_tensors, run_of, same_place
+from quark_fx.evaluation.runs import named_tensors, runner_of, same_place
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def compare(first: Any, second: Any, batches: Iterable[Any]) -> tuple[Distance, 
     Raises:
         QuarkError: If batches are missing, or the models do not have a common output.
     """
-    runs = run_of(first), run_of(second)
+    runs = runner_of(first), runner_of(second)
     sums: dict[str, _Sums] = {}
     for batch in batches:
         outputs = [{same_place(k): v for k, v in named_tensors(run(batch)).items()} for run in runs]

@@ -1,4 +1,4 @@
-"""Run batches through a model in any form: module, function, checkpoint, or exported file."""
+"""Open a model in any form: module, function, checkpoint, or exported file."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import importlib
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles, some_of
 from quark_fx.checkpoints.gguf_file import open_gguf, require_bounded
@@ -28,59 +26,50 @@ from quark_fx.checkpoints.open_checkpoint import (
 )
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
-from quark_fx.export.runtime.session import file_may_optimize, open_session, session_options
-from quark_fx.graph.signature import split_batch
+from quark_fx.export.runtime.runners import (
+    FileRunner,
+    OnnxRuntimeRunner,
+    OpenVinoRunner,
+    Runner,
+    Runtime,
+    TorchRunner,
+)
 from quark_fx.model.serialization import load
 
 Run = Callable[[Any], Any]
-"""Function from a batch, in the form of calibration data, to the result of the model."""
+"""Function from a batch, in the form of calibration data, to the result of the model, such as a `Runner`."""
 
 
-def run_of(model: Any) -> Run:
-    """Return a function that runs batches through a model.
+def runner_of(model: Any) -> Runner:
+    """Return the runner of a model.
 
     Args:
-        model: Module in eval mode, result of `quantize`, function that is called like the model, or path for
-            `open_model`.
+        model: Module in eval mode, result of `quantize`, function that is called like the model, path for
+            `open_model`, or a runner.
 
     Raises:
         QuarkError: For a model of another type.
     """
-    if isinstance(model, str | os.PathLike):
-        model = open_model(model)
-    if isinstance(model, OnnxModel):
-        return model.run_batch
-    if isinstance(model, nn.Module) and model.training:
-        raise QuarkError(f"the {type(model).__name__} is in training mode, where results are random; call eval() first")
-    if not callable(model):
-        raise QuarkError(f"expected a model, its path, or a function, not {type(model).__name__}")
-
-    def run(batch: Any) -> Any:
-        args, kwargs = split_batch(batch)
-        try:
-            with torch.no_grad():
-                return model(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # errors of modules about their inputs
-            if not isinstance(model, nn.Module) or isinstance(error, QuarkError):
-                raise
-            raise QuarkError(f"the {type(model).__name__} does not run on a batch: {error}") from error
-
-    return run
+    model = open_model(model) if isinstance(model, str | os.PathLike) else model
+    return model if isinstance(model, Runner) else TorchRunner(model)
 
 
-def open_model(path: str | os.PathLike[str]) -> Any:
-    """Return the model in a file or directory, ready to run: a `QuantizedModel`, an `OnnxModel`, or a module.
+def open_model(path: str | os.PathLike[str], runtime: Runtime | None = None) -> Any:
+    """Return the model in a file or directory, ready to run: a `QuantizedModel`, a `FileRunner`, or a module.
 
     Args:
         path: ONNX file, directory that `save` wrote, checkpoint of transformers (float or quantized), or GGUF file,
             which transformers decodes to float32. No code of it is run.
+        runtime: Runtime of an ONNX file: `"onnxruntime"` (default) or `"openvino"`, which also reads its own files.
 
     Raises:
         QuarkError: If the path is not a model of these kinds, or cannot be read.
     """
     path = Path(path)
-    if path.suffix == ".onnx":
-        return OnnxModel(path)
+    if runtime is not None and runtime not in _FILES:
+        raise QuarkError(f"runtime={runtime!r} opens no file; use {' or '.join(map(repr, _FILES))}, or leave it out")
+    if runtime is not None or path.suffix == ".onnx":
+        return _opened(path, runtime or "onnxruntime")
     if not os.path.exists(path):  # Path.exists raises an error for names that are too long
         raise QuarkError(f"{path} does not exist")
     if (path / GRAPH_FILE).is_file():
@@ -95,47 +84,18 @@ def open_model(path: str | os.PathLike[str]) -> Any:
     )
 
 
-class OnnxModel:
-    """An ONNX file that ONNX Runtime runs on the CPU, with the arithmetic of the file.
+_FILES: Mapping[Runtime, Callable[[Path], FileRunner]] = {"onnxruntime": OnnxRuntimeRunner, "openvino": OpenVinoRunner}
+"""Runners of files, by runtime."""
 
-    Attributes:
-        path: Path of the file.
-        inputs: Names of the inputs, in order.
-        outputs: Names of the outputs, in order.
-    """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        try:
-            import onnxruntime  # noqa: F401
-        except ImportError as error:
-            raise ExportError("running an ONNX file needs onnxruntime: pip install 'quark_fx[onnx]'") from error
-        try:
-            self._session = open_session(self.path, session_options(optimize=file_may_optimize(self.path)))
-        except Exception as error:  # from protobuf or ONNX Runtime
-            raise ExportError(f"{self.path} cannot be loaded: {error}") from error
-        self.inputs = tuple(value.name for value in self._session.get_inputs())
-        self.outputs = tuple(value.name for value in self._session.get_outputs())
-
-    def run_batch(self, batch: Any) -> dict[str, Tensor]:
-        """Return the outputs and their names; keywords of a batch are names of inputs, other values go in order.
-
-        Raises:
-            ExportError: If the file has other inputs, or does not run.
-        """
-        args, kwargs = split_batch(batch)
-        values = kwargs if kwargs else dict(zip(self.inputs, leaves := pytree.tree_leaves(args), strict=False))
-        if set(values) != set(self.inputs) or (not kwargs and len(leaves) != len(self.inputs)):
-            passed = ", ".join(map(str, kwargs)) if kwargs else f"{len(leaves)} by position"
-            raise ExportError(f"{self.path} has the inputs {', '.join(self.inputs)}; the batch has {passed}")
-        feed = {n: v.numpy(force=True) if isinstance(v, Tensor) else np.asarray(v) for n, v in values.items()}
-        try:
-            results = self._session.run(None, feed)
-        except Exception as error:  # from ONNX Runtime
-            raise ExportError(
-                f"ONNX Runtime does not run {self.path}: {error}; pass batches of the sizes and types of its inputs"
-            ) from error
-        return {name: torch.from_numpy(np.asarray(value)) for name, value in zip(self.outputs, results, strict=True)}
+def _opened(path: Path, runtime: Runtime) -> FileRunner:
+    """Return the runner of a file; raise `ExportError` if the runtime does not load it."""
+    try:
+        return _FILES[runtime](path)
+    except ExportError:
+        raise
+    except Exception as error:  # errors of protobuf and the runtimes
+        raise ExportError(f"{path} cannot be loaded: {error}") from error
 
 
 def _gguf_model(path: Path) -> nn.Module:
@@ -205,4 +165,4 @@ def same_place(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-__all__ = ["OnnxModel", "Run", "main_tensor", "named_tensors", "open_model", "run_of", "same_place"]
+__all__ = ["Run", "main_tensor", "named_tensors", "open_model", "runner_of", "same_place"]

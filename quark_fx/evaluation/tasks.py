@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.engine.calibration_data import require_no_nan
 from quark_fx.errors import QuarkError
-from quark_fx.evaluation.runs import Run, main_tensor, run_of
+from quark_fx.evaluation.runs import Run, main_tensor, runner_of
 
 IGNORED = -100
 """Label of tokens that do not count, in torch and in transformers."""
@@ -48,7 +48,7 @@ def evaluate(model: Any, task: Task) -> dict[str, float]:
     if not callable(task):
         raise QuarkError(f"a task is LanguageModeling, Classification or Embedding of some batches, not {task!r}")
     with torch.no_grad():
-        return task(run_of(model))
+        return task(runner_of(model))
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LanguageModeling:
     reference: Any = None
 
     def __call__(self, run: Run) -> dict[str, float]:
-        reference = None if self.reference is None else run_of(self.reference)
+        reference = None if self.reference is None else runner_of(self.reference)
         loss, divergence, tokens = 0.0, 0.0, 0
         for batch in self.batches:
             _require_tokens(batch)
@@ -108,7 +108,7 @@ class Classification:
     reference: Any = None
 
     def __call__(self, run: Run) -> dict[str, float]:
-        reference = None if self.reference is None else run_of(self.reference)
+        reference = None if self.reference is None else runner_of(self.reference)
         right, same, divergence, samples = 0, 0, 0.0, 0
         for batch in self.batches:
             inputs, labels = _labeled(batch)
@@ -147,7 +147,7 @@ class Embedding:
     reference: Any
 
     def __call__(self, run: Run) -> dict[str, float]:
-        reference = run_of(self.reference)
+        reference = runner_of(self.reference)
         cosines = [
             F.cosine_similarity(_vectors(run(batch), batch), _vectors(reference(batch), batch), dim=-1)
             for batch in map(_with_numbers, self.batches)

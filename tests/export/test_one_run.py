@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime import trial
+from quark_fx.export.runtime import runners, trial
 from quark_fx.export.to_onnx.edit import replace_node
 from quark_fx.export.to_onnx.rules import onnx_rule
 from quark_fx.graph.sample import made_up_sample, sample_of
@@ -185,7 +185,7 @@ def test_the_report_says_why_a_file_was_not_run(tmp_path: Path, monkeypatch: pyt
     assert "no kernels for the operators of my.kernels" in reasons(rules=[make_custom])
     for change, reason in (
         ((trial, "available", 1), "MiB of memory are free"),
-        ((trial, "open_session", RuntimeError(message)), "does not read opset 25"),
+        ((runners, "open_session", RuntimeError(message)), "does not read opset 25"),
     ):
         with patch.object(*change[:2], side_effect=[change[2]]):
             assert reason in reasons(opset=25), reason

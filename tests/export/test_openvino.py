@@ -15,7 +15,7 @@ from tiny import Residual, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from quark_fx.export.runtime.openvino_session import OpenVinoSession
+from quark_fx.export.runtime.runners import OpenVinoRunner
 from quark_fx.graph.nodes import QUANTIZE, target_name
 from quark_fx.numbers.formats import INT8
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS
@@ -57,9 +57,9 @@ def test_a_network_computes_in_integers_what_torch_computes(target: str, tmp_pat
     data = images(4, 2)
     qmodel, path = exported(seeded(Network()), INT8_STATIC.replace(target=target), data, tmp_path)
     assert qfx.verify(qmodel, path, data, runtime="openvino").max_steps <= 1
-    session = OpenVinoSession(path, profile=True)
-    session.run(None, {session.get_inputs()[0].name: data[0].numpy()})
-    kernels = [kernel for kernel in session.kernels() if kernel.kind in ("Convolution", "GroupConvolution")]
+    runner = OpenVinoRunner(path, profile=True)
+    runner.run_in_order(data[:1])
+    kernels = [kernel for kernel in runner.kernels() if kernel.kind in ("Convolution", "GroupConvolution")]
     assert len(kernels) == 3
     assert all(kernel.in_integers for kernel in kernels)
 

@@ -20,7 +20,7 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import TensorSpec
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.rounding_noise import RoundingNoise, disturbed_outputs, random_draws
-from quark_fx.export.runtime.session import open_session
+from quark_fx.export.runtime.runners import OnnxRuntimeRunner
 from quark_fx.export.runtime.verification import Difference, Verification
 from quark_fx.graph.nodes import tensor_of
 from quark_fx.numbers.qparams import Symmetry
@@ -314,12 +314,12 @@ def test_per_node_reports_a_file_whose_kernels_are_others_than_with_codes_shown(
     other.write_bytes(path.read_bytes())
     tamper(other, *TAMPERING["a weight"])
 
-    def opened(file: Path, options: Any, edit: Any = None) -> Any:
-        return open_session(other if edit is None else file, options, edit)
+    def opened(file: Path, *args: Any, edit: Any = None, **options: Any) -> OnnxRuntimeRunner:
+        return OnnxRuntimeRunner(other if edit is None else file, *args, edit=edit, **options)
 
     clean = qfx.verify(qmodel, path, images(4), per_node=True)
     assert clean.shipped == ()
-    monkeypatch.setattr("quark_fx.export.runtime.verification.open_session", opened)
+    monkeypatch.setattr("quark_fx.export.runtime.verification.OnnxRuntimeRunner", opened)
     result = qfx.verify(qmodel, path, images(4), per_node=True)
     assert max(difference.steps for difference in result.differences) <= 1
     assert [difference.name for difference in result.shipped] == ["output"]

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime import checkpoint_process, checkpoint_verification, verification
+from quark_fx.export.runtime import checkpoint_process
+from quark_fx.export.runtime.transformers_runner import TransformersRunner
 from quark_fx.presets import INT4_WEIGHT_ONLY
 
 CONFIG: QuantConfig = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=FLOAT_ENDS)
@@ -96,7 +98,7 @@ def test_a_gguf_file_that_transformers_does_not_read_may_still_be_right(
     failed = CompletedProcess([], 1, "", "RuntimeError: q_norm has another size\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
     with pytest.raises(ExportError, match=r"does not load or run .*\nRuntimeError: .*\nIf llama\.cpp is to read"):
-        checkpoint_verification.checkpoint_answers(tmp_path / "llm.gguf", [])
+        TransformersRunner(tmp_path / "llm.gguf")(IDS)
 
 
 def test_outputs_have_names() -> None:
@@ -125,5 +127,6 @@ def test_rounding_noise_alone_is_correct_and_a_wrong_output_is_wrong(
     answer = {name: value.clone() for name, value in qmodel(x).items()}
     answer["logits"] *= change
     answer["noise"] += 2e-7
-    monkeypatch.setattr(verification, "checkpoint_answers", lambda path, calls: [answer])
+    runner = SimpleNamespace(results=lambda batches: [answer])
+    monkeypatch.setattr("quark_fx.export.runtime.verification.TransformersRunner", lambda path: runner)
     assert qfx.verify(qmodel, tmp_path, [x], runtime="transformers").verdict == verdict

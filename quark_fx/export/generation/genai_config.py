@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.data.context import context_length
 from quark_fx.errors import ExportError
-from quark_fx.export.generation.generator import cut_layers, fuses_wrongly
+from quark_fx.export.generation.generator import cut_layers
+from quark_fx.export.runtime.session import may_optimize
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -168,7 +169,7 @@ def _templates(prefix: str, side: str) -> dict[str, str]:
 def _session_options(graph: ir.Graph) -> dict[str, Any]:
     """Return options with which ONNX Runtime keeps to the graph's arithmetic; see `runtime.session.session_options`."""
     options: dict[str, Any] = {"provider_options": [], "session.qdq_matmulnbits_accuracy_level": "0"}
-    if any(fuses_wrongly(node) for node in graph):
+    if not may_optimize(graph):
         options["graph_optimization_level"] = "ORT_DISABLE_ALL"
     return options
 

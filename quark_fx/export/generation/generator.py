@@ -10,7 +10,7 @@ import torch
 
 from quark_fx.data.cache_names import CACHE_NAMES, cache_of, returned_cache
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime.session import session_options
+from quark_fx.export.runtime.session import may_optimize, session_options
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -146,19 +146,10 @@ def _count_tokens(cache: Any, length: int) -> None:
 
 def _options(exported: Any, threads: int | None) -> Any:
     programs = [component.program for component in exported.components.values()]
-    options = session_options(optimize=not any(fuses_wrongly(node) for p in programs for node in p.graph))
+    options = session_options(optimize=all(may_optimize(program.graph) for program in programs))
     if threads is not None:
         options.intra_op_num_threads = threads
     return options
 
 
-def fuses_wrongly(node: ir.Node) -> bool:
-    """Tell whether ONNX Runtime fuses a node into a missing kernel: for 8-bit floats and 4-bit activations."""
-    if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
-        return False
-    codes = node.outputs[0] if node.op_type == "QuantizeLinear" else node.inputs[0]
-    dtype = codes.dtype if codes is not None else None
-    return dtype is not None and (dtype.is_floating_point() or (node.op_type[0] == "Q" and dtype.itemsize < 1))
-
-
-__all__ = ["cut_layers", "fuses_wrongly", "generator"]
+__all__ = ["cut_layers", "generator"]

@@ -21,7 +21,7 @@ from quark_fx.export.generation.cache_scales import CacheScales
 from quark_fx.export.generation.generator import generator
 from quark_fx.export.generation.to_genai import CONFIG, GRAPH
 from quark_fx.export.runtime.rounding_noise import RoundingNoise
-from quark_fx.export.runtime.session import open_session, session_options
+from quark_fx.export.runtime.session import open_session
 from quark_fx.graph.signature import split_batch
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.isolation import quiet, without_warnings
@@ -141,7 +141,7 @@ def _of_genai(path: Path) -> _Folder:
     if decoder["filename"] != GRAPH:
         raise ExportError(f"{path / CONFIG} names another graph than {GRAPH}; write it with qfx.export.genai")
     optimize = "graph_optimization_level" not in decoder["session_options"]
-    session = open_session(path / GRAPH, session_options(optimize=optimize))
+    session = open_session(path / GRAPH, optimize=optimize)
     past, present = (
         [names[f"{prefix}_{kind}_names"] % layer for layer in range(decoder["num_hidden_layers"]) for kind in _KINDS]
         for prefix, names in (("past", decoder["inputs"]), ("present", decoder["outputs"]))

@@ -20,7 +20,7 @@ import onnx_ir as ir
 import torch
 
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime.session import code_type, open_session, session_options
+from quark_fx.export.runtime.session import code_type, may_optimize, open_session, session_options
 from quark_fx.export.runtime.trial import NotRun
 from quark_fx.export.to_onnx.edit import Kept
 from quark_fx.export.to_onnx.vitis import PREFIXES
@@ -106,15 +106,12 @@ class RuntimeReport:
         return "\n".join(lines)
 
 
-def runtime_report(
-    path: Path, *, kept: Iterable[Kept] = (), optimize: bool = True, not_run: tuple[NotRun, ...] = ()
-) -> RuntimeReport:
+def runtime_report(path: Path, *, kept: Iterable[Kept] = (), not_run: tuple[NotRun, ...] = ()) -> RuntimeReport:
     """Return the kernels with which ONNX Runtime runs `path`.
 
     Args:
         path: ONNX file.
         kept: Parts to list as left in pairs or declined.
-        optimize: Whether ONNX Runtime may fuse kernels, which is its default.
         not_run: Runtimes that did not run the file. If ONNX Runtime did not load it, the report lists no kernels.
 
     Raises:
@@ -126,18 +123,19 @@ def runtime_report(
     original = ir.load(path)
     if not unloaded and (vendor := PREFIXES.keys() & original.opset_imports.keys()):
         raise ExportError(f"ONNX Runtime has no kernels for {', '.join(vendor)}; the vendor's tools say what they run")
-    nodes, conversions = ((), 0) if unloaded else _optimized(path, original, optimize)
+    nodes, conversions = ((), 0) if unloaded else _optimized(path, original, may_optimize(original.graph))
     size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
     return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size, not_run)
 
 
-def saturating_kernels(path: Path, *, optimize: bool) -> list[str]:
+def saturating_kernels(path: Path, *, optimize: bool | None) -> list[str]:
     """Return the names of nodes whose kernels saturate on x64 without VNNI; a vendor's nodes run as standard nodes.
 
     Raises:
         ExportError: If ONNX Runtime does not load the file.
     """
-    nodes, _ = _optimized(path, ir.load(path), optimize)
+    original = ir.load(path)
+    nodes, _ = _optimized(path, original, may_optimize(original.graph) if optimize is None else optimize)
     return [node.name for node in nodes if node.saturates]
 
 
@@ -145,7 +143,6 @@ def _optimized(path: Path, original: ir.Model, optimize: bool) -> tuple[tuple[Ru
     """Return the kernels with which ONNX Runtime runs a file, and the number of conversions between them."""
     with tempfile.TemporaryDirectory() as folder:
         options = session_options(optimize=optimize)
-        options.log_severity_level = 4  # it warns that the optimized graph is specific to this machine
         options.optimized_model_filepath = str(Path(folder, "optimized.onnx"))
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
         try:

@@ -7,42 +7,34 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.fx import GraphModule, Node
-
-from quark_fx.graph.nodes import QUANTIZE, code_format, target_name
-
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
-    """Return `onnxruntime.SessionOptions` for the export of a quantized graph.
+def may_optimize(graph: ir.Graph) -> bool:
+    """Tell whether ONNX Runtime's CPU kernels implement its fusions of a graph.
 
-    Args:
-        gm: Quantized graph.
-        optimize: Whether ONNX Runtime may fuse integer kernels; default: result of `may_optimize`.
+    They do not for 8-bit floats, and for activations of other than 8 and 16 bits.
     """
-    return session_options(optimize=may_optimize(gm) if optimize is None else optimize)
+    return not any(_fuses_wrongly(node) for node in graph.all_nodes())
 
 
-def may_optimize(gm: GraphModule) -> bool:
-    """Tell whether ONNX Runtime's CPU kernels implement its fusions; not for 8-bit floats and 32-bit activations."""
-    return not any(_fuses_wrongly(node) for node in gm.graph.nodes)
-
-
-def file_may_optimize(path: Path) -> bool:
-    """Tell whether ONNX Runtime's CPU kernels implement its fusions of a file; see `may_optimize`."""
-    import onnx_ir as ir
-
-    made = (node for node in ir.load(path).graph.all_nodes() if node.op_type == "QuantizeLinear")
-    types = {code_type(node) for node in made if not node.attributes.get_int("block_size", 0)}
-    return not any(dtype.is_floating_point() or dtype.itemsize > 2 for dtype in types)
+def _fuses_wrongly(node: ir.Node) -> bool:
+    if node.op_type not in ("QuantizeLinear", "DequantizeLinear") or node.attributes.get_int("block_size", 0):
+        return False  # ONNX Runtime does not fuse operators on blocks
+    if node.op_type == "QuantizeLinear":
+        dtype = code_type(node)
+        return dtype.is_floating_point() or dtype.itemsize not in (1, 2)
+    codes = node.inputs[0]
+    return codes is not None and codes.dtype is not None and codes.dtype.is_floating_point()
 
 
 def code_type(quantizer: ir.Node) -> ir.DataType:
     """Return the type of the codes of a `QuantizeLinear`."""
     import onnx_ir as ir
 
+    if (dtype := quantizer.outputs[0].dtype) is not None:
+        return dtype
     zero_point = quantizer.inputs[2] if len(quantizer.inputs) > 2 else None
     if zero_point is not None and zero_point.dtype is not None:
         return zero_point.dtype
@@ -54,12 +46,19 @@ def session_options(*, optimize: bool) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors are raised; warnings concern machines and shapes
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     # Blocked weights are fused to MatMulNBits, which by default rounds activations to int8, unlike the graph.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     return options
+
+
+def options_of(path: Path) -> Any:
+    """Return `onnxruntime.SessionOptions` that preserve the arithmetic of a file."""
+    import onnx_ir as ir
+
+    return session_options(optimize=may_optimize(ir.load(path).graph))
 
 
 @cache
@@ -84,13 +83,16 @@ def adds_pairs_in_16_bits() -> bool:
     return int(np.asarray(made).item()) < 2 * 255 * 127
 
 
-def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | None = None) -> Any:
+def open_session(
+    path: Path, options: Any = None, edit: Callable[[ir.Model], None] | None = None, *, optimize: bool | None = None
+) -> Any:
     """Return an `onnxruntime.InferenceSession` of a file on the CPU.
 
     Args:
         path: File. Vendors' quantizers in it are replaced by standard ones.
-        options: Session options; they may be modified.
+        options: Session options; they may be modified. Default: `session_options`.
         edit: Function that edits the graph first.
+        optimize: Whether ONNX Runtime may fuse integer kernels, without `options`; default: result of `may_optimize`.
     """
     import onnx_ir as ir
     import onnxruntime
@@ -100,19 +102,16 @@ def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | No
     providers = ["CPUExecutionProvider"]
     path = path.resolve()  # the target of a link, whose folder has the external data
     model = ir.load(path)
-    if edit is None and not PREFIXES.keys() & model.opset_imports.keys():
-        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    edited = edit is not None or bool(PREFIXES.keys() & model.opset_imports.keys())
     if edit is not None:
         edit(model)
+    if edited:
+        model = with_standard_nodes(model)
+    if options is None:
+        options = session_options(optimize=may_optimize(model.graph) if optimize is None else optimize)
+    if not edited:
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
     # The graph is passed as bytes, without a folder for external data.
     folder = str(path.parent)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-    source = ir.to_proto(with_standard_nodes(model)).SerializeToString()
-    return onnxruntime.InferenceSession(source, options, providers=providers)
-
-
-def _fuses_wrongly(node: Node) -> bool:
-    fmt = code_format(node)
-    if fmt is None or (len(node.args) > 5 and node.args[5]):
-        return False  # ONNX Runtime does not fuse operators on blocks
-    return not fmt.is_integer or (target_name(node) == QUANTIZE and fmt.activation_container.bits not in (8, 16))
+    return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=providers)

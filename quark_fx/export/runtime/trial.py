@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime.openvino_session import OpenVinoSession
-from quark_fx.export.runtime.session import open_session, runtime_options
+from quark_fx.export.runtime.runners import FileRunner, OnnxRuntimeRunner, OpenVinoRunner
 from quark_fx.graph.nodes import describe, device_of, results_of
 from quark_fx.graph.sample import made_up_sample
 from quark_fx.model.quantized_model import QuantizedModel
@@ -69,7 +68,7 @@ def run_once(path: Path, model: ir.Model, qmodel: QuantizedModel) -> tuple[NotRu
 def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun | None:
     from quark_fx.export.to_onnx.vitis import PREFIXES
 
-    name = "ONNX Runtime"
+    name = OnnxRuntimeRunner.title
     try:
         import onnxruntime
     except ImportError:
@@ -82,10 +81,8 @@ def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> Not
         return NotRun(name, f"it has no kernels for the operators of {operators}; run the file where they are defined")
     if reason := _too_large(model):
         return NotRun(name, reason)
-    options = runtime_options(gm)
-    options.log_severity_level = 4
     try:
-        session = open_session(path, options)
+        runner = OnnxRuntimeRunner(path)
     except Exception as error:
         if any(text in str(error) for text in _TOO_NEW):
             opset = model.opset_imports[""]
@@ -96,12 +93,12 @@ def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> Not
         ) from error
     if vendor:
         return NotRun(name, f"it has no kernels for {', '.join(vendor)}; the vendor's tools say what they run")
-    reason = _run(session, f"{path.name} fails in {name} {onnxruntime.__version__}", model, qmodel)
+    reason = _run(runner, f"{path.name} fails in {name} {onnxruntime.__version__}", model, qmodel)
     return NotRun(name, reason, loads=True) if reason else None
 
 
 def _in_openvino(path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun | None:
-    name = "OpenVINO"
+    name = OpenVinoRunner.title
     try:
         import openvino
     except ImportError:
@@ -110,11 +107,11 @@ def _in_openvino(path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun 
         return NotRun(name, reason)
     version = openvino.__version__.partition("-")[0]
     try:
-        session = OpenVinoSession(path)
+        runner = OpenVinoRunner(path)
     except Exception as error:
         where = _where(error, model, qmodel.graph_module)
         raise ExportError(f"{path.name} does not load in {name} {version}: {error}{where}") from error
-    reason = _run(session, f"{path.name} fails in {name} {version}", model, qmodel)
+    reason = _run(runner, f"{path.name} fails in {name} {version}", model, qmodel)
     return NotRun(name, reason, loads=True) if reason else None
 
 
@@ -128,7 +125,7 @@ def _too_large(model: ir.Model) -> str:
     return f"its weights take {_COPIES} times {size >> 20} MiB to load, and {free >> 20} MiB of memory are free"
 
 
-def _run(session: Any, failure: str, model: ir.Model, qmodel: QuantizedModel) -> str:
+def _run(runner: FileRunner, failure: str, model: ir.Model, qmodel: QuantizedModel) -> str:
     """Run a file on the sample of its model; return the reason why it was not run, or an empty string."""
     gm = qmodel.graph_module
     sample = made_up_sample(gm) if qmodel.sample is None else qmodel.sample
@@ -137,10 +134,8 @@ def _run(session: Any, failure: str, model: ir.Model, qmodel: QuantizedModel) ->
     tensors = [leaf for leaf in sample if isinstance(leaf, Tensor)]
     if any(leaf.dtype == torch.bfloat16 for leaf in tensors):
         return "its inputs are bfloat16, which numpy does not support; run it where it is deployed"
-    names = [value.name for value in session.get_inputs()]
-    feeds: Mapping[str, Any] = {name: leaf.numpy() for name, leaf in zip(names, tensors, strict=True)}
     try:
-        session.run(None, feeds)
+        runner.run_in_order(tensors)
     except Exception as error:
         if not _runs_in_torch(gm, sample):
             return "its sample does not run in torch either; run qfx.verify with a batch"

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
@@ -20,11 +19,11 @@ from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.engine.calibration_data import first_sample, with_nan
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
-from quark_fx.export.runtime.checkpoint_verification import checkpoint_answers, is_checkpoint
 from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
-from quark_fx.export.runtime.openvino_session import OpenVinoSession
 from quark_fx.export.runtime.rounding_noise import disturbed_outputs, orderings, random_draws
-from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
+from quark_fx.export.runtime.runners import FileInput, FileRunner, OnnxRuntimeRunner, OpenVinoRunner, Runtime
+from quark_fx.export.runtime.session import adds_pairs_in_16_bits
+from quark_fx.export.runtime.transformers_runner import TransformersRunner, is_checkpoint
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, device_of, parameter, results_of, static_size, target_name
 from quark_fx.graph.operators import argument
 from quark_fx.graph.signature import split_batch
@@ -39,10 +38,6 @@ from quark_fx.system.options import checked_call
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-
-Runtime = Literal["onnxruntime", "openvino", "transformers", "torch"]
-"""Runtime of a file."""
 
 
 @dataclass(frozen=True)
@@ -248,19 +243,18 @@ def verify(
     quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
     try:
         if runtime == "openvino":
-            opened: Callable[..., Any] = partial(OpenVinoSession, Path(path))
+            opened: Callable[..., FileRunner] = partial(OpenVinoRunner, Path(path))
         else:
-            opened = partial(_open, Path(path), qmodel, optimize, session_options)
+            opened = partial(OnnxRuntimeRunner, Path(path), session_options, optimize=optimize)
         as_it_is = opened()
-        session = opened(edit=partial(_show_codes, quantizers, shown)) if per_node else as_it_is
+        runner = opened(edit=partial(_show_codes, quantizers, shown)) if per_node else as_it_is
     except ExportError:
         raise
     except Exception as error:  # errors of protobuf and the runtimes
         again = _AGAIN + ", quantized with target='openvino'" * (runtime == "openvino")
         raise ExportError(f"{path} cannot be loaded: {error}; {again}") from error
-    inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
-    metadata = session.get_modelmeta().custom_metadata_map
-    _require_output_names([name for name in names if name not in shown], metadata, qmodel, path)
+    names = [name for name in runner.outputs if name not in shown]  # in the order of the model's outputs
+    _require_output_names(names, runner.metadata, qmodel, path)
     steps, parts = _known_steps(qmodel) | dict.fromkeys(shown, 1.0), _joined_parts(qmodel)
     compared, shipped = _Comparison(steps, parts), _Comparison(steps, parts)
     count = 0
@@ -270,26 +264,25 @@ def verify(
         first = first or leaves
         feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         _require_values(feed, count)
-        if len(inputs) != len(feed):
+        if len(runner.inputs) != len(feed):
             raise ExportError(
-                f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export; {_AGAIN}"
+                f"{path} has {len(runner.inputs)} inputs, the model {len(feed)}: it is not this model's export; "
+                f"{_AGAIN}"
             )
-        _require_shapes(inputs, feed, path, count)
-        feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(inputs, feed, strict=True)}
-        results = _run(session, feeds, path, count)
-        codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
+        _require_shapes(runner.inputs, feed, path, count)
+        results = _run(runner, feed, count)
+        codes = {name: value for name, value in results.items() if name in shown}
         with torch.no_grad():
             follower = _Follower(qmodel.graph_module, codes)
             expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
         for name, (own, theirs) in follower.compared.items():
             compared.add(name, own, theirs)
-        tensors = [name for name in names if name not in codes]  # in the order of the model's outputs
-        for name, own in zip(tensors, expected, strict=True):
-            compared.add(name, own, torch.from_numpy(np.asarray(results[name])))
+        for name, own in zip(names, expected, strict=True):
+            compared.add(name, own, results[name])
         if per_node:
-            own_run = _run(as_it_is, feeds, path, count)
-            for name, own in zip(tensors, expected, strict=True):
-                shipped.add(name, own, torch.from_numpy(np.asarray(own_run[name])))
+            own_run = _run(as_it_is, feed, count)
+            for name, own in zip(names, expected, strict=True):
+                shipped.add(name, own, own_run[name])
         count += 1
     if not count:
         raise ExportError(_NO_BATCH)
@@ -302,10 +295,10 @@ def verify(
         draws=random_draws(qmodel.graph_module, qmodel.signature.output_names, _quantizers(qmodel)),
     )
     if result.first_wrong is not None:
-        moved = _moved_by_rounding(qmodel, first, [name for name in names if name not in shown])
-        nodes = () if per_node else _first_batch_by_node(qmodel, path, first, opened)
+        moved = _moved_by_rounding(qmodel, first, names)
+        nodes = () if per_node else _first_batch_by_node(qmodel, first, opened)
         result = _judged(result, moved, nodes, orderings(qmodel.graph_module, qmodel.signature.output_names))
-    if runtime == "onnxruntime" and result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
+    if runtime == "onnxruntime" and result.max_steps > 1 and (cause := _saturation(Path(path), optimize)):
         result = replace(result, cause=cause)
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
         warn(f"values that are NaN in torch and in the file were not compared: {unsaid}")
@@ -327,18 +320,16 @@ def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: list[st
 
 
 def _first_batch_by_node(
-    qmodel: QuantizedModel, path: str | os.PathLike[str], leaves: list[Any], opened: Callable[..., Any]
+    qmodel: QuantizedModel, leaves: list[Any], opened: Callable[..., FileRunner]
 ) -> tuple[Difference, ...]:
     """Return the differences of every quantized value of a batch, each computed from the same codes."""
     shown = set[str]()
     feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     try:
-        session = opened(edit=partial(_show_codes, _quantizers(qmodel), shown))
-        feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(session.get_inputs(), feed, strict=True)}
-        results = _run(session, feeds, path, 0)
+        results = opened(edit=partial(_show_codes, _quantizers(qmodel), shown)).run_in_order(feed)
     except Exception:  # any error of a runtime that does not output some codes
         return ()
-    codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
+    codes = {name: value for name, value in results.items() if name in shown}
     compared = _Comparison(_known_steps(qmodel) | dict.fromkeys(shown, 1.0), _joined_parts(qmodel))
     follower = _Follower(qmodel.graph_module, codes)
     try:
@@ -349,7 +340,7 @@ def _first_batch_by_node(
     for name, (own, theirs) in follower.compared.items():
         compared.add(name, own, theirs)
     for name, own in zip([name for name in results if name not in shown], expected, strict=True):
-        compared.add(name, own, torch.from_numpy(np.asarray(results[name])))
+        compared.add(name, own, results[name])
     return compared.differences()
 
 
@@ -397,12 +388,11 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
     """Compare every output with the output of the model that transformers loads."""
     if not batches:
         raise ExportError(_NO_BATCH)
-    calls = [split_batch(batch) for batch in batches]
-    for number, (args, kwargs) in enumerate(calls):  # before starting a process
-        leaves = qmodel.signature.flatten(args, kwargs)
+    flat = [qmodel.signature.flatten(*split_batch(batch)) for batch in batches]
+    for number, leaves in enumerate(flat):  # before starting a process
         _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], number)
     compared = _Comparison(_known_steps(qmodel))
-    for batch, found in zip(batches, checkpoint_answers(path, calls), strict=True):
+    for batch, found in zip(batches, TransformersRunner(path).results(batches), strict=True):
         for name, own in named_tensors(qmodel.run_batch(batch)).items():
             if name not in found:
                 raise ExportError(
@@ -414,7 +404,7 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
     result = Verification(compared.differences(), runtime="transformers", draws=draws)
     if result.first_wrong is None:
         return result
-    return _judged(result, _moved_by_rounding(qmodel, qmodel.signature.flatten(*calls[0]), names), ())
+    return _judged(result, _moved_by_rounding(qmodel, flat[0], names), ())
 
 
 def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decode_steps: int) -> Verification:
@@ -493,29 +483,14 @@ class _Recorder(Interpreter):
         return value
 
 
-def _open(
-    path: Path,
-    qmodel: QuantizedModel,
-    optimize: bool | None,
-    session_options: Any,
-    edit: Callable[[ir.Model], None] | None = None,
-) -> Any:
-    """Return an ONNX Runtime session of a file."""
-    try:
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise ExportError("verification needs onnxruntime: pip install 'quark_fx[onnx]'") from error
-    return open_session(path, session_options or runtime_options(qmodel.graph_module, optimize=optimize), edit)
-
-
-def _saturation(path: Path, qmodel: QuantizedModel, optimize: bool | None) -> str:
+def _saturation(path: Path, optimize: bool | None) -> str:
     """Return the kernels of a file that saturate on this processor, as a message; empty if none does."""
     from quark_fx.export.runtime.report import saturating_kernels
 
     if not adds_pairs_in_16_bits():
         return ""
     try:
-        names = saturating_kernels(path, optimize=may_optimize(qmodel.graph_module) if optimize is None else optimize)
+        names = saturating_kernels(path, optimize=optimize)
     except ExportError:  # it runs only with the caller's session options
         return ""
     if not names:
@@ -527,14 +502,13 @@ def _saturation(path: Path, qmodel: QuantizedModel, optimize: bool | None) -> st
     )
 
 
-def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batch: int) -> dict[str, Any]:
-    """Return the named outputs of a session for a batch."""
-    names = [output.name for output in session.get_outputs()]
+def _run(runner: FileRunner, feed: Sequence[Tensor], batch: int) -> dict[str, Tensor]:
+    """Return the named outputs of a file for a batch."""
     try:
-        return dict(zip(names, session.run(names, feeds), strict=True))
+        return runner.run_in_order(feed)
     except Exception as error:  # errors of the runtime
         raise ExportError(
-            f"{path} does not run on batch {batch}: {error}; give it batches of the sizes and types that "
+            f"{runner.path} does not run on batch {batch}: {error}; give it batches of the sizes and types that "
             "the model takes, or leave the operator out that the message names"
         ) from error
 
@@ -593,14 +567,16 @@ def _require_output_names(
         raise ExportError(f"{path} has the outputs {', '.join(names)}, the model {', '.join(own)}; {_AGAIN}")
 
 
-def _require_shapes(inputs: Sequence[Any], feed: Sequence[Tensor], path: str | os.PathLike[str], batch: int) -> None:
+def _require_shapes(
+    inputs: Sequence[FileInput], feed: Sequence[Tensor], path: str | os.PathLike[str], batch: int
+) -> None:
     """Raise if an input does not have the sizes in the file, even if torch accepts it."""
     for value, given in zip(inputs, feed, strict=True):
-        if not value.shape:  # ONNX Runtime does not know the rank
+        if value.shape is None:
             continue
-        fixed = [size if isinstance(size, int) else None for size in value.shape]
-        if len(fixed) != given.dim() or any(f not in (None, size) for f, size in zip(fixed, given.shape, strict=True)):
-            sizes = ", ".join("any" if size is None else str(size) for size in fixed)
+        fits = len(value.shape) == given.dim()
+        if not fits or any(f not in (None, size) for f, size in zip(value.shape, given.shape, strict=True)):
+            sizes = ", ".join("any" if size is None else str(size) for size in value.shape)
             raise ExportError(
                 f"batch {batch}: {path} has an input {value.name!r} of shape ({sizes}), and is given one of shape "
                 f"{tuple(given.shape)}: it is the export of another model, or of this one with fixed sizes; {_AGAIN}, "

@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.target import OnnxFiles
 from quark_fx.errors import ExportError
 from quark_fx.export.program import to_exported_program
-from quark_fx.export.runtime.session import may_optimize
 from quark_fx.export.to_onnx.respelling import respelled
 from quark_fx.export.to_onnx.translation import translate, translation_table
 from quark_fx.graph.nodes import (
@@ -152,7 +151,6 @@ def onnx(
         model.metadata_props[CHOSEN_NAMES] = json.dumps([value.name for value in model.graph.outputs])
     if target.onnx.check is not None:
         target.onnx.check(model)
-    file.optimize = may_optimize(gm)
     file.not_run = _write(model, file, external_data, qmodel)
     return file
 

@@ -21,12 +21,10 @@ class OnnxFile(_Path):
 
     Attributes:
         kept: Parts that the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
-        optimize: Whether ONNX Runtime may fuse kernels; its CPU kernels do not implement all operators that it fuses.
         not_run: Runtimes that did not run the file on one sample when it was written, and why.
     """
 
     kept: tuple[Kept, ...] = ()
-    optimize: bool = True
     not_run: tuple[NotRun, ...] = ()
 
     def report(self) -> RuntimeReport:
@@ -37,4 +35,4 @@ class OnnxFile(_Path):
         Raises:
             ExportError: If ONNX Runtime, which loaded the file when it was written, is missing or fails now.
         """
-        return runtime_report(self, kept=self.kept, optimize=self.optimize, not_run=self.not_run)
+        return runtime_report(self, kept=self.kept, not_run=self.not_run)

@@ -1,0 +1,106 @@
+"""A runner of checkpoints in transformers, in a separate process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.checkpoints.open_checkpoint import read_configuration, require_unrotated
+from quark_fx.errors import CheckpointError, ExportError
+from quark_fx.export.runtime import checkpoint_process
+from quark_fx.export.runtime.runners import Runner
+from quark_fx.graph.signature import split_batch
+
+_LAST_LINES = 5
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether transformers reads the path: a directory, or a GGUF file."""
+    return os.path.isdir(path) or path.suffix == ".gguf"  # os.path: False for names that no file can have
+
+
+class TransformersRunner(Runner):
+    """A checkpoint in transformers, in a separate process: results are the named outputs.
+
+    Args:
+        path: Checkpoint written by `quark_fx.export.huggingface` or `gguf`.
+
+    Raises:
+        ExportError: If it is not such a checkpoint, or omits its rotations.
+    """
+
+    runtime = "transformers"
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise ExportError(f"{path} does not exist; write it with qfx.export.gguf or qfx.export.huggingface first")
+        if path.is_file() and path.suffix != ".gguf":
+            raise ExportError(
+                f"{path} is neither a directory nor a .gguf file, which transformers reads; drop runtime="
+            )
+        if (path / GRAPH_FILE).is_file():
+            raise ExportError(f"{path} is what qmodel.save wrote, which transformers does not read; drop runtime=")
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ExportError(
+                f"{path} has no config.json; give the directory that qfx.export.huggingface wrote, or a file"
+            )
+        if path.is_dir():
+            try:
+                require_unrotated(read_configuration(path), path)
+            except CheckpointError as error:
+                raise ExportError(str(error)) from error
+        self.path = path
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Return the named outputs for a batch; each call loads the checkpoint anew.
+
+        Raises:
+            ExportError: If transformers does not load or run the checkpoint.
+        """
+        return next(self.results([batch]))
+
+    def results(self, batches: Iterable[Any]) -> Iterator[dict[str, Tensor]]:
+        """Yield the named outputs of each batch, all from one process.
+
+        Raises:
+            ExportError: If transformers does not load or run the checkpoint.
+        """
+        yield from _results(self.path, [split_batch(batch) for batch in batches])
+
+
+def _results(path: Path, batches: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[dict[str, Tensor]]:
+    """Return the named outputs of a checkpoint in a separate process for each batch of arguments and keywords."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder) / "given.pt", Path(folder) / "made.pt"
+        torch.save(batches, given)
+        # -P: the folder of the script must not hide other packages.
+        command = [sys.executable, "-P", checkpoint_process.__file__, str(path.absolute()), str(given), str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
+            if done.returncode < 0:  # killed by a signal, so the process printed no reason
+                said.append(f"the process was killed by signal {-done.returncode}, often for want of memory")
+            missing = bool(said) and said[-1].startswith(("ImportError", "ModuleNotFoundError"))
+            hint = [
+                "Install what the message names; compressed-tensors and GGUF need no package for kernels."
+            ] * missing
+            if path.suffix == ".gguf" and not missing:
+                hint.append(
+                    "If llama.cpp is to read the file, try it there: transformers takes some sizes for its own "
+                    "defaults, as that of Qwen3's heads."
+                )
+            raise ExportError("\n".join([f"transformers does not load or run {path}:", *said, *hint]))
+        found: list[dict[str, Tensor]] = torch.load(made, weights_only=True)
+    return found
+
+
+__all__ = ["TransformersRunner", "is_checkpoint"]
