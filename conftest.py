@@ -118,15 +118,15 @@ _CAPTURING = (
 
 @pytest.fixture(scope="module", autouse=True)
 def captured_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Share captures among all sessions in a file (`tests/captured_once.py`)."""
+    """Share captures among all sessions of a process (`tests/captured_once.py`)."""
     parts = request.path.relative_to(Path(__file__).parent).parts
     if parts[0] != "tests" or parts[1] in _CAPTURING:
         yield
         return
-    from captured_once import Captures
+    from captured_once import CAPTURES
 
     from quark_fx import session
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "capture_graph", Captures())
+        patch.setattr(session, "capture_graph", CAPTURES)
         yield

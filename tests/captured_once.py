@@ -1,8 +1,8 @@
 """Shared captures for tests: capture takes most of the time to quantize a small network.
 
-The fixture `captured_once` of `conftest.py` covers every session in a file. Models of the same structure and code share
-a capture: it runs on fake tensors, which have no values. A graph that has constants of its own, such as tables that the
-model computes, is shared by models and batches of equal values.
+The fixture `captured_once` of `conftest.py` covers every session in a process. Models of the same structure and code
+share a capture: it runs on fake tensors, which have no values. A graph that has constants of its own, such as tables
+that the model computes, is shared by models and batches of equal values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quark_fx.capture.capture import Captured, capture_graph
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import copy_graph
 
-_LIMIT = 64
+_LIMIT = 512
 """Number of captures that are kept."""
 
 
@@ -93,6 +93,10 @@ class Captures:
         for one in issued:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         return captured
+
+
+CAPTURES = Captures()
+"""Captures of this process."""
 
 
 def _code(model: nn.Module) -> list[Callable[..., Any]]:
