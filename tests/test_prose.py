@@ -1,13 +1,15 @@
-"""Docstrings, messages, and comments of finished folders are in plain words."""
+"""Docstrings and comments are in plain words; in finished folders, messages and names of variables are, too."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 FINISHED = (
     "README.md",
@@ -29,7 +31,12 @@ FINISHED = (
     "quark_fx/system",
     "quark_fx/targets",
 )
-"""Files and folders whose prose is in plain words."""
+"""Files and folders whose docstrings, comments, messages, and names of variables are in plain words."""
+
+PACKAGE = sorted(
+    f"quark_fx/{path.name}" for path in (ROOT / "quark_fx").iterdir() if path.suffix == ".py" or list(path.glob("*.py"))
+)
+"""All files and folders of the package; their docstrings and comments are in plain words."""
 
 LIMIT = 0.3
 """Hard phrases and names allowed per 100 words."""
@@ -55,9 +62,11 @@ NAMES = re.compile("found|known|kept|made|own|some|wanted|left|seen|given|held|o
 """Names of variables that do not say what the variable holds."""
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of strings and comments of a module, with their numbers."""
-    for node in ast.walk(ast.parse(source)):
+def texts(source: str, *, messages: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield the lines of docstrings, comments, and messages of a module, with their numbers."""
+    nodes = list(ast.walk(ast.parse(source)))
+    strings = nodes if messages else [node.value for node in nodes if isinstance(node, ast.Expr)]
+    for node in strings:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
             yield from ((node.lineno + row, line.strip()) for row, line in enumerate(node.value.splitlines()))
     for number, line in enumerate(source.splitlines(), 1):
@@ -74,28 +83,54 @@ def page_texts(source: str) -> Iterator[tuple[int, str]]:
             yield number, line.strip()
 
 
-def hard_lines(source: str, *, page: bool = False) -> tuple[list[str], int]:
-    """Return the lines of a module or page that are hard to read, and the number of words in its prose."""
-    lines, words = list[str](), 0
-    for number, line in (page_texts if page else texts)(source):
+def hard_phrases(lines: Iterable[tuple[int, str]]) -> tuple[list[str], int]:
+    """Return the hard phrases of lines with their numbers, and the number of words."""
+    phrases, words = list[str](), 0
+    for number, line in lines:
         words += len(re.findall(r"[A-Za-z]{2,}", line))
-        lines += [f"{number}: {match[0]!r} in {line}" for phrase in PHRASES for match in phrase.finditer(line)]
-    for node in () if page else ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and NAMES.fullmatch(node.id):
-            lines.append(f"{node.lineno}: the name {node.id!r}")
-    return lines, words
+        phrases += [f"{number}: {match[0]!r} in {line}" for phrase in PHRASES for match in phrase.finditer(line)]
+    return phrases, words
 
 
-@pytest.mark.parametrize("place", FINISHED)
-def test_finished_folders_are_in_plain_words(place: str) -> None:
-    root, offending, total = Path(__file__).parents[1] / place, list[str](), 0
+def hard_names(source: str) -> list[str]:
+    """Return the variables of a module whose names do not say what they hold, with their lines."""
+    names = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    return [f"{name.lineno}: the name {name.id!r}" for name in names if NAMES.fullmatch(name.id)]
+
+
+def require_plain(place: str, read: Callable[[Path, str], tuple[list[str], int]]) -> None:
+    """Fail if the files of a place have more hard phrases and names, which `read` returns, than the limit."""
+    root, offending, total = ROOT / place, list[str](), 0
     for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
-        lines, words = hard_lines(file.read_text(encoding="utf-8"), page=file.suffix == ".md")
+        lines, words = read(file, file.read_text(encoding="utf-8"))
         offending += [f"{file.name}:{line}" for line in lines]
         total += words
     assert total > 0
     share = 100 * len(offending) / total
     assert share <= LIMIT, f"{share:.2f} hard phrases per 100 words in {place}:\n" + "\n".join(offending)
+
+
+def all_prose(file: Path, source: str) -> tuple[list[str], int]:
+    """Return the hard phrases and names of a module or page, and the number of words in its prose."""
+    if file.suffix == ".md":
+        return hard_phrases(page_texts(source))
+    phrases, words = hard_phrases(texts(source))
+    return phrases + hard_names(source), words
+
+
+def docstrings_and_comments(file: Path, source: str) -> tuple[list[str], int]:
+    """Return the hard phrases of a module's docstrings and comments, and the number of words."""
+    return hard_phrases(texts(source, messages=False))
+
+
+@pytest.mark.parametrize("place", FINISHED)
+def test_finished_folders_are_in_plain_words(place: str) -> None:
+    require_plain(place, all_prose)
+
+
+@pytest.mark.parametrize("place", [place for place in PACKAGE if place not in FINISHED])
+def test_docstrings_and_comments_are_in_plain_words(place: str) -> None:
+    require_plain(place, docstrings_and_comments)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +146,7 @@ def test_finished_folders_are_in_plain_words(place: str) -> None:
     ],
 )
 def test_hard_lines_are_found(line: str) -> None:
-    lines, _ = hard_lines(line)
+    lines, _ = all_prose(Path("module.py"), line)
     assert "1: " in "".join(lines)
 
 
@@ -119,4 +154,11 @@ def test_plain_lines_pass() -> None:
     source = (
         '"""Return the scale of `weight`.\n\nscale: Scale per group, such as 0.5.\n"""\nscale = 1  # fixed per tensor\n'
     )
-    assert hard_lines(source) == ([], 14)
+    assert all_prose(Path("module.py"), source) == ([], 14)
+
+
+def test_messages_and_names_are_not_docstrings() -> None:
+    source = '"""What is kept."""\nfound = 1  # behind it\nraise ValueError("what is kept")\n'
+    phrases, words = docstrings_and_comments(Path("module.py"), source)
+    assert [phrase.partition(":")[0] for phrase in phrases] == ["1", "1", "2"]
+    assert words == 5
