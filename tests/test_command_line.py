@@ -131,7 +131,7 @@ def test_a_pass_that_changed_nothing_is_said(checkpoint: Path) -> None:
     config = qfx.presets.W4A16_RTN.replace(passes=(LowRank(rank=2, overhead=9),), target="vllm")
     Path("c.json").write_text(json.dumps(config.to_dict()))
     data = ("--data", "text.txt", "--length", 16, "--samples", 8)
-    why = "skipped: target='vllm' computes nothing in float beside a layer"
+    why = "skipped: target='vllm' does not compute in float next to a layer"
     arguments = ("quantize", checkpoint, "--config", "c.json", "--group-size", 32, *data, "-o", "saved")
     assert f"LowRank changed nothing: {why}" in call(*arguments).stdout
     assert answer(*arguments)["idle"] == {"LowRank": why}
@@ -650,7 +650,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "no data": (lambda _: factory("cnn"), r"this configuration needs data: give --data"),
     "a latency without a unit": (
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", "12m"),
-        r"latency is a share of that of the float model, as 0.6, or text like \"12ms\", not '12m'",
+        r"latency is a fraction of float, such as 0.6, or text like \"12ms\", not '12m'",
     ),
     "a latency of many times that of float": (
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", 12),
@@ -663,7 +663,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "missing data": (lambda _: (*factory("cnn"), "--data", "gone.npy"), r"the data gone.npy does not exist"),
     "text without a tokenizer": (
         lambda llm: ("quantize", bare(llm), "--preset", "w4a16_rtn", "--data", "text.txt", "-o", "q"),
-        r"text.txt is text, and there is no tokenizer in bare; give --tokenizer DIRECTORY",
+        r"text.txt is text, and a tokenizer is missing in bare; give --tokenizer DIRECTORY",
     ),
     "a text too short": (
         lambda llm: ("quantize", llm, "--preset", "fp16", "--data", written("short.txt", "Hello."), "-o", "q"),
@@ -694,13 +694,13 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
         r"the image images/0/0.png cannot be read",
     ),
     "a folder without images": (lambda _: (*factory("cnn"), "--data", empty()), r"empty holds no images"),
-    "numbers": (lambda _: (*factory("cnn"), "--data", "images", "--mean", "a,b"), r"'a,b' is no list of numbers"),
+    "numbers": (lambda _: (*factory("cnn"), "--data", "images", "--mean", "a,b"), r"'a,b' is not a list of numbers"),
     "a pickle": (lambda _: (*factory("cnn"), "--data", pickled()), r"objects.npy cannot be read: Object arrays"),
     "no directory": (lambda _: (*factory("with_example")[:-1], "gone/a.onnx"), r"the directory gone does not exist"),
     "a file in the way": (lambda _: (*factory("with_example")[:-1], taken()), r"taken is a file, and the output"),
     "blocks among a model": (
         lambda llm: ("quantize", llm, "--preset", "w4a16_rtn", "-o", "q", "--resume", llm),
-        r"checkpoint directory .*llm holds a model \(config.json\); finished blocks need a directory of their own",
+        r"checkpoint directory .*llm holds a model \(config.json\); choose another directory for finished blocks",
     ),
     "all operators excluded": (
         lambda _: (*factory("with_example"), "--exclude", "*"),
@@ -726,7 +726,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a GGUF file as a model": (
         lambda _: ("quantize", written("llm.gguf", ""), "--preset", "fp16", "-o", "q"),
-        r"llm.gguf is no float model of PyTorch",
+        r"llm.gguf is not a float model of PyTorch",
     ),
     "a GGUF file to run": (
         lambda llm: ("evaluate", written("llm.gguf", ""), "--data", "text.txt", "--tokenizer", llm),
@@ -765,12 +765,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "damaged settings": (
         lambda _: ("inspect", others(gptq(dynamic={"+:(": {}}), packed(4, 4))),
-        r"other: what config.json says in quantization_config does not match the tensors",
+        r"other: config.json in quantization_config does not match the tensors",
     ),
     "no GGUF": (lambda _: ("inspect", written("text.gguf", "hello")), r"text.gguf cannot be read as a GGUF file"),
     "no quantized model": (
         lambda llm: ("verify", "a.onnx", llm, "--data", "text.txt"),
-        r"llm is no quantized model of quark_fx",
+        r"llm is not a quantized model of quark_fx",
     ),
     "no reference": (
         lambda _: ("evaluate", "factories:cnn", "--data", "x.npy"),
@@ -920,7 +920,7 @@ def test_a_file_of_another_model_is_told_from_its_own() -> None:
     other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4)).eval()
     qfx.export.onnx(qfx.quantize(other, "int8_static", [torch.rand(4, 3, 8, 8)], progress=False), "other.onnx")
     result = call("verify", "other.onnx", "a", "--data", "x.npy", code=1)
-    assert re.search("nothing in it resembles what torch computes: is it the file of this model", result.stderr)
+    assert re.search("its outputs do not resemble the outputs of torch: is it the file of this model", result.stderr)
     result = call("verify", "b.onnx", "a", "--data", "x.npy", "--limit", 0.1, code=1)
     assert re.search(
         r"b.onnx in onnxruntime is [\d.]+ quantization steps from a, more than 0.1; --per-node shows", result.stderr

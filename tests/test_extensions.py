@@ -321,13 +321,13 @@ def test_activations_that_may_not_be_chosen_are_left_with_the_reason() -> None:
     joined = learned(seeded(Joined()), FOUR_BITS, [x**3 for x in images(8, 8, 8)], ClipActivations())
     rows = {change.name: change.what for change in changes(joined)}
     assert list(rows) == ["x", "cat", "mul", "conv2d_2"]
-    assert rows["cat"] == "skipped: it is made of values of several blocks"
+    assert rows["cat"] == "skipped: it is computed from values of several blocks"
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 def test_parameters_that_are_none_are_refused(scale: float) -> None:
     scheme = TensorSpec(format=UINT4).scheme
-    with pytest.raises(ValueError, match=r"x: uint4 has no scale .* with zero point 3"):
+    with pytest.raises(ValueError, match=r"x: uint4 cannot have the scale .* with zero point 3"):
         Activation("x", scheme, QParams(torch.tensor(scale), torch.tensor(3)))
     with pytest.raises(ValueError, match="zero point 16"):
         Activation("x", scheme, QParams(torch.tensor(1.0), torch.tensor(16)))

@@ -542,7 +542,7 @@ def test_what_else_takes_a_session_and_what_does_not() -> None:
     session = qfx.Session(model, data)
     qfx.check(session, INT8_STATIC, export="qdq")
     qfx.check(session, INT8_STATIC, export="pt2e")
-    with pytest.raises(qfx.QuarkError, match="expected what quantize\\(\\) returned, not Session"):
+    with pytest.raises(qfx.QuarkError, match="expected the result of quantize\\(\\), not Session"):
         qfx.prepare_qat(session)  # type: ignore[arg-type]
     with pytest.raises(qfx.QuarkError, match="a Session is neither copied nor pickled"):
         pickle.dumps(session)

@@ -90,7 +90,7 @@ def _require_names(model: nn.Module) -> None:
         raise CaptureError(
             f"{len(bad)} tensor(s) have names that torch.fx cannot write into the code of a graph, first {bad[0]!r}: a "
             "Python keyword, an attribute that every graph has, or quotes; give it another name in the model's "
-            "__init__, and rename the keys of its checkpoint likewise"
+            "__init__, and rename the keys of its checkpoint too"
         )
 
 
@@ -101,9 +101,7 @@ def _is_writable(name: str) -> bool:
 def require_inputs_fit(model: nn.Module, batch: Any) -> None:
     leaves = pytree.tree_leaves(batch)
     if leaves and all(isinstance(leaf, str) for leaf in leaves):
-        raise CaptureError(
-            f"the batch is text ({leaves[0]!r}); pass what the model's tokenizer or processor makes of it"
-        )
+        raise CaptureError(f"the batch is text ({leaves[0]!r}); pass the output of the model's tokenizer or processor")
     if leaves and not any(isinstance(leaf, Tensor) or hasattr(leaf, "__array__") for leaf in leaves):
         raise CaptureError(f"the batch holds no tensor, only {leaves[0]!r}; pass tensors, a batch of samples each")
     device = next((p.device for p in itertools.chain(model.parameters(), model.buffers())), None)
@@ -183,7 +181,7 @@ def _packed(error: Exception) -> str:
         return ""
     return (
         "the sizes of a packed sequence depend on the lengths, which one graph cannot hold: give the recurrent layer "
-        "the padded batch, of which later steps do not change earlier ones, and read each state at its last step"
+        "the padded batch, where later steps do not change earlier ones, and read each state at its last step"
     )
 
 
@@ -291,8 +289,9 @@ def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, 
     return (
         f"dynamic_shapes does not fit {type(model).__name__}, whose inputs are {inputs}: "
         f"{' '.join(details[:4] or lines[:1]) or type(error).__name__}\n"
-        f"{single}write one entry for every input, as {written}, with None for what is fixed; "
-        "Dim.AUTO takes what the model's code allows. Without dynamic_shapes batch and sequence vary as far as they can"
+        f"{single}write one entry for every input, as {written}, with None for a fixed dimension; "
+        "Dim.AUTO allows the sizes that the model's code allows. Without dynamic_shapes batch and sequence vary as far "
+        "as they can"
     )
 
 
@@ -313,8 +312,8 @@ def _advice(message: str, model: nn.Module, inside: nn.Module) -> str:
                 way = ": model.set_experts_implementation('grouped_mm')"
             else:
                 way = (
-                    ", and transformers has no other code for this class: replace them with a module that multiplies "
-                    "all experts at once, or quantize the submodules on either side"
+                    ", and transformers offers no other code for this class: replace them with a module that "
+                    "multiplies all experts at once, or quantize the submodules on either side"
                 )
             return f"experts are called one by one, as the data demands{way}"
         return (
@@ -324,7 +323,7 @@ def _advice(message: str, model: nn.Module, inside: nn.Module) -> str:
     if "dynamic" in message and ("constraint" in message.lower() or "specializ" in message):
         return "a dimension cannot vary as requested: pass `dynamic_shapes` that leave it fixed (see torch.export)"
     return (
-        "torch.export must be able to trace the model: mend that line, quantize a submodule, or pass an "
+        "torch.export must be able to trace the model: fix that line, quantize a submodule, or pass an "
         "ExportedProgram of your own"
     )
 

@@ -95,7 +95,7 @@ _REGIONS = {
     "model (model.to(torch.bfloat16)) or let it compute in float32",
     "wrap_with_set_grad_enabled": "a part of the model switches gradients on: remove that from forward",
     "cond": "one graph holds both branches of torch.cond as functions: compute both and choose with torch.where, or "
-    "quantize the branches as models of their own",
+    "quantize the branches as separate models",
     "flex_attention": "attention is a function of a function: load the model with attn_implementation='sdpa'",
 }
 """Advice for operators that contain graphs, keyed by name."""
@@ -128,7 +128,7 @@ def _require_floats(gm: GraphModule) -> None:
             source = f"input {x.target} is" if x.op == "placeholder" else f"{x.name} is"
             raise CaptureError(
                 f"{source} {given}, and {describe(node)} multiplies it by weights in {own}; convert the batch "
-                f"first, as what the model was trained on was: x.to({own}), scaled as there (pixels often / 255)"
+                f"first, in the same way as for training: x.to({own}), scaled alike (pixels often / 255)"
             )
 
 

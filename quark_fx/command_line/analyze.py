@@ -31,7 +31,7 @@ def analyze(
     metric: Metric = "error",
     top: Annotated[int, typer.Option(min=1, help="Operators that are measured and get remedies.")] = 3,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where the proposed configuration is written, as YAML.")
+        Path | None, typer.Option("--output", "-o", help="YAML file for the proposed configuration.")
     ] = None,
     html: Html = None,
     json: Json = False,

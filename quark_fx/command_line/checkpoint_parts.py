@@ -75,7 +75,7 @@ def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
         where = f" in {key}" if key else ""
         raise CheckpointError(
-            f"{path}: what config.json says{where} does not match the tensors, or is not a supported format: {error!r}"
+            f"{path}: config.json{where} does not match the tensors, or is not a supported format: {error!r}"
         ) from error
 
 

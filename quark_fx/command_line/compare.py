@@ -17,7 +17,7 @@ from quark_fx.command_line.subjects import subject
 @shares_options
 def compare(
     first: AnyModel,
-    second: Annotated[str, typer.Argument(help="What is compared with it, likewise.")],
+    second: Annotated[str, typer.Argument(help="A second model, in any of these forms.")],
     reading: Reading,
     json: Json = False,
 ) -> None:

@@ -23,7 +23,7 @@ EXTRAS = {
     "openvino": ("verify(runtime='openvino')", ("openvino",)),
     "executorch": ("programs of export.pt2e in ExecuTorch", ("executorch",)),
     "genai": ("folders of export.genai in ONNX Runtime GenAI", ("onnxruntime-genai",)),
-    "report": ("pages of figures: --html", ("matplotlib",)),
+    "report": ("pages of charts: --html", ("matplotlib",)),
     "search": ("the integer program of search", ("scipy",)),
     "vision": ("folders of images, torchvision's models", ("torchvision", "pillow", "scikit-learn")),
     "cli": ("this command", ("typer", "rich")),

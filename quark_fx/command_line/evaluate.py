@@ -31,7 +31,8 @@ def evaluate(
     model: AnyModel,
     reading: Reading,
     task: Annotated[
-        Task | None, typer.Option(help="Default: by the data: windows of text, samples with labels, or anything else.")
+        Task | None,
+        typer.Option(help="Default: depends on the data (windows of text, samples with labels, or anything else)."),
     ] = None,
     reference: Annotated[
         str | None, typer.Option(help="The float model, in any form: for KL, agreement and cosine.")

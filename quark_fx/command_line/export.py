@@ -25,7 +25,9 @@ def export(
         str | None,
         typer.Option("--float", help="Checkpoints and GGUF: the float checkpoint or factory that was quantized."),
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Written beside; default: the one beside the model.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Tokenizer to write next to it; default: the one next to the model.")
+    ] = None,
     opset: Annotated[int | None, typer.Option(help="ONNX: 14 to 25.")] = None,
     json: Json = False,
 ) -> None:
@@ -35,7 +37,7 @@ def export(
         require_room_for(one)
     made = subject(model)
     if not isinstance(made.model, QuantizedModel):
-        raise ExportError(f"{model} is no quantized model of quark_fx; give the directory that quantize wrote")
+        raise ExportError(f"{model} is not a quantized model of quark_fx; give the directory that quantize wrote")
     original = None
     if any(one.kind in ("checkpoint", "GGUF") for one in outputs):
         if float_model is None:

@@ -25,7 +25,7 @@ def inspect(
     path: Annotated[
         Path, typer.Argument(help="An .onnx or .gguf file, a checkpoint, or a quantized model of quark_fx.")
     ],
-    every: Annotated[bool, typer.Option("--all", help="Each operator in a line of its own.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show one operator per line.")] = False,
     json: Json = False,
 ) -> None:
     """Show number formats and sizes by operator, operators in float, and those that ONNX Runtime runs in integers."""
@@ -111,7 +111,7 @@ def _runtime(path: Path) -> dict[str, Any]:
 
 def _runtime_lines(found: dict[str, Any]) -> Iterable[Any]:
     if "unknown" in found:
-        return [f"what runs in integers is not known: {found['unknown']}"]
+        return [f"operators that run in integers are not known: {found['unknown']}"]
     rows = [(k["kernel"], k["count"], "yes" if k["in_integers"] else "no", k["reason"]) for k in found["kernels"]]
     inexact = found["inexact_without_vnni"]
     return [

@@ -17,11 +17,11 @@ from quark_fx.presets import PRESETS, preset
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
-Html = Annotated[Path | None, typer.Option("--html", help="Where a page of figures and tables is written.")]
+Html = Annotated[Path | None, typer.Option("--html", help="HTML file for a page of charts and tables.")]
 
 Metric = Annotated[
     Literal["error", "kl"],
-    typer.Option(help="error: of the outputs, relative; kl: the divergence of the classes, in nats."),
+    typer.Option(help="error: relative error of the outputs; kl: divergence of the classes, in nats."),
 ]
 
 AnyModel = Annotated[
@@ -47,8 +47,8 @@ Outputs = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="An .onnx or .gguf file; or a directory: of a checkpoint with --format compressed-tensors, gptq, gptq_v2 "
-        "or awq, else what quark_fx loads again. Give several to write several.",
+        help="An .onnx or .gguf file; or a directory: a checkpoint with --format compressed-tensors, gptq, gptq_v2 or "
+        "awq, otherwise a model that quark_fx loads again. Repeatable.",
     ),
 ]
 
@@ -56,7 +56,7 @@ Formats = Annotated[
     list[str] | None,
     typer.Option(
         "--format",
-        help="How outputs are spelled. ONNX: qdq (the default), qoperator, matmul_nbits, vitis. "
+        help="Formats of outputs. ONNX: qdq (the default), qoperator, matmul_nbits, vitis. "
         "Checkpoints: compressed-tensors, gptq, gptq_v2, awq.",
     ),
 ]
@@ -69,7 +69,7 @@ class Reading:
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A text file; a .jsonl file of texts or conversations; a text of an installed package, as "
+            help="A text file; a .jsonl file of texts or conversations; a text of an installed package, such as "
             "pydoc_data.topics:topics; a folder of images; or a .npy, .npz or .safetensors file of model inputs."
         ),
     ] = None
@@ -92,9 +92,11 @@ class Reading:
         int | None, typer.Option(min=1, help="Images: pixels of a side; the shorter side is scaled, the rest cut off.")
     ] = None
     mean: Annotated[
-        str | None, typer.Option(help='Images: mean of each color from 0 to 1; default: that of ImageNet, "0.485,..."')
+        str | None, typer.Option(help='Images: mean of each color from 0 to 1; default: ImageNet, "0.485,..."')
     ] = None
-    std: Annotated[str | None, typer.Option(help="Images: standard deviation of each color, likewise.")] = None
+    std: Annotated[
+        str | None, typer.Option(help="Images: standard deviation of each color from 0 to 1; default: ImageNet.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,8 @@ class ConfigOptions:
     target: Annotated[
         str | None,
         typer.Option(
-            help="What the result is to run on; default: the configuration's own.", autocompletion=_completing(TARGETS)
+            help="Runtime or device of the result; default: the target of the configuration.",
+            autocompletion=_completing(TARGETS),
         ),
     ] = None
 

@@ -71,7 +71,7 @@ def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
         chosen[kind] = name
     found = [_output(path, chosen) for path in paths]
     if twice := [path for path, count in Counter(path.absolute() for path in paths).items() if count > 1]:
-        raise typer.BadParameter(f"{twice[0]} is given as --output twice; give every output a path of its own")
+        raise typer.BadParameter(f"{twice[0]} is given as --output twice; give each output a different path")
     if unused := [name for kind, name in chosen.items() if kind not in {output.kind for output in found}]:
         hint = "name a file that ends with .onnx" if unused[0] in _FORMATS["ONNX"] else "name a directory"
         raise typer.BadParameter(f"no output can have the format {', '.join(unused)}; {hint}")
@@ -107,7 +107,7 @@ _NOT_WRITTEN = frozenset(
 def _output(path: Path, chosen: dict[str, str]) -> Output:
     if path.suffix.lower() in _NOT_WRITTEN:
         hint = "; in Python, quark_fx.export.pt2e makes programs for ExecuTorch" if path.suffix == ".pte" else ""
-        raise typer.BadParameter(f"{path}: write to .onnx, .gguf, or a directory, whose name has no such suffix{hint}")
+        raise typer.BadParameter(f"{path}: write to .onnx, .gguf, or a directory without such a suffix{hint}")
     if path.suffix == ".onnx":
         return Output(path, "ONNX", chosen.get("ONNX"))
     if path.suffix == ".gguf":

@@ -59,10 +59,10 @@ def quantize(
     opset: Annotated[int | None, typer.Option(help="ONNX: 14 to 25.")] = None,
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="Checkpoints: how they are read; default: as stored, but float32 for ONNX."),
+        typer.Option(help="Checkpoints: dtype of the loaded weights; default: as stored, but float32 for ONNX."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help='Where blocks run, as "cuda".')] = None,
-    memory: Annotated[str | None, typer.Option(help='What the process may take, as "6GiB".')] = None,
+    device: Annotated[str | None, typer.Option(help='Device that runs the blocks, such as "cuda".')] = None,
+    memory: Annotated[str | None, typer.Option(help='Memory limit of the process, such as "6GiB".')] = None,
     stream: Annotated[
         bool,
         typer.Option(
@@ -133,7 +133,7 @@ def quantize(
 def _require_quantized(report: Report) -> None:
     """Raise if no operator was quantized: a script would overlook the warning of `quantize`."""
     if not report.totals["quantized"]:
-        reasons = ", ".join(sorted({row.reason for row in report})[:3]) or "it has none with weights"
+        reasons = ", ".join(sorted({row.reason for row in report})[:3]) or "none of them has weights"
         raise ConfigError(
             f"nothing was quantized: all {len(report)} operators stay in float ({reasons}); change --exclude, or the "
             "configuration, and see --dry-run"
@@ -170,7 +170,7 @@ class Plan:
             ("weights", c.weight or "float"),
             ("activations", c.input or "float"),
             ("passes that learn", ", ".join(learning) or "none"),
-            ("stay in float", ", ".join(c.exclude) or "what nothing quantizes"),
+            ("stay in float", ", ".join(c.exclude) or "operators that are not selected"),
             ("data", f"{len(self.batches)} batches, the first {_shapes(self.batches[0])}"),
             *(("output", one) for one in self.outputs),
         ]

@@ -113,7 +113,7 @@ def _apart(batch: Any) -> tuple[Any, torch.Tensor | None]:
 def _existing(reading: Reading) -> Path:
     if reading.data is None:
         raise CalibrationError(
-            "there is no data; give --data: a text or .jsonl file, text of an installed package (package:name), a "
+            "data is missing; give --data: a text or .jsonl file, text of an installed package (package:name), a "
             "folder of images, or a .npy, .npz or .safetensors file"
         )
     if not reading.data.exists() and not is_installed_name(reading.data):
@@ -142,7 +142,7 @@ def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
     tokenizer = find_tokenizer(reading, subject)
     if tokenizer is None:
         raise CalibrationError(
-            f"{path} is text, and there is no tokenizer{f' in {subject.folder}' if subject.folder else ''}; give "
+            f"{path} is text, and a tokenizer is missing{f' in {subject.folder}' if subject.folder else ''}; give "
             "--tokenizer DIRECTORY, or token ids as an array `input_ids` of an .npz file"
         )
     text: Any
@@ -188,7 +188,7 @@ def _numbers(text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise CalibrationError(f"{text!r} is no list of numbers; write them as 0.485,0.456,0.406") from error
+        raise CalibrationError(f"{text!r} is not a list of numbers; write them as 0.485,0.456,0.406") from error
 
 
 def _pretrained(kind: str, folder: Path, **options: Any) -> Any:

@@ -27,19 +27,19 @@ def search(
         ),
     ],
     bits: Annotated[float | None, typer.Option(help="Budget: bits per weight, on average, scales included.")] = None,
-    size: Annotated[str | None, typer.Option(help='Budget: bytes, as "60MiB", of what --size-of names.')] = None,
+    size: Annotated[
+        str | None, typer.Option(help='Budget: bytes of the part that --size-of names, such as "60MiB".')
+    ] = None,
     size_of: Annotated[
-        Output, typer.Option(help="What --size limits: weights in the report, or all bytes of a written output.")
+        Output, typer.Option(help="Part that --size limits: weights in the report, or all bytes of a written output.")
     ] = "report",
     latency: Annotated[
         str | None,
-        typer.Option(help='Budget: of a call, as a share of that of float, at most 1 ("0.6"), or a time ("12ms").'),
+        typer.Option(help='Budget: time of a call, as a fraction of float ("0.6"), or absolute ("12ms").'),
     ] = None,
     error: Annotated[float | None, typer.Option(help="Budget: the largest error, for the smallest size.")] = None,
     metric: Metric = "error",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where the configuration is written, as YAML.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="YAML file for the configuration.")] = None,
     html: Html = None,
     json: Json = False,
 ) -> None:

@@ -107,7 +107,7 @@ def float_subject(name: str) -> Subject:
     path = Path(name)
     if path.suffix in (".onnx", ".gguf") or os.path.exists(path / GRAPH_FILE):
         raise ConfigError(
-            f"{name} is no float model of PyTorch; give the directory of a checkpoint, or a function as "
+            f"{name} is not a float model of PyTorch; give the directory of a checkpoint, or a function as "
             "package.module:name"
         )
     if not os.path.exists(path):  # also for names that are too long, for which Path.exists raises
@@ -186,7 +186,7 @@ def _imported(name: str) -> ModuleType:
     except Exception as error:  # an error of the user's code
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"there is no module {error.name!r}, neither in {here} nor installed; a factory is package.module:name"
+                f"module {error.name!r} is neither in {here} nor installed; a factory is package.module:name"
             ) from error
         raise ConfigError(f"importing {name} raised {_described(error)}") from error
 

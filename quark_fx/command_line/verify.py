@@ -30,7 +30,7 @@ def verify(
     model: Annotated[
         str,
         typer.Argument(
-            help="The directory of the quantized model it was made of; for decode graphs, a float checkpoint too."
+            help="The directory of the quantized model that was exported; for decode graphs, a float checkpoint too."
         ),
     ],
     reading: Reading,
@@ -42,7 +42,7 @@ def verify(
     ] = 1.0,
     runtime: Annotated[
         Runtime | None,
-        typer.Option(help="What runs the file; default: transformers for checkpoints and .gguf, else onnxruntime."),
+        typer.Option(help="Runtime of the file; default: transformers for checkpoints and .gguf, else onnxruntime."),
     ] = None,
     decode_steps: Annotated[
         int, typer.Option("--decode-steps", min=1, help="Tokens to decode after each prompt, for decode graphs.")
@@ -52,7 +52,7 @@ def verify(
     """Run the same data in torch and in the runtime of the file, and compare outputs in quantization steps."""
     made_of = subject(model)
     if not isinstance(made_of.model, QuantizedModel) and not is_generation_folder(file):
-        raise ExportError(f"{model} is no quantized model of quark_fx; give the directory that quantize wrote")
+        raise ExportError(f"{model} is not a quantized model of quark_fx; give the directory that quantize wrote")
     batches = read_batches(reading, made_of)
     found = qfx.verify(made_of.model, file, batches, per_node=per_node, runtime=runtime, decode_steps=decode_steps)
     data = {
@@ -71,7 +71,7 @@ def verify(
         if not found.comparable:
             why = found.verdict
         elif found.unrelated:
-            why = "nothing in it resembles what torch computes: is it the file of this model?"
+            why = "its outputs do not resemble the outputs of torch: is it the file of this model?"
         elif found.decode_steps:
             why = f"the first to be more is {next(d.name for d in found.differences if not d.steps <= limit)}"
         elif found.runtime == "onnxruntime" and not per_node:

@@ -296,7 +296,7 @@ def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[O
             merged.append(a.merge(b))
         except ValueError as error:
             raise CalibrationError(
-                f"{describe(source)}: what the ranks observed does not go together: {error}"
+                f"{describe(source)}: the observations of the ranks cannot be merged: {error}"
             ) from error
     return merged
 

@@ -135,8 +135,8 @@ class CalibrationData:
         self._given = len(self.batches)
         if learns and not self.has_validation:
             warn(
-                "the calibration data is one sample, or one batch that cannot be divided: what passes learn from it is "
-                "judged on it, too; pass more batches"
+                "the calibration data is one sample, or one batch that cannot be divided: passes are "
+                "validated on the data that they learn from; pass more batches"
             )
 
     def _keep_validation_samples(self) -> None:

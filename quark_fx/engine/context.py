@@ -123,8 +123,8 @@ class Context:
         """
         if self.calibrated is None:
             raise PassError(
-                "there is no plan; a pass of the planned stage puts Calibrated(plan_quantization(gm, context.config), "
-                "copy_graph(gm)) into context.calibrated, as `insert_observers` does"
+                "the plan is missing; a pass of the planned stage must set context.calibrated to "
+                "Calibrated(plan_quantization(gm, context.config), copy_graph(gm)); see `insert_observers`"
             )
         return self.calibrated
 

@@ -90,7 +90,7 @@ class Prediction:
         return memory - self.within(0)
 
     def __str__(self) -> str:
-        parts = [f"about {bytes_text(self.host)} of memory, of which {bytes_text(self.before)} are taken"]
+        parts = [f"about {bytes_text(self.host)} of memory, {bytes_text(self.before)} of it in use already"]
         least = self.within(0)
         parts += [f"{bytes_text(least)} with activations on disk"] * (least < 0.95 * self.host)
         parts += [f"{bytes_text(self.device)} on the device"] * (self.device > 0)
@@ -205,7 +205,9 @@ def _speed(device: torch.device) -> float:
 def require_room(found: Prediction, memory: int | None, disk: int | None) -> None:
     """Raise `ConfigError` if a run exceeds its limits even with its cache on disk; the message names a larger limit."""
     if memory is not None and not found.before:
-        raise ConfigError("memory= needs a system that says what a process occupies (/proc/self/status); leave it out")
+        raise ConfigError(
+            "memory= needs a system that reports the memory of a process (/proc/self/status); leave it out"
+        )
     if disk is not None and not found.streamed:
         raise ConfigError("disk= is the budget of a run with output_dir=; give one, or leave disk= out")
     if memory is not None and found.room_for_cache(memory) < 0:
@@ -213,8 +215,9 @@ def require_room(found: Prediction, memory: int | None, disk: int | None) -> Non
         ways = [f'memory="{bytes_text(_MARGIN * least)}" or more']
         ways += [] if found.streamed else ["Resources(output_dir=...) or --stream, which keep results in files"]
         raise ConfigError(
-            f"memory={bytes_text(memory)} is not enough: {found.largest} needs about {bytes_text(least)}, of which "
-            f"{bytes_text(found.before)} are taken already; give {', or '.join(ways)}, or pass batches of fewer samples"
+            f"memory={bytes_text(memory)} is not enough: {found.largest} needs about {bytes_text(least)}, "
+            f"{bytes_text(found.before)} of it in use already; give {', or '.join(ways)}, or pass batches of "
+            "fewer samples"
         )
     if disk is not None and found.disk > disk:
         raise ConfigError(

@@ -296,7 +296,7 @@ def _reason(operator: Coded) -> str:
         return "its rows are looked up, not multiplied"
     if operator.linear is None:
         return "a recurrent layer multiplies its own results by its weights, so they are rounded to nearest"
-    return f"{operator.weight.format} has no codes"
+    return f"{operator.weight.format} is a cast, without codes"
 
 
 def share_changed(old: Tensor, new: Tensor) -> Tensor:

@@ -114,8 +114,8 @@ def require_usable(resources: Resources, owner: str = "quantize", names: Collect
         files = (name for name in ("config.json", GRAPH_FILE) if Path(resources.checkpoint, name).exists())
         if file := next(files, None):
             raise ConfigError(
-                f"checkpoint directory {resources.checkpoint} holds a model ({file}); finished blocks need a directory "
-                "of their own"
+                f"checkpoint directory {resources.checkpoint} holds a model ({file}); choose another directory for "
+                "finished blocks"
             )
 
 

@@ -18,7 +18,7 @@ from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import named_nodes, placeholders
 
-_LAST = "what enters the last block"
+_LAST = "inputs of the last block"
 """Stream of the cached float inputs of the last block. They are smaller than predictions, which are recomputed."""
 
 
@@ -42,7 +42,7 @@ class SideBySide:
         self._context, self._loss = context, EndLoss.of(reference)
         if all(logits is None for logits in self._loss.predictions):
             raise CalibrationError(
-                "the model returns no floating-point tensor, so there is no end loss to learn from; return logits, or "
+                "the model returns no floating-point tensor, so an end loss cannot be computed; return logits, or "
                 "leave out the pass"
             )
         self._float = BackWalk(reference, blocks[-1:], nodes, context, stream=_LAST)

@@ -59,7 +59,7 @@ def pt2e(qmodel: QuantizedModel) -> ExportedProgram:
         ExportError: If PT2E lacks an operator for a rounding; the message lists the nodes.
     """
     if not isinstance(qmodel, QuantizedModel):
-        raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
+        raise ExportError(f"expected the result of quantize(), not {type(qmodel).__name__}")
     importlib.import_module("torch.ao.quantization.fx._decomposed")  # registers PT2E's operators
     gm = own_tensors(copy_graph(qmodel.graph_module))
     erase_dead(gm)

@@ -135,14 +135,14 @@ def _require_usable(node: Node, constants: dict[Any, Tensor | None], variance: N
     for source, constant in constants.items():
         if constant is not None and not is_finite(constant):
             raise CalibrationError(
-                f"{_called(source)} of {describe(node)} holds NaN or infinity; mend the model's weights"
+                f"{_called(source)} of {describe(node)} holds NaN or infinity; fix the model's weights"
             )
     found = constants[variance]
     smallest = float(found.min()) if found is not None and found.numel() else 0.0
     if found is not None and smallest + epsilon <= 0:
         raise CalibrationError(
             f"{_called(variance)} of {describe(node)} is {smallest:.3g} in channel {int(found.argmin())}, and a "
-            "variance is not negative; mend the model's weights"
+            "variance is not negative; fix the model's weights"
         )
 
 

@@ -96,7 +96,7 @@ class Linear:
         row = operator_row(self.node)
         found = None if row is None else stored_weight(self.node, row)
         if found is None:
-            raise LookupError(f"%{self.node.name} reads no stored weight")
+            raise LookupError(f"%{self.node.name} does not read a stored weight")
         return found
 
     @property

@@ -304,13 +304,13 @@ def require_callable(p: GraphPass) -> None:
     if isinstance(p, type):
         raise ConfigError(f"passes: {p.__name__} is a class; write {p.__name__}()")
     if not callable(p):
-        raise ConfigError(f"passes: {brief(p)} is no pass; give a function or an instance of a class of passes")
+        raise ConfigError(f"passes: {brief(p)} is not a pass; give a function or an instance of a class of passes")
     try:
         inspect.signature(p).bind(None, **({"context": None} if takes_context(p) else {}))
     except TypeError as error:
         raise ConfigError(
             f"pass {pass_name(p)}{inspect.signature(p)} cannot be called with a graph: {error}; a pass takes the "
-            "graph, and what it asks of the run in a parameter called `context`"
+            "graph, and optionally a parameter called `context`"
         ) from error
     PASSES.name_of(p)
 
@@ -471,5 +471,5 @@ def _require_equal(name: str, expected: list[torch.Tensor], got: list[torch.Tens
         if not moved <= max(1e-4, 8 * torch.finfo(a.dtype).eps) * largest:
             raise PassError(
                 f"pass {name} promises to keep the function, but output {index} moved by {moved:.3g} "
-                f"(largest value {largest:.3g}); mark it exact=False or mend it"
+                f"(largest value {largest:.3g}); mark it exact=False or fix it"
             )

@@ -253,7 +253,7 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
             if "missing" not in str(error):
                 fitting = f"leave out the others: {{key: batch[key] for key in {taken}}}"
             else:
-                fitting = f"rename {', '.join(others)}" if others else "add what is missing"
+                fitting = f"rename {', '.join(others)}" if others else "add the missing ones"
             hint = f"; the batch has the keys {', '.join(kwargs)}: {fitting}"
         raise CaptureError(f"a batch does not fit `forward{signature}`: {error}{hint}") from error
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)

@@ -56,7 +56,7 @@ class Budget:
             raise ConfigError("a budget is one of bits=4.5, size='60MiB', latency=0.6 and error=0.01; give one of them")
         if self.size is None and self.output != "report":
             raise ConfigError(
-                f"output={self.output!r} says what size= limits; give a size, as Budget(size='60MiB', ...)"
+                f"output={self.output!r} names the part that size= limits; give a size: Budget(size='60MiB', ...)"
             )
         parse_bytes(self.size, "size")
         _parse_latency(self.latency)
@@ -97,7 +97,7 @@ def _parse_latency(given: float | str | None) -> tuple[float, bool]:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", given) if isinstance(given, str) else None
     if isinstance(given, str) and match is None:
-        raise ConfigError(f'latency is a share of that of the float model, as 0.6, or text like "12ms", not {given!r}')
+        raise ConfigError(f'latency is a fraction of float, such as 0.6, or text like "12ms", not {given!r}')
     figure = 1.0 if given is None else float(match[1]) * _MILLISECONDS[match[2]] if match else float(given)
     if not 0 < figure < math.inf:
         raise ConfigError(f"latency must be positive and finite, not {given!r}")

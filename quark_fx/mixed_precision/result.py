@@ -165,7 +165,7 @@ class Search:
             "weights": f"{self.found.size / 1024:,.1f} KiB",
         }
         if (speed := self._speed(self.found)) is not None:
-            facts["latency, measured"] = "{:.4g} ms, {:.3f} times that of float".format(*speed)
+            facts["latency, measured"] = "{:.4g} ms, {:.3f} of float".format(*speed)
         return facts
 
     def _speed(self, one: Point) -> tuple[float, float] | None:
@@ -216,7 +216,9 @@ class Search:
         curve = [(p.bits, p.size / 1024, *(self._speed(p) or ()), p.error) for p in self.curve]
         return [
             Table(_MEASURED, ("", "bits", "KiB", *speed, "error", "fits"), measured),
-            Table("What operators get", ("operators", "candidate", "weight", "bits", "KiB", *errors, *times), choices),
+            Table(
+                "Formats of operators", ("operators", "candidate", "weight", "bits", "KiB", *errors, *times), choices
+            ),
             Table("The curve", ("bits", "KiB", *speed, "error"), curve),
         ]
 
@@ -259,8 +261,8 @@ class Search:
                 "",
                 self.table(),
                 "",
-                f"measured: on {self.verified_on} samples of {_VALIDATION}.",
-                f"errors of operators: what their roundings would add, estimated on {self.samples} samples.",
+                f"measured on {self.verified_on} samples of {_VALIDATION}.",
+                f"errors of operators: error added by rounding them, estimated on {self.samples} samples.",
                 *([f"latency: float takes {self.float_latency:.4g} ms a call."] if self.float_latency else []),
                 "",
                 self.to_yaml().rstrip(),
@@ -268,7 +270,7 @@ class Search:
         )
 
     def _verdict(self) -> str:
-        what = f"{self.winner}, as good as any mixture that was found" if self.uniform else MIXED
+        what = f"{self.winner}, which no tried mixture outperforms" if self.uniform else MIXED
         speed = self._speed(self.found)
         cost = (
             f"{self.found.bits:.3f} bits per weight" if speed is None else "{:.4g} ms, {:.3f} of float".format(*speed)

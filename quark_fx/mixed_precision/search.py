@@ -124,7 +124,9 @@ def search(
     if budget.latency is not None:
         require_timed(found[0].config.target)
     elif timed_batch is not None:
-        raise ConfigError("timed_batch= is what a budget of latency is timed with; give one, or leave it out")
+        raise ConfigError(
+            "timed_batch= is the batch for timing a budget of latency; give such a budget, or leave it out"
+        )
     find_solver()
     missing = "search compares outputs on data; pass data, batches of real inputs"
     batches, held_out = _divided(data, validation_data)
@@ -135,7 +137,7 @@ def search(
         remedy = "pass two batches or more, or validation_data"
         if isinstance(model, Session):
             remedy = "all data of a Session calibrates, so pass validation_data"
-        raise CalibrationError(f"search judges by data that calibrates nothing; {remedy}")
+        raise CalibrationError(f"search needs validation data that is not used for calibration; {remedy}")
     captured = session.captured
     judging = [*flat_batches(captured, held_out, "validation")]
     names = [f"validation batch {index}" for index in range(len(judging))]

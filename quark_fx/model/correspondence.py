@@ -227,11 +227,11 @@ def _not_computed(view: FloatView, rewrite: Rewrite, calls: int) -> QuarkError:
     made = next((n for n in own if n.meta.get("made_by") == rewrite.made_by), None)
     there = f"what {_called(rewrite.path)} computes" if made is None else describe(made)
     if calls > 1:
-        remedy = f"give each of the {calls} calls of {_called(rewrite.path)} a module of its own"
+        remedy = f"give each of the {calls} calls of {_called(rewrite.path)} a separate module"
     else:
         remedy = (
-            "let a module that computes nothing else, from one input, call what it rewrites (as `nn.SiLU` does for "
-            f"`silu`), or quantize without {rewrite.made_by}"
+            "let a module that computes nothing else, from one input, call the operators that it rewrites (as "
+            f"`nn.SiLU` does for `silu`), or quantize without {rewrite.made_by}"
         )
     return QuarkError(
         f"{rewrite.operator or 'something'} became {there} in the quantized graph (pass {rewrite.made_by}), which no "
@@ -277,7 +277,9 @@ def _place_constants(
                     )
                 readers.setdefault(f"{module_path(reader)}.bias".lstrip("."), {})[reader] = constant
             elif name is not None:
-                raise QuarkError(f"the model has no parameter {name}; pass one of the architecture that was quantized")
+                raise QuarkError(
+                    f"the model lacks the parameter {name}; pass one of the architecture that was quantized"
+                )
             elif reader not in replaced:
                 raise QuarkError(
                     f"{describe(reader)} reads a tensor that a pass added, and no module of the model does; call the "
@@ -360,7 +362,7 @@ def _place_maps(model: nn.Module, view: FloatView, found: Correspondence) -> Non
             pending = _compute_around(view, linear.node, found, min(limits))
             if kept and not pending:
                 raise QuarkError(
-                    f"{describe(linear.node)} computes what code of the model multiplies or adds next to it as well, "
+                    f"{describe(linear.node)} includes operations that the model's code performs next to it, "
                     "since fold_batch_norm, and no module around both has one input, one result, and one call; call "
                     "the quantized model itself, move the operator to a module (such as nn.Conv2d), or quantize "
                     "without fold_batch_norm"
@@ -388,8 +390,8 @@ def _require_same(model: nn.Module, name: str, tensor: Tensor) -> None:
         return
     if isinstance(known, Tensor) and not torch.equal(known.to(tensor.device), tensor):
         raise QuarkError(
-            f"the tensor {name}, which is no parameter of the model, changed; make it a parameter or buffer, or call "
-            "the quantized model itself"
+            f"the tensor {name}, which is not a parameter of the model, changed; make it a parameter or buffer, or "
+            "call the quantized model itself"
         )
 
 
@@ -410,7 +412,7 @@ def _put(found: Correspondence, name: str, constant: Constant, reader: Node) -> 
     if found.constants.setdefault(name, constant).names != constant.names:
         raise QuarkError(
             f"parameter {name} is stored in several ways, one of them for {describe(reader)}; give all "
-            "operators that read it the same specs, or a parameter of their own"
+            "its consumers the same specs, or separate parameters"
         )
 
 
@@ -423,7 +425,7 @@ def _require_unchanged(node: Node, constant: Constant) -> None:
     """Raise `QuarkError` if a tensor that is not a parameter of the model has changed."""
     if not constant.is_float or digest(constant.tensor) != node.meta["digest"]:
         raise QuarkError(
-            f"the tensor {node.meta['parameter']}, which is no parameter of the model, changed; make it a parameter "
+            f"the tensor {node.meta['parameter']}, which is not a parameter of the model, changed; make it a parameter "
             "or buffer, or call the quantized model itself"
         )
 
@@ -450,7 +452,7 @@ def _alias(aliases: list[str], reader: Node) -> str:
             return own[0]
     raise QuarkError(
         f"{describe(reader)} reads the parameter {' = '.join(aliases)} of another module, in another format than that "
-        "module does; give all operators that read it the same specs, or a parameter of their own"
+        "module does; give all its consumers the same specs, or separate parameters"
     )
 
 

@@ -299,7 +299,7 @@ def eager(
         }
         raise QuarkError(
             f"the graph trains weights that are parts of {', '.join(sorted(names))} or computed from them, which no "
-            "parameter of the model can hold while it is trained; convert() first, or train what prepare_qat returned"
+            "parameter of the model can hold while it is trained; convert() first, or train the result of prepare_qat"
         )
     result = copy.deepcopy(source)
     if functions := bound_elsewhere(result, source):
@@ -323,7 +323,7 @@ def eager(
             continue
         module = result.get_submodule(owner)
         if installed.setdefault((id(module), leaf), constant.names) != constant.names:
-            raise QuarkError(f"{name} is stored in several ways; give all operators that read it the same specs")
+            raise QuarkError(f"{name} is stored in several ways; give all its consumers the same specs")
         if parametrize.is_parametrized(module, leaf) or (trained and _install_trained(module, leaf, constant, trained)):
             continue
         _install(module, leaf, constant, shared)
@@ -333,7 +333,7 @@ def eager(
     if fixed:
         warn(
             f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; to train them, "
-            "train what prepare_qat returned"
+            "train the result of prepare_qat"
         )
     for module in result.modules():
         if isinstance(module, nn.RNNBase) and parametrize.is_parametrized(module):
@@ -482,8 +482,8 @@ def placed(
     if model is None:
         if qmodel.source is None:
             raise QuarkError(
-                "this quantized model does not know the module it was made of (it was loaded, or made of an "
-                "ExportedProgram or of a module that cannot be copied); pass a float model of the same architecture"
+                "this quantized model does not know its float module (it was loaded, or made from an "
+                "ExportedProgram or from a module that cannot be copied); pass a float model of the same architecture"
             )
         found = correspond(qmodel.source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
         return with_stored_weights(qmodel.source, found.stored), found
@@ -521,7 +521,7 @@ def _require_same_modules(qmodel: QuantizedModel, model: nn.Module) -> None:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if qmodel.parameter_names is not None and (other := names ^ qmodel.parameter_names):
         raise QuarkError(
-            f"the model that is passed and the one that was quantized differ in the parameters "
+            f"the passed model and the quantized model differ in the parameters "
             f"{', '.join(sorted(other)[:3])}; pass a float model of the same architecture"
         )
 

@@ -112,7 +112,7 @@ class AttentionRounding(nn.Module):
             found = (x.shape[-3] if x.dim() > 2 else 1, x.shape[-1])
             if any(size not in (None, there) for size, there in zip(expected, found, strict=True)):
                 self.refuse(
-                    f"caches {found[0]} heads of {found[1]} channels, and what was captured has {heads} of {channels}"
+                    f"caches {found[0]} heads of {found[1]} channels, and the captured cache has {heads} of {channels}"
                 )
             result.append(rounding(x))
         return result

@@ -200,7 +200,7 @@ def _is_cast_by_conversion(node: Any) -> bool:
 def _rounded_differently(node: Node) -> QuarkError:
     return QuarkError(
         f"{describe(node)} reads a value that is rounded in several ways, which no module of the model does; call the "
-        "quantized model itself, or give what reads the value the same specs"
+        "quantized model itself, or give all its consumers the same specs"
     )
 
 

@@ -153,11 +153,11 @@ def _checked(document: Any, directory: Path) -> dict[str, Any]:
         remedy = "update quark_fx" if isinstance(version, int) and version > FORMAT_VERSION else "save the model again"
         raise QuarkError(
             f"{directory} has format version {brief(version)}, this quark_fx reads {FORMAT_VERSION}; {remedy}, with "
-            "the quark_fx that made it at hand if need be"
+            "the quark_fx version that wrote it if necessary"
         )
     model = document.get("model")
     if not isinstance(model, dict) or document.get("sha256") != _digest(model):
-        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: its SHA-256 is not that of its data")
+        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: its SHA-256 does not match its data")
     if not isinstance(model.get("tensor_file"), str) or not _DIGEST.fullmatch(model["tensor_file"]):
         raise QuarkError(f"{directory / GRAPH_FILE} is damaged: it names no tensors")
     return model

@@ -55,7 +55,7 @@ def work_directory(
     try:
         if not _is_ours(unfinished):
             raise ConfigError(
-                f"rank {ranks.index} does not see in {output} what the first rank wrote there; give all ranks the same "
+                f"rank {ranks.index} does not see the files of the first rank in {output}; give all ranks the same "
                 "output_dir, on a file system they share"
             )
         yield unfinished, checkpoint or unfinished / _BLOCKS

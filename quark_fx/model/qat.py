@@ -78,7 +78,7 @@ def prepare_qat(qmodel: QuantizedModel, *, scales: bool = False) -> QATModel:
         Jacob et al. 2018, section 3; Esser et al. 2020 for scales.
     """
     if not isinstance(qmodel, QuantizedModel):
-        raise QuarkError(f"expected what quantize() returned, not {type(qmodel).__name__}")
+        raise QuarkError(f"expected the result of quantize(), not {type(qmodel).__name__}")
     return QATModel(qmodel, scales=scales)
 
 

@@ -124,7 +124,7 @@ def _alike(
     if everywhere != set(calls) or not all(first.same_as(other) for other in others):
         raise QuarkError(
             f"the calls of module {path or 'the model'} round keys and values in different ways; call the quantized "
-            "model itself, or give each call a module of its own"
+            "model itself, or give each call a separate module"
         )
     return first
 

@@ -304,8 +304,8 @@ def _not_of_a_module(reader: Node, activation: Activation) -> QuarkError:
     path = module_path(reader)
     if activation.split is not None:
         return QuarkError(
-            f"{describe(reader)} reads what LowRank leaves of a value, which is not the only input of its module "
-            f"({path or 'the model'}); call the quantized model itself, or exclude the layer from LowRank"
+            f"{describe(reader)} reads the rest that LowRank leaves of a value, which is not the only input of its "
+            f"module ({path or 'the model'}); call the quantized model itself, or exclude the layer from LowRank"
         )
     if not activation.rounds:
         return QuarkError(

@@ -279,7 +279,7 @@ def _graph_from_data(
     if set(names) != set(tensors) or any(not re.fullmatch(r"t\d{1,9}", name, re.ASCII) for name in names):
         raise QuarkError("the stored graph and its tensors have different names")
     if not all(isinstance(name, str) and len(name) <= LONGEST for name in names.values()):
-        raise QuarkError("the stored graph has a tensor whose name is no text of a line")
+        raise QuarkError("the stored graph has a tensor whose name is not one line of text")
     root = torch.nn.Module()
     for name, tensor in tensors.items():
         root.register_buffer(name, tensor)
@@ -291,7 +291,7 @@ def _graph_from_data(
         provenance.annotate(node, data)
         nodes[data["name"] if node.op != "output" else "output"] = node
     if "output" not in nodes:
-        raise QuarkError("the stored graph has no output")
+        raise QuarkError("the stored graph lacks an output")
     gm = GraphModule(root, graph, class_name="CapturedGraph")
     gm.meta["tensor_names"] = dict(names)
     gm.meta["buffers"] = frozenset(texts(document.get("buffers", [])))
@@ -438,7 +438,7 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
     results = results_of(gm)
     positions = children_of(in_spec)
     if len(positions) != 2 or [spec.type for spec in (in_spec, *positions)] != [tuple, tuple, dict]:
-        raise QuarkError("the stored model takes no positions and keywords")
+        raise QuarkError("the inputs of the stored model are not positional arguments and keywords")
     if not (in_spec.num_leaves == len(names) == len(places) == len(inputs)) or len(set(names)) < len(names):
         raise QuarkError("the stored model has another number of inputs than its graph, or one twice")
     if not out_spec.num_leaves == len(outputs) == len(results):

@@ -281,7 +281,7 @@ def require_fitting(target: Callable[..., Any], args: Sequence[Any], kwargs: Map
         for mode, choices in modes.items():
             if type(bound[mode]) is not int or bound[mode] not in choices:
                 raise QuarkError(
-                    f"the stored graph calls {target} with {mode}={brief(bound[mode])}, which is none of "
+                    f"the stored graph calls {target} with {mode}={brief(bound[mode])}, which is not one of "
                     f"{', '.join(map(str, choices))}"
                 )
 
@@ -311,7 +311,7 @@ def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[st
         and len(states) == 1 + (target._opname == "lstm")
         and isinstance(params, list | tuple)
     ):
-        raise QuarkError(f"the stored graph calls {target} with arguments that are no layers, states and weights")
+        raise QuarkError(f"the stored graph calls {target} with arguments that are not layers, states, and weights")
     shapes = [_shape(item) for item in (given["input"], *states, *params)]
     x, first, *rest = shapes
     last, rest = (rest[0], rest[1:]) if target._opname == "lstm" else (first, rest)

@@ -173,7 +173,7 @@ def _stacks(calls: list[Any]) -> list[Stack]:
     for number, call in enumerate(calls):
         parent, path, kind = listed(call)
         if type(parent) is not int or not -1 <= parent < number:
-            raise QuarkError(f"the stored graph has a module call within {brief(parent)}, which is none before it")
+            raise QuarkError(f"the stored graph has a module call within {brief(parent)}, which does not precede it")
         outer = found[parent] if parent >= 0 else {}
         if len(outer) >= _DEEPEST:
             raise QuarkError(f"the stored graph has more than {_DEEPEST} module calls within each other")

@@ -52,7 +52,7 @@ def structure_to_data(spec: pytree.TreeSpec) -> Any:
     if kind is defaultdict:
         factory, keys = context
         if factory is not None and not any(known is factory for known in _FACTORIES.values()):
-            raise QuarkError(f"{brief(factory)}, the factory of a defaultdict, is none of {', '.join(_FACTORIES)}")
+            raise QuarkError(f"{brief(factory)}, the factory of a defaultdict, is not one of {', '.join(_FACTORIES)}")
         made = None if factory is None else next(name for name, known in _FACTORIES.items() if known is factory)
         return {"kind": "defaultdict", "factory": made, "keys": _keys(keys), "items": children}
     if kind is deque:
@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(item) for key, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise QuarkError(f"{brief(value)}, in the description of a registered type, is no plain data")
+    raise QuarkError(f"{brief(value)}, in the description of a registered type, is not plain data")
 
 
 def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
@@ -138,7 +138,7 @@ def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
 def _return_type(name: str, items: list[pytree.TreeSpec]) -> pytree.TreeSpec:
     kind = vars(torch.return_types).get(name)
     if not isinstance(kind, type) or kind not in pytree.SUPPORTED_NODES or kind.n_fields != len(items):
-        raise QuarkError(f"torch has no result called {brief(name)} with {len(items)} fields")
+        raise QuarkError(f"torch does not have a result called {brief(name)} with {len(items)} fields")
     return pytree.TreeSpec(kind, None, items)
 
 
@@ -146,7 +146,7 @@ def _model_output(name: str, keys: list[str]) -> type:
     """Return the class `name` of transformers, or `dict` if the installed version lacks it or one of its fields."""
     module, _, leaf = name.rpartition(".")
     if not _MODEL_OUTPUT.fullmatch(module):
-        raise QuarkError(f"{brief(name)} is no result of a model of transformers")
+        raise QuarkError(f"{brief(name)} is not a result of a model of transformers")
     found: Any = None
     with suppress(ImportError):
         found = vars(importlib.import_module(module)).get(leaf)

@@ -64,7 +64,7 @@ class AbsorbHighBias(Selective):
         if consumer is not None and target_name(consumer) == "aten.relu.default":
             consumer, rectified = _only_reader(consumer), True
         if consumer is None:
-            raise Declined("several operators read what it makes")
+            raise Declined("several operators read its output")
         beta, gamma = producer.node.meta["batch_norm"]
         shift = (beta - self.deviations * gamma).clamp(min=0) if rectified else beta
         if not bool((shift != 0).any()):

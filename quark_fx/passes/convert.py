@@ -36,7 +36,7 @@ def convert(gm: GraphModule, context: Context) -> int:
     missing = [source.name for source, spec in plan.observed if (source, spec) not in found.values]
     left = [call.all_input_nodes[0].name for call in watches_in(gm)]
     if missing or left:
-        what = [f"there are no scales of {', '.join(missing)}"] * bool(missing)
+        what = [f"scales of {', '.join(missing)} are missing"] * bool(missing)
         what += [f"observers of {', '.join(left)} are left in the graph"] * bool(left)
         raise PassError(
             f"{', and '.join(what)}; the pass of the observed stage puts `read_observers` into "

@@ -80,7 +80,7 @@ class CrossLayerEqualization(Selective):
         for absorber in (*site.producers, *site.consumers):
             node = absorber.node
             if Linear.of(node) is None:
-                return f"{target_name(node)} (%{node.name}) takes part, whose constants have no range to even out"
+                return f"{target_name(node)} (%{node.name}) takes part, and its constants cannot be equalized"
         if site.bounds and self.keep_scalar_bounds:
             return f"the bounds of %{site.bounds[0][0].name} stay scalar (keep_scalar_bounds)"
         return ""

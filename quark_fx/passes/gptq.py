@@ -81,8 +81,8 @@ class GPTQ(Solver):
     def __post_init__(self) -> None:
         if self.two_sided and not self.static_groups:
             raise ConfigError(
-                "two_sided=True of GPTQ needs static_groups=True, as scales that move treat rows as independent; leave "
-                "out one of them"
+                "two_sided=True of GPTQ needs static_groups=True, because scales that move treat rows as independent; "
+                "leave out one of them"
             )
 
     @property

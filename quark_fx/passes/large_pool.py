@@ -71,9 +71,9 @@ class SplitLargePools:
         if max(math.prod(windows), math.prod(rest)) <= self.largest:
             return windows
         if windows == [1, 1]:
-            raise Declined(f"pool {height}×{width}, whose sides have no divisors")
+            raise Declined(f"pool {height}×{width}, whose sides cannot be divided")
         remain = f"{rest[0]}×{rest[1]} values remain after windows of {windows[0]}×{windows[1]}"
-        raise Declined(f"pool {height}×{width}, of which {remain}")
+        raise Declined(f"pool {height}×{width}: {remain}")
 
 
 def _divisor(side: int) -> int:

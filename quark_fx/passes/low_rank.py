@@ -114,7 +114,7 @@ class LowRank(Selective):
     def _sites(self, gm: GraphModule, context: Context) -> list[_Site]:
         """Return the values to split, in graph order; report the reasons for operators that are skipped."""
         target = context.config.target
-        beside = f"target={str(target)!r} computes nothing in float beside a layer"
+        beside = f"target={str(target)!r} does not compute in float next to a layer"
         context.remark = refused = "" if target.placement.branches else beside
         planned = [op for op in plan_quantization(gm, context.config, quiet=True).operators if isinstance(op, Coded)]
         walk, found = Walk(gm), dict[Node, list[_Reader]]()
@@ -157,9 +157,9 @@ class LowRank(Selective):
         if linear is None or mapping is None or mapping.kernel or mapping.stacked or linear.has_factors:
             raise Declined("only products of rows and one matrix are split, no convolutions, stacks or tables")
         if BRANCH in linear.activation.meta:
-            raise Declined("an earlier LowRank split what it reads; set a larger rank in that one")
+            raise Declined("an earlier LowRank split its input; set a larger rank in that one")
         if op.weight.is_cast:
-            raise Declined("its weight has no codes")
+            raise Declined("its weight is cast, not quantized")
         sharer = weight_sharer(walk, linear)
         if sharer is not None:
             raise Declined(f"its weight is shared with {describe(sharer)}")
@@ -233,10 +233,10 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
         weights.addmm_(matrix.T, matrix)
     if not all(bool(form.isfinite().all()) for form in (learned, judge, weights)):
         return None, Change(
-            site.name, "skipped: what it reads, or its weight, is infinite or too large to be squared", changed=False
+            site.name, "skipped: its input or weight is infinite or too large to be squared", changed=False
         )
     if not bool((learned.trace() > 0) & (weights.trace() > 0)):
-        return None, Change(site.name, "skipped: what it reads, or its weight, is zero", changed=False)
+        return None, Change(site.name, "skipped: its input or weight is zero", changed=False)
     found = _directions(learned, weights, rank)
     judge = judge if bool(judge.trace() > 0) else learned
     own, other, columns = (max(0.0, float(_left(form, found) / form.trace())) for form in (learned, judge, weights))

@@ -53,7 +53,7 @@ class NormalizeColumns(Selective):
                 continue
             squares = _mean_squares(gm, site)
             if float(squares.max()) < torch.finfo(torch.float32).tiny / _SMALLEST**2:
-                context.note(Change(site.name, "skipped: all weights that read it are zero", changed=False))
+                context.note(Change(site.name, "skipped: the weights of all its consumers are zero", changed=False))
                 continue
             scale = squares.clamp_min(float(squares.max()) * _SMALLEST**2).rsqrt()
             scale /= scale.log().mean().exp()

@@ -210,7 +210,7 @@ def _quantize_weight(
             observed=observed,
         )
     except ValueError as error:
-        remedy = "exclude the operator" if is_finite(weight) else "mend the model's weights"
+        remedy = "exclude the operator" if is_finite(weight) else "fix the model's weights"
         raise CalibrationError(
             f"weight {op.weight_node.target!r} of {describe(op.node)} cannot be quantized: {error}; {remedy}"
         ) from error

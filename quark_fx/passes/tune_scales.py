@@ -128,7 +128,7 @@ class TuneScales(Selective):
             scales.offset = offset
             stored |= scales.tensors(gm)
             changed = bool(offset.any())
-            unused, worse = "what the model returns does not depend on it", f"no better on {context.data.judged_on}"
+            unused, worse = "the model's outputs do not depend on it", f"no better on {context.data.judged_on}"
             reason = worse if best == first else unused
             what = "scales" if changed else f"skipped: {reason}"
             context.note(Change(scales.weight.name, what, changed, first, best))

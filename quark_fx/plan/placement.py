@@ -296,7 +296,7 @@ def _unplanned(gm: GraphModule, config: QuantConfig, node: Node, constants: Coll
         weight = max(sources, key=lambda n: parameter(gm, n).numel())
         path = module_name(node, weight)
         if value_of(gm, weight).is_complex():
-            reason = "complex numbers have no codes"
+            reason = "complex numbers cannot be quantized"
         elif not is_floating(gm, weight):
             continue
         elif excluded := config.exclusion(path, kind):
@@ -304,7 +304,7 @@ def _unplanned(gm: GraphModule, config: QuantConfig, node: Node, constants: Coll
         elif value.op != "get_attr" and not computed:
             reason = (
                 f"it is combined with a value of the input before {name} reads it; to quantize it, apply that value to "
-                "what the operator reads or returns"
+                "the input or output of the operator"
             )
         elif value.op != "get_attr" and row is not None:
             reason = _COMPUTED
@@ -431,7 +431,7 @@ def _plan_operator(
 def _unreadable(node: Node, weight: Node, row: Operator, constants: Collection[Node]) -> str:
     """Return the reason why the product of an activation and a parameter gets no codes."""
     if weight.meta["val"].is_complex():
-        return "complex numbers have no codes"
+        return "complex numbers cannot be quantized"
     value = argument(node, row.activations[-1])
     if value in constants:
         return _COMPUTED
@@ -524,7 +524,7 @@ def _biases(operator: PlannedOperator) -> list[tuple[str, Node | None]]:
 def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node: Node | None) -> None:
     if is_parameter(node) and not is_finite(parameter(gm, node)):
         raise CalibrationError(
-            f"{what} {node.target!r} of {describe(operator.node)} holds NaN or infinity; mend the model's weights"
+            f"{what} {node.target!r} of {describe(operator.node)} holds NaN or infinity; fix the model's weights"
         )
 
 

@@ -167,9 +167,7 @@ class Report:
         """
         names = list(dict.fromkeys(record.name for record in self.passes))
         if name is not None and name not in names:
-            raise ConfigError(
-                f"no pass {name!r} ran; those that did: {', '.join(names) or 'none'}{nearest(name, names)}"
-            )
+            raise ConfigError(f"no pass {name!r} ran; the run had: {', '.join(names) or 'none'}{nearest(name, names)}")
         header = ("pass", "operator", "change", "error before", "error after", "seconds")
         body = [
             (
@@ -298,9 +296,9 @@ class Report:
         ]
         if done:
             columns = ("pass", "operator", "change", "error before", "error after")
-            found.append(Table("What passes changed", columns, done))
+            found.append(Table("Changes by passes", columns, done))
         if left:
-            found.append(Table("What was skipped, and why", ("by", "operator", "reason"), left))
+            found.append(Table("Skipped, with reasons", ("by", "operator", "reason"), left))
         return found
 
     def __str__(self) -> str:

@@ -154,7 +154,7 @@ def find_rotation_sites(gm: GraphModule, *, streams: bool = True) -> RotationAna
         elif linear.groups > 1:
             reasons[linear.node] = "it has groups of channels"
         elif target_name(_unsplit(value)) == ROTATE:
-            reasons[linear.node] = "what it reads is rotated at run time already"
+            reasons[linear.node] = "its input is rotated at run time already"
         elif isinstance(value, Node):
             rank = len(walk.shape(value))
             axis = linear.channel_dim(rank)

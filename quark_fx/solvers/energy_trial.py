@@ -45,7 +45,7 @@ class EnergyTrial(Trial[Linear]):
         self.readers = tuple(_Squared.of(gm, reader, found) for reader in site.readers)
         self.seen = EnergySite(site.site.channels, self.readers)
         if not all(bool(reader.activation.isfinite().all()) for reader in self.readers):
-            self.refusal = "what it reads is too large to be squared"
+            self.refusal = "its input is too large to be squared"
         elif site.shares_scale:
             self.refusal = SHARED_SCALE
 

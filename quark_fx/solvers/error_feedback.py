@@ -144,11 +144,11 @@ def factor(
             break
         is_infinite, is_bad = torch.stack((infinite, bad.any())).tolist()
         if is_infinite:
-            raise CalibrationError("what it reads on the calibration data is not finite")
+            raise CalibrationError("its input on the calibration data is not finite")
         if not is_bad:
             break
         if level >= 1:
-            raise CalibrationError("the Hessian of what it reads is not positive definite even when damped")
+            raise CalibrationError("the Hessian of its input is not positive definite even when damped")
         level = min(1.0, max(level, 1e-4) * _DAMPING_STEP)
         share = torch.where(bad, level, share)
     _reverse(found.flatten(-2))

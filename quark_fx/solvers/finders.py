@@ -63,7 +63,7 @@ def own_biases(gm: GraphModule, context: Context, chooser: Selective) -> list[tu
         if not chooser.selects(weight.operator):
             context.note(Change(weight.name, NOT_SELECTED, changed=False))
         elif (bias := weight.bias) is None:
-            context.note(Change(weight.name, "skipped: it has no bias that is stored", changed=False))
+            context.note(Change(weight.name, "skipped: it does not have a stored bias", changed=False))
         elif bias.name in shared:
             context.note(Change(weight.name, "skipped: several operators add its bias", changed=False))
         else:
@@ -102,7 +102,7 @@ def _activations(gm: GraphModule, context: Context, chooser: Selective) -> Find:
             if (value := free[name].rounding.value) in known:
                 yield (ActivationPlace(run, free[name], gm, context),)
             elif context.ranks.index == 0:
-                context.note(Change(value, "skipped: it is made of values of several blocks", changed=False))
+                context.note(Change(value, "skipped: it is computed from values of several blocks", changed=False))
 
     return find
 

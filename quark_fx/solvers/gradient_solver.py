@@ -74,11 +74,11 @@ class GradientSolver(Schedule, ABC):
         reasons, numbers = {}, any(isinstance(t, Tensor) and t.is_floating_point() for t in targets)
         for weight in weights:
             if not numbers:
-                reasons[weight.node] = "what it makes is no number"
+                reasons[weight.node] = "the outputs of its block are not floating-point"
             elif self.unit is Unit.OPERATOR and weight.linear.offsets_at is not None:
                 # The quantized model may route a token differently from the float model, so rows would not correspond.
                 reasons[weight.node] = (
-                    "data chooses the rows it multiplies; unit='block' learns it with what chooses them"
+                    "data selects the rows it multiplies; unit='block' learns it together with that selection"
                 )
         for weight in weights:
             if weight.node in reasons:

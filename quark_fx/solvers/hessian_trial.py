@@ -79,7 +79,7 @@ class HessianTrial(Trial[LinearMap]):
         self._on_host = MeasuredSite.of(site.site.channels, self.calibration)
         self.seen = self._on_host.to(self.calibration[0].seen.h.device)
         if not self.seen.is_finite:
-            self.refusal = "what it reads is too large to be squared"
+            self.refusal = "its input is too large to be squared"
 
     @property
     def seen_on_host(self) -> MeasuredSite:

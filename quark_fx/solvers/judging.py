@@ -113,7 +113,7 @@ class FormJudge:
         read = torch.cat([*(answer.errors for answer in offered), torch.stack(flags).to(torch.float32)]).tolist()
         read, (seen_fails, judge_fails, *others) = read[: 2 * len(offered)], read[2 * len(offered) :]
         if seen_fails or judge_fails:
-            raise CalibrationError("what it reads on the calibration data is not finite")
+            raise CalibrationError("its input on the calibration data is not finite")
         if any(others[: len(others) - len(checks)]):
             for moment in (seen, judge):
                 moment.wait_for_factors()

@@ -51,7 +51,9 @@ class Activation:
     def __post_init__(self) -> None:
         scale, zero_point = float(self.qparams.scale), int(self.qparams.zero_point)
         if not (0 < scale < math.inf and self.scheme.qmin <= zero_point <= self.scheme.qmax):
-            raise ValueError(f"{self.name}: {self.scheme.format} has no scale {scale:g} with zero point {zero_point}")
+            raise ValueError(
+                f"{self.name}: {self.scheme.format} cannot have the scale {scale:g} with zero point {zero_point}"
+            )
 
     def with_range(self, low: Tensor | float, high: Tensor | float) -> Activation:
         """Return the activation with scale and zero point for the real range `[low, high]`, a number each."""

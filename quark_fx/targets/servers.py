@@ -77,7 +77,7 @@ def refusals(server: str) -> tuple[Refusal, ...]:
             _is_measured_otherwise,
             f"{server} supports activations with one calibrated scale, or with dynamic float32 scales per token, or "
             f"per group of {_SQUARE} in fp8_e4m3; set granularity='tensor', or 'token' with dynamic=True, or 'group' "
-            f"with group_size={_SQUARE} beside weights in blocks of {_SQUARE}x{_SQUARE}, and drop scale",
+            f"with group_size={_SQUARE} next to weights in blocks of {_SQUARE}x{_SQUARE}, and drop scale",
         ),
         Refusal(
             _measures_a_share,

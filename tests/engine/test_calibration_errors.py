@@ -326,6 +326,7 @@ def test_ranks_that_saw_ranges_which_do_not_go_together_are_told_where() -> None
     observer = Percentile(grid="onnxruntime", bins=32)
     first = torch.tensor([[-1.0, 0.4, 1.0]])
     with pytest.raises(
-        qfx.CalibrationError, match=r"aten\.embedding\.default at .*the ranks observed.*first batches differed"
+        qfx.CalibrationError,
+        match=r"aten\.embedding\.default at .*the observations of the ranks cannot.*first batches differed",
     ):
         calibration._merge([node], [observer.observe(first)], [observer.observe(2 * first)])

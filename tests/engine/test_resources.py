@@ -348,7 +348,7 @@ def test_a_budget_that_is_too_small_is_refused_with_one_that_fits(tmp_path: Path
         ConfigError, match=r"memory=1.0 MiB is not enough: \w+ needs about .* Resources\(output_dir="
     ) as error:
         quantize(seeded(Chain()), W4A16_GPTQ, data, resources=qfx.Resources(memory="1MiB"))
-    assert "are taken already" in str(error.value)
+    assert "of it in use already" in str(error.value)
     with pytest.raises(ConfigError, match=r"disk=1.0 KiB is not enough: files of this run take about .* at once"):
         quantize(seeded(Chain()), W4A16_GPTQ, data, resources=qfx.Resources(output_dir=tmp_path / "new", disk=1024))
     assert not (tmp_path / "new").exists(), "a run that did nothing left something"

@@ -253,7 +253,7 @@ def test_what_cannot_be_decoded_is_refused(message: str, mixed: SimpleNamespace)
 
 
 def test_a_float_model_is_compared_with_folders_that_decode_only(mixed: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="expected what quantize"):
+    with pytest.raises(ExportError, match="expected the result of quantize"):
         qfx.verify(mixed.model, tmp_path, PROMPTS)
     (tmp_path / "export.json").write_text("{}")
     with pytest.raises(ExportError, match="cannot be loaded"):

@@ -181,7 +181,7 @@ def test_what_pt2e_cannot_say_is_listed(config: QuantConfig, what: str) -> None:
         qfx.export.pt2e(quantize(mlp(), config, tokens()))
     with pytest.raises(ExportError, match=r"an activation in torch.float64"):
         qfx.export.pt2e(quantize(cnn().double(), INT8_STATIC, [batch.double() for batch in images()]))
-    with pytest.raises(ExportError, match="expected what quantize"):
+    with pytest.raises(ExportError, match="expected the result of quantize"):
         qfx.export.pt2e(mlp())  # type: ignore[arg-type]
 
 

@@ -206,7 +206,7 @@ def test_the_view_at_a_converted_call_reads_the_codes_and_knows_no_stored_weight
     after = before.at(node)
     assert target_name(after.weight) == target_name(after.activation) == "quark_fx.dequantize.default"
     assert (after.groups, after.kernel, after.output_axis) == (2, (3, 3), 0)
-    with pytest.raises(LookupError, match="reads no stored weight"):
+    with pytest.raises(LookupError, match="does not read a stored weight"):
         _ = after.stored
 
 

@@ -474,7 +474,7 @@ def test_latency_is_measured_only_where_the_target_runs_and_with_a_budget_of_it(
         ConfigError, match="cannot measure latency for target 'tensorrt' on this machine; give a budget of bits"
     ):
         run(model, [weight_only, FLOAT], batches, budget=Budget(latency=0.5))
-    with pytest.raises(ConfigError, match="timed_batch= is what a budget of latency is timed with"):
+    with pytest.raises(ConfigError, match="timed_batch= is the batch for timing a budget of latency"):
         run(model, [INT4, INT8], batches, budget=Budget(bits=6.0), timed_batch=batches[0])
 
 
@@ -492,7 +492,7 @@ def test_a_candidate_that_fits_everywhere_and_loses_nothing_is_returned_and_name
     found = run(model, [INT4, INT8], batches, budget=Budget(bits=40.0))
     assert (found.winner, found.uniform, found.config) == (INT8, True, preset(INT8))
     assert found.to_yaml() == f"preset: {INT8}\n"
-    assert str(found).startswith(f"{INT8}, as good as any mixture")
+    assert str(found).startswith(f"{INT8}, which no tried mixture outperforms")
 
 
 def test_progress_is_shown_unless_it_is_not_wanted(capfd: pytest.CaptureFixture[str]) -> None:
@@ -683,7 +683,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"no mix .* fits at most 10 bytes",
     ),
     "no budget": (Budget, ConfigError, "give one of them"),
-    "an output without a size": (lambda: Budget(bits=4.0, output="onnx"), ConfigError, "says what size= limits"),
+    "an output without a size": (
+        lambda: Budget(bits=4.0, output="onnx"),
+        ConfigError,
+        "names the part that size= limits",
+    ),
     "two budgets": (lambda: Budget(bits=4.0, size="1MiB"), ConfigError, "give one of them"),
     "a number for a budget": (
         lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=4.5),

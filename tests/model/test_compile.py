@@ -173,7 +173,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], QuantConfig, Tensor]] = {
     "no kernel for conv_transpose with one calibrated": (lambda: nn.ConvTranspose2d(8, 4, 3), STATIC, IMAGE),
     "its groups of 32 do not divide 48 inputs": (lambda: flat(48), QuantConfig(weight=GROUPS), rand(2, 48)),
     "no kernel for lstm with weights in codes": (Cells, STATIC, rand(3, 2, 64)),
-    "its activation has no batch": (flat, STATIC, rand(64)),
+    "its activation lacks a batch dimension": (flat, STATIC, rand(64)),
     "its padding is 'same'": (lambda: nn.Conv2d(8, 4, 3, padding="same"), STATIC, IMAGE),
     "it computes in float16": (flat, INT8_WEIGHT_ONLY, ROWS.half()),
 }

@@ -274,7 +274,7 @@ def test_a_cache_of_something_else_than_keys_is_refused(spec: str) -> None:
     model.attend = Latent()
     qmodel = quantize(seeded(model), QuantConfig(kv_cache=SPECS[spec]), [X])
     eager: Any = qmodel.eager()
-    with pytest.raises(QuarkError, match="attend caches 2 heads of 4 channels, and what was captured has 2 of 8"):
+    with pytest.raises(QuarkError, match="attend caches 2 heads of 4 channels, and the captured cache has 2 of 8"):
         eager(X, past_key_values=transformers.DynamicCache())
     torch.testing.assert_close(eager(X), qmodel(X), rtol=0, atol=0)
 

@@ -212,7 +212,7 @@ REASONS: dict[str, tuple[tuple[int, int], torch.dtype, tuple[int, int], QuantCon
         CASES["fp8"][1],
     ),
     "takes multiples of 8 and 8": ((9, 0), HALF, (24, 12), CASES["int8"][1]),
-    "torch has no product for GPUs of floats and fp8_e4m3": (
+    "torch does not multiply floats and fp8_e4m3": (
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
         QuantConfig(weight=FP8_CHANNEL),
     ),

@@ -545,7 +545,7 @@ UNSAFE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     **{
         f"{name} of modes {modes}": (
             graph_of(zeros(1, 1, *[4] * d), zeros(1, *[3] * d, d), (f"aten.{name}.default", ["0", "1", *modes, False])),
-            "which is none of 0, 1",
+            "which is not one of 0, 1",
         )
         for name, d in (("grid_sampler", 2), ("grid_sampler_2d", 2), ("grid_sampler_3d", 3))
         for modes in ((7, 0), (0, 9), (-1, 0))

@@ -249,7 +249,7 @@ def test_a_scale_beyond_float32_is_refused() -> None:
     with torch.no_grad():
         model.get_parameter("a.weight").mul_(2.0**-110)
         model.get_parameter("a.bias").mul_(2.0**60)
-    with pytest.raises(qfx.CalibrationError, match=r"a weight needs the scale 2\*\*\d+, which is no float32"):
+    with pytest.raises(qfx.CalibrationError, match=r"a weight needs the scale 2\*\*\d+, which is not a float32"):
         quantize(model, XINT8, [x * 2.0**-100 for x in image()])
 
 

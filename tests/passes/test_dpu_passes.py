@@ -191,11 +191,11 @@ REASONS: dict[str, tuple[Function, GraphPass, dict[str, Any], str]] = {
     ),
     "large, prime": (
         lambda x: F.adaptive_avg_pool2d(x[..., :11, :7], 1), SplitLargePools(largest=9), {},
-        "pool 11×7, whose sides have no divisors",
+        "pool 11×7, whose sides cannot be divided",
     ),
     "large twice": (
         lambda x: F.adaptive_avg_pool2d(x, 1), SplitLargePools(largest=9), {},
-        "pool 12×12, of which 4×4 values remain after windows of 3×3",
+        "pool 12×12: 4×4 values remain after windows of 3×3",
     ),
 }  # fmt: skip
 

@@ -441,7 +441,7 @@ def test_the_share_of_codes_that_moved_is_counted_by_codes(format: IntFormat, mo
 
 
 def test_learning_from_one_sample_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="what passes learn from it is judged on it"):
+    with pytest.warns(UserWarning, match="passes are validated on the data that they learn from"):
         quantize(seeded(nn.Linear(8, 8)), with_gptq(), [rand(1, 8)])
 
 

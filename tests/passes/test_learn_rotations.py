@@ -331,9 +331,7 @@ def test_one_batch_teaches_and_judges_and_blocks_are_learned() -> None:
 @pytest.mark.parametrize("between", [(), (LowRank(rank=4),)], ids=["alone", "a split between"])
 def test_what_is_rotated_at_run_time_is_not_rotated_again(between: tuple[Any, ...]) -> None:
     qmodel = quantize(Mlp(nn.RMSNorm).eval(), CONFIG.replace(passes=(ROTATE, *between, LEARN)), data())
-    assert {change.what for change in changes(qmodel).values()} == {
-        "skipped: what it reads is rotated at run time already"
-    }
+    assert {change.what for change in changes(qmodel).values()} == {"skipped: its input is rotated at run time already"}
 
 
 class Flattened(nn.Module):

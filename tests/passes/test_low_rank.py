@@ -319,7 +319,7 @@ def test_torch_compile_traces_branches_as_one_graph() -> None:
 def test_nothing_is_split_twice() -> None:
     qmodel = quantize(seeded(Mlp()), configured(LowRank(rank=8), LowRank(rank=4, only=("down", "gate"))), data())
     second = {change.name: change.what for change in record_of(qmodel, "LowRank").changes}
-    again = "skipped: an earlier LowRank split what it reads; set a larger rank in that one"
+    again = "skipped: an earlier LowRank split its input; set a larger rank in that one"
     assert second == {"gate": again, "up": NOT_SELECTED, "down": again}
 
 
@@ -357,7 +357,7 @@ def test_where_servers_compute_nothing_beside_a_layer_nothing_is_split() -> None
     weight = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32)
     config = QuantConfig(weight=weight, input=None, passes=(LowRank(rank=8),), target=TARGETS["vllm"])
     qmodel = quantize(seeded(Mlp()), config, data())
-    why = "target='vllm' computes nothing in float beside a layer"
+    why = "target='vllm' does not compute in float next to a layer"
     assert {change.what for change in changes(qmodel).values()} == {f"skipped: {why}"}
     assert record_of(qmodel, "LowRank").remark == why
 
@@ -394,7 +394,7 @@ def test_weights_that_are_not_finite_are_refused_and_huge_ones_skipped() -> None
     with torch.no_grad():
         model.down.weight[0, 0] = 1e25
     found = changes(quantize(model, configured(LowRank(rank=8)), data()))
-    assert found["down"].what == "skipped: what it reads, or its weight, is infinite or too large to be squared"
+    assert found["down"].what == "skipped: its input or weight is infinite or too large to be squared"
     assert found["gate, up"].changed
     with torch.no_grad():
         model.down.weight[0, 0] = float("nan")
@@ -406,7 +406,7 @@ def test_validation_data_that_is_too_large_is_no_proof() -> None:
     model, batches = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH))), data()
     batches[-1] = batches[-1] * 1e25
     (change,) = record_of(quantize(model, configured(LowRank(rank=4)), batches), "LowRank").changes
-    assert change.what == "skipped: what it reads, or its weight, is infinite or too large to be squared"
+    assert change.what == "skipped: its input or weight is infinite or too large to be squared"
 
 
 def test_the_memory_that_is_said_is_what_forms_and_weights_take() -> None:
@@ -437,7 +437,7 @@ def test_what_is_not_split_has_a_reason() -> None:
     assert found["layer"].what.startswith("skipped: only products of rows and one matrix are split")
     casts = QuantConfig(weight=TensorSpec(format=FP16), input=None, passes=(LowRank(rank=8),))
     assert {c.what for c in changes(quantize(seeded(Mlp()), casts, data())).values()} == {
-        "skipped: its weight has no codes"
+        "skipped: its weight is cast, not quantized"
     }
 
 
@@ -474,9 +474,9 @@ def test_values_without_a_direction_are_left(size: float) -> None:
     (change,) = record_of(qmodel, "LowRank").changes
     assert not change.changed
     assert change.what == (
-        "skipped: what it reads, or its weight, is zero"
+        "skipped: its input or weight is zero"
         if size == 0
-        else "skipped: what it reads, or its weight, is infinite or too large to be squared"
+        else "skipped: its input or weight is infinite or too large to be squared"
     )
 
 

@@ -119,7 +119,7 @@ def test_weights_that_are_all_zero_are_left() -> None:
         model.second.weight.zero_()
     qmodel = quantize(model, configured(NormalizeColumns()), data())
     (change,) = record_of(qmodel, "NormalizeColumns").changes
-    assert (change.what, change.changed) == ("skipped: all weights that read it are zero", False)
+    assert (change.what, change.changed) == ("skipped: the weights of all its consumers are zero", False)
     assert bool(stored_tensors(qmodel.graph_module)["norm.weight"].isfinite().all())
 
 

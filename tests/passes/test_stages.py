@@ -116,7 +116,7 @@ def forget_to_calibrate(gm: GraphModule, context: Context) -> int:
 
 def test_a_calibration_that_leaves_its_work_is_named() -> None:
     with pytest.raises(
-        PassError, match=r"there are no scales of .*, and observers of .* are left in the graph; the pass of the"
+        PassError, match=r"scales of .* are missing, and observers of .* are left in the graph; the pass of the"
     ):
         quantize(mlp(), INT8_STATIC.replace(passes=(forget_to_calibrate,)), data())
 
@@ -135,7 +135,7 @@ def convert_nothing(gm: GraphModule, context: Context) -> int:
 
 @pytest.mark.parametrize(
     ("other", "message"),
-    [(plan_nothing, "there is no plan; a pass of the planned stage"), (convert_nothing, "made no report; call")],
+    [(plan_nothing, "the plan is missing; a pass of the planned stage"), (convert_nothing, "made no report; call")],
     ids=["planned", "settled"],
 )
 def test_a_stage_that_leaves_its_work_is_named(other: Any, message: str) -> None:

@@ -148,7 +148,7 @@ def test_a_weight_that_nothing_depends_on_is_named() -> None:
             return super().forward(x) + torch.relu(self.dead(x) - 1e6)
 
     whats = {c.name: c.what for c in record_of(quantize(seeded(Dead()), TUNED, batches()), "TuneScales").changes}
-    assert whats.pop("dead") == "skipped: what the model returns does not depend on it"
+    assert whats.pop("dead") == "skipped: the model's outputs do not depend on it"
     assert {*whats.values()} == {"scales"}
 
 
@@ -197,7 +197,9 @@ def test_a_model_without_numbers_has_no_loss() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).argmax(-1)
 
-    with pytest.raises(qfx.CalibrationError, match="returns no floating-point tensor, so there is no end loss"):
+    with pytest.raises(
+        qfx.CalibrationError, match="returns no floating-point tensor, so an end loss cannot be computed"
+    ):
         quantize(seeded(Labels()), TUNED, batches())
 
 

@@ -206,7 +206,7 @@ def test_a_weight_or_a_bias_in_float_that_is_not_finite_is_named(preset: str, ba
         model = nn.Sequential(linear(32, features=32), nn.ReLU(), linear(3, features=32)).eval()
         with torch.no_grad():
             model.get_parameter(f"2.{name}").view(-1)[1] = bad
-        with pytest.raises(qfx.CalibrationError, match=rf"{name} '2\.{name}' of aten.linear.* mend the model's"):
+        with pytest.raises(qfx.CalibrationError, match=rf"{name} '2\.{name}' of aten.linear.* fix the model's"):
             quantize(model, config, [rand(8, 32)])
 
 

@@ -110,7 +110,7 @@ def test_a_page_needs_nothing_else_and_has_everything(tmp_path: Path) -> None:
     assert not re.findall(r"@import|url\((?!#)", page.source)
     assert len(page.ids) == len(set(page.ids))
     assert page.count["figure"] == page.count["svg"] == 5
-    titles = ["Error by operator", "Operators", "Passes", "What passes changed", "What was skipped, and why"]
+    titles = ["Error by operator", "Operators", "Passes", "Changes by passes", "Skipped, with reasons"]
     assert list(page.tables) == titles
     assert [len(page.tables[title]) - 1 for title in titles] == [5, 5, 2, 3, 3]
     assert page.tables["Passes"][2][2] is None  # the seconds of a loaded model
@@ -172,7 +172,9 @@ def test_what_cannot_be_drawn_or_written_is_said(tmp_path: Path, monkeypatch: py
     pytest.importorskip("matplotlib")
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "matplotlib.figure", WithoutCache())
-        with pytest.raises(QuarkError, match="no folder for its cache: not writable; name one in MPLCONFIGDIR"):
+        with pytest.raises(
+            QuarkError, match="cannot make a folder for its cache: not writable; name one in MPLCONFIGDIR"
+        ):
             report(5).html(tmp_path / "page.html")
     with pytest.raises(QuarkError, match=r"cannot be written: .*; create its directory, or choose another path"):
         report(5).html(tmp_path / "missing" / "page.html")

@@ -227,7 +227,7 @@ def verify(
             )
         return _verify_decoding(qmodel, Path(path), as_called(batches), decode_steps)
     if not isinstance(qmodel, QuantizedModel):
-        raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
+        raise ExportError(f"expected the result of quantize(), not {type(qmodel).__name__}")
     if runtime is None:
         saved = os.path.isfile(Path(path) / GRAPH_FILE)
         runtime = "torch" if saved else "transformers" if is_checkpoint(Path(path)) else "onnxruntime"

@@ -124,7 +124,7 @@ def onnx(
     except ImportError as error:
         raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
     if not isinstance(qmodel, QuantizedModel):
-        raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
+        raise ExportError(f"expected the result of quantize(), not {type(qmodel).__name__}")
     require_possible(path)
     if external_data is not None and not isinstance(external_data, bool):
         raise ExportError(f"external_data is True, False or None, not {external_data!r}")

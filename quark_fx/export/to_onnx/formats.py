@@ -100,7 +100,7 @@ def find_format(name: str, options: FormatOptions, target: Target) -> tuple[Onnx
                 raise ExportError(f"format={name!r} has no {option}; drop it (it is an option of {users})")
             continue
         if value is not None and (type(value), value) not in [(type(choice), choice) for choice in choices]:
-            raise ExportError(f"{option}={value!r} is none of format={name!r}; choose one of {choices}")
+            raise ExportError(f"{option}={value!r} is not one of format={name!r}; choose one of {choices}")
         filled[option] = choices[0] if value is None else value
     return chosen, FormatOptions(**filled)  # type: ignore[arg-type]
 

@@ -91,7 +91,7 @@ def _loaded(path: Path, known: set[str]) -> ir.Model:
     for tensor in tensors:
         if str(tensor.location) not in sizes:
             raise ExportError(
-                f"{path} reads its tensor {brief(tensor.name)} from {brief(str(tensor.location))}, which is none of "
+                f"{path} reads its tensor {brief(tensor.name)} from {brief(str(tensor.location))}, which is not one of "
                 "the data files of this export; export it again"
             )
         start, length = tensor.offset or 0, tensor.length

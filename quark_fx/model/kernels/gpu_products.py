@@ -106,7 +106,7 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
     """Multiply codes in E4M3, or E2M1 packed in 4 bits, with an 8-bit scale for 16 or 32 inputs."""
     weight, rounded, bias = product.matrix(), product.read, product.bias()
     if weight.axis != 1:
-        raise Declined("its weight has no groups of inputs")
+        raise Declined("its weight is not in groups of inputs")
     kind, of_16 = scale_format(rounded.scale_type), weight.block_size == 16
     codes, scale, whole = weight.codes.contiguous(), weight.scale, None
     if of_16:
@@ -321,7 +321,7 @@ def gpu_linear(product: Product) -> str:
     rounded = product.rounded
     if kernel is None:
         given = "floats" if rounded is None else str(rounded.format)
-        raise Declined(f"torch has no product for GPUs of {given} and {product.weight.format}")
+        raise Declined(f"torch does not multiply {given} and {product.weight.format}")
     kernel.require(product)
     kernel.build(product)
     return kernel.name

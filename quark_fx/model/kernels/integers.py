@@ -135,7 +135,7 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
         raise Declined("torch has oneDNN's integer kernels on x64 processors")
     rank = product.activation.meta["val"].dim()
     if rank < 2 or (codes.dim() > 2 and rank != codes.dim()):
-        raise Declined("its activation has no batch")
+        raise Declined("its activation lacks a batch dimension")
     inputs, kernel = codes.shape[1], tuple(range(2, codes.dim()))
     if not adds_pairs(product.packs) or (kernel and inputs == 1 and groups == codes.shape[0]):
         return

@@ -79,9 +79,7 @@ class ShapeOnly(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise QuarkError(
-            "a model with kernels has no weights to compute with, as kernels read codes; use qmodel.eager()"
-        )
+        raise QuarkError("the weights of a model with kernels are codes for its kernels alone; use qmodel.eager()")
 
 
 Kinds = set[tuple[torch.dtype, torch.device]]
@@ -168,7 +166,9 @@ class KernelLinear(KernelModule):
         if x.shape[-1] != self.in_features:
             raise QuarkError(f"this layer reads rows of {self.in_features} values, and its input has {x.shape[-1]}")
         if x.requires_grad and torch.is_grad_enabled():
-            raise QuarkError("kernels have no gradients; call the model under torch.no_grad(), or use qmodel.eager()")
+            raise QuarkError(
+                "kernels do not support gradients; call the model under torch.no_grad(), or use qmodel.eager()"
+            )
         constants = [getattr(self, f"constant{i}") for i in range(self._count)]
         rows = x.reshape(-1, self.in_features).contiguous()
         return self._computation(rows, *constants).reshape(*x.shape[:-1], self.out_features)
@@ -222,7 +222,7 @@ class CodeEmbedding(KernelModule):
 
 def _no_state() -> QuarkError:
     return QuarkError(
-        "a model with kernels holds weights as kernels read them and has no state_dict; save the quantized model, or "
+        "a model with kernels holds weights as kernels read them, without a state_dict; save the quantized model, or "
         "take the state_dict of qmodel.eager()"
     )
 

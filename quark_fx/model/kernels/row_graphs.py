@@ -71,7 +71,7 @@ class RowGraphs:
             source = argument(rounded.codes, 0)
         value: Tensor = source.meta["val"]
         if value.dim() < 2:
-            raise Declined("its activation has no batch")
+            raise Declined("its activation lacks a batch dimension")
         needed, pending = {product.node}, [product.node]
         while pending:
             for read in pending.pop().all_input_nodes:

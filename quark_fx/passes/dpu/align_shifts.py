@@ -100,7 +100,7 @@ class _Builder:
     def store(self, variable: shifts.Name, position: int) -> None:
         """Set the scale of a tensor to that position."""
         if abs(position) > 126:
-            raise CalibrationError(f"{self.names[variable]} needs the scale 2**{-position}, which is no float32")
+            raise CalibrationError(f"{self.names[variable]} needs the scale 2**{-position}, which is not a float32")
         values = self.found.values
         if variable in values:
             values[variable] = _moved(values[variable], position)
