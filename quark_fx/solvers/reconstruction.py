@@ -39,16 +39,16 @@ Begin = Callable[[Grid, Tensor, Tensor], LearnedWeight]
 
 
 @dataclass(frozen=True)
-class _Found:
+class _State:
     """State during learning: codes, scale ratios, and biases of each weight, and named activation scales."""
 
     codes: list[Tensor]
     ratios: list[Tensor | None]
     biases: list[Tensor | None]
-    scales: dict[str, Tensor]
+    activation_scales: dict[str, Tensor]
 
     @classmethod
-    def of(cls, learned: Learned) -> _Found:
+    def of(cls, learned: Learned) -> _State:
         """Return the current state."""
         ratios = [_copy(c.ratio) for c in learned.codes]
         biases = [_copy(bias) for bias in learned.biases]
@@ -154,7 +154,7 @@ class Reconstruction:
             error = self._error_of(block, learned, grids, training)
             waited = 0 if error < best else waited + 1
             if error < best:
-                kept, best = _Found.of(learned), error
+                kept, best = _State.of(learned), error
             if waited >= schedule.patience and 2 * step > schedule.iterations:
                 break
         # Biases are rounded when stored, but not while they are learned.
@@ -162,7 +162,7 @@ class Reconstruction:
 
     def _error_of(self, block: Trainable, learned: Learned, grids: Sequence[Grid], training: Tensor) -> float:
         with torch.no_grad():
-            weights = _Found.of(learned).weights(grids)
+            weights = _State.of(learned).weights(grids)
         others = learned.others
         return self.run.validation_error(lambda batch: block(self.run.inputs(batch), weights, *others), training)
 
@@ -172,23 +172,23 @@ class Reconstruction:
         now = {name: float(tensor_of(self.run.module, name)) for name in limits}
         return {name: (max(least, _SMALLEST_SHARE * now[name]), most) for name, (least, most) in limits.items()}
 
-    def _store(self, found: _Found, grids: Sequence[Grid]) -> None:
+    def _store(self, state: _State, grids: Sequence[Grid]) -> None:
         """Store a state; biases follow the scales.
 
         Raises:
             OverflowError: If an int32 bias overflows at the new scales of its weight.
         """
-        module, tensors = self.run.module, dict(found.scales)
-        for weight, grid, codes, ratio in zip(self.weights, grids, found.codes, found.ratios, strict=True):
+        module, tensors = self.run.module, dict(state.activation_scales)
+        for weight, grid, codes, ratio in zip(self.weights, grids, state.codes, state.ratios, strict=True):
             tensors[weight.codes] = weight.storable(codes)
             if ratio is not None and grid.free is not None:
                 tensors[weight.scale_name] = scale = grid.free.times(ratio)
                 if (bias := weight.int32_bias) is not None:
                     tensors |= bias.rescaled(module, scale / grid.free.stored)
         self.run.store_all(tensors)
-        pairs = zip(self.weights, found.biases, strict=True)
+        pairs = zip(self.weights, state.biases, strict=True)
         biases = {weight.node.name: bias for weight, bias in pairs if bias is not None}
-        self.run.store_all(biases_at(self.gm, self.context.plan, found.scales, biases))
+        self.run.store_all(biases_at(self.gm, self.context.plan, state.activation_scales, biases))
 
 
 def _leaf(tensor: Tensor) -> Tensor:
