@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,13 +14,11 @@ import yaml
 from quark_fx.config.named import PRESETS
 from quark_fx.config.quant_config import Override, QuantConfig
 from quark_fx.graph.pass_manager import GraphPass, Stage, pass_stage
-from quark_fx.plan.report import aligned
+from quark_fx.plan.table import Column, Table
 from quark_fx.system.options import checked_call
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-
-    from quark_fx.plan.page import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,21 +182,55 @@ class Analysis:
             "build_up": build_up("Error through the graph", *shares(placed), "% of the error"),
         }
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[Table[Any]]:
         """Return the table of a page: operators and their remedies."""
-        from quark_fx.plan.page import Table
+        return [self.operators()]
 
-        share = 100 / (self.error or 1.0)
-        header = ("operator", "op", "place", "weight %", "activations %", "error %", "alone %, measured", "remedies")
-        rows = [
-            (
-                *(row.name, row.kind, row.place, row.weight * share, row.activation * share, row.error * share),
-                None if row.alone is None else row.alone * share,
-                ", ".join(f"{remedy.what} ({self._gain(remedy)})" for remedy in row.remedies),
+    def operators(self, rows: int | None = None) -> Table[Contribution]:
+        """Return the table of operators and remedies, with errors in percent of the whole error.
+
+        Args:
+            rows: Number of operators; default: all. The last row is the sum of the others. As text, the table has the
+                first remedy of each.
+        """
+        rest = self.rows[len(self.rows[:rows]) :]
+        summed = [
+            Contribution(
+                name=f"{len(rest)} more",
+                kind="",
+                place=len(self.rows),
+                weight=sum(row.weight for row in rest),
+                activation=sum(row.activation for row in rest),
             )
-            for row in self.rows
         ]
-        return [Table("Error by operator", header, rows)]
+        share = self._share_column
+        return Table(
+            "Error by operator",
+            [
+                Column("operator", lambda row: row.name),
+                Column("op", lambda row: row.kind),
+                share("weight", lambda row: row.weight),
+                share("activations", lambda row: row.activation),
+                share("error", lambda row: row.error),
+                share("alone", lambda row: row.alone),
+                share("in float", lambda row: None if row.in_float is None else -row.in_float.best_known),
+                Column(
+                    "remedies",
+                    lambda row: ", ".join(map(self._remedy, row.remedies)),
+                    lambda row: ", ".join(map(self._remedy, row.remedies[:1])),
+                ),
+            ],
+            [*self.rows[:rows], *(summed if rest else [])],
+        )
+
+    def _share_column(self, title: str, error: Callable[[Contribution], float | None]) -> Column[Contribution]:
+        """Return a column of errors as percentages of the whole error."""
+
+        def percent(row: Contribution) -> float | None:
+            value = error(row)
+            return None if value is None else 100 * value / (self.error or 1.0)
+
+        return Column(title, percent, lambda row: self._share(error(row) or 0.0))
 
     def texts(self) -> dict[str, str]:
         """Return the text of a page to copy: the proposed configuration."""
@@ -221,23 +253,14 @@ class Analysis:
         Args:
             rows: Number of operators; `None` for all.
         """
-        header = ("operator", "op", "weight", "activations", "error", "alone", "in float", "remedy")
-        body = [self._line(row) for row in self.rows[:rows]]
-        rest = self.rows[len(body) :]
-        if rest:
-            body.append((f"{len(rest)} more", "", *self._parts(rest), "", "", ""))
-        return "\n".join(aligned(header, body, right={2, 3, 4, 5, 6}))
-
-    def _line(self, row: Contribution) -> tuple[str, ...]:
-        tried, best = row.in_float, row.remedies[0] if row.remedies else None
-        remedy = "" if best is None else f"{best.what} ({self._gain(best)})"
-        gain = "-" if tried is None else self._share(-tried.best_known)
-        alone = "-" if row.alone is None else self._share(row.alone)
-        return (row.name, row.kind, *self._parts([row]), alone, gain, remedy)
+        return "\n".join(self.operators(rows).lines())
 
     def _parts(self, rows: Any) -> tuple[str, str, str]:
         weight, activation = sum(row.weight for row in rows), sum(row.activation for row in rows)
         return self._share(weight), self._share(activation), self._share(weight + activation)
+
+    def _remedy(self, remedy: Remedy) -> str:
+        return f"{remedy.what} ({self._gain(remedy)})"
 
     def _gain(self, remedy: Remedy) -> str:
         return f"{self._share(-remedy.best_known)}{'' if remedy.measured is not None else ' estimated'}"

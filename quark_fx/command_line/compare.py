@@ -9,9 +9,11 @@ import typer
 
 from quark_fx import evaluation
 from quark_fx.command_line.options import AnyModel, Json, Reading, shares_options
-from quark_fx.command_line.printing import show, table
+from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import read_batches
 from quark_fx.command_line.subjects import subject
+from quark_fx.evaluation import Distance
+from quark_fx.plan.table import Column, Table
 
 
 @shares_options
@@ -25,8 +27,11 @@ def compare(
     left, right = subject(first), subject(second)
     batches = read_batches(reading, left.completed_by(right))
     found = evaluation.compare(left.model, right.model, batches)
-    header = ("output", "max |Δ|", "SQNR dB", "cosine", "same largest")
-    rows = [
-        (d.name or "-", f"{d.max_abs:.3g}", f"{d.sqnr:.1f}", f"{d.cosine:.6f}", f"{d.agreement:.2%}") for d in found
+    columns: list[Column[Distance]] = [
+        Column("output", lambda distance: distance.name or None),
+        Column("max |Δ|", lambda distance: distance.max_abs, ".3g"),
+        Column("SQNR dB", lambda distance: distance.sqnr, ".1f"),
+        Column("cosine", lambda distance: distance.cosine, ".6f"),
+        Column("same largest", lambda distance: distance.agreement, ".2%"),
     ]
-    show(json, {"outputs": [asdict(d) for d in found]}, table(header, rows, right=(1, 2, 3, 4)))
+    show(json, {"outputs": [asdict(d) for d in found]}, Table("Outputs", columns, found))

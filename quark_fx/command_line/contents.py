@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.table import Table
-
-from quark_fx.command_line.printing import size, table
+from quark_fx.command_line.printing import size
 from quark_fx.config.selection import without_numbers
 from quark_fx.plan.report import Report
+from quark_fx.plan.table import Column, Table
 
 NO_WEIGHT = "none"
 """Weight format of a product of two activations."""
@@ -70,8 +69,17 @@ def grouped(parts: Iterable[Part]) -> list[Part]:
     return list(found.values())
 
 
-def parts_table(parts: Iterable[Part]) -> Table:
+_COLUMNS: tuple[Column[Part], ...] = (
+    Column("operator", lambda part: part.name),
+    Column("kind", lambda part: part.kind),
+    Column("count", lambda part: part.count),
+    Column("weight", lambda part: part.weight),
+    Column("activation", lambda part: part.activation),
+    Column("size", lambda part: part.bytes, lambda part: size(part.bytes)),
+    Column("in float because", lambda part: part.reason),
+)
+
+
+def parts_table(parts: Iterable[Part]) -> Table[Part]:
     """Return parts as a table."""
-    header = ("operator", "kind", "count", "weight", "activation", "size", "in float because")
-    rows = [(p.name, p.kind, p.count, p.weight, p.activation, size(p.bytes), p.reason) for p in parts]
-    return table(header, rows, right=(2, 5))
+    return Table("Operators", _COLUMNS, [*parts])

@@ -11,7 +11,8 @@ import torch
 
 import quark_fx
 from quark_fx.command_line.options import Json
-from quark_fx.command_line.printing import show, table
+from quark_fx.command_line.printing import show
+from quark_fx.plan.table import tuples
 from quark_fx.system.processor import this_processor
 
 EXTRAS = {
@@ -82,7 +83,12 @@ def doctor(json: Json = False) -> None:
         "torch": torch.__version__,
         "extras": extras,
     }
-    show(json, data, table(("machine", ""), machine), table(("extra", "gives", "packages", "to install"), rows))
+    show(
+        json,
+        data,
+        tuples("Machine", ("machine", ""), machine),
+        tuples("Extras", ("extra", "gives", "packages", "to install"), rows),
+    )
 
 
 _KERNELS = {

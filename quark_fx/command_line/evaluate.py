@@ -11,11 +11,12 @@ from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
 from quark_fx.command_line.options import AnyModel, Json, Reading, shares_options
-from quark_fx.command_line.printing import show, table
+from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import has_labels, is_text, read_batches, read_labeled
 from quark_fx.command_line.subjects import Subject, subject
 from quark_fx.errors import CalibrationError
 from quark_fx.evaluation import Classification, Embedding, LanguageModeling
+from quark_fx.plan.table import Column, Table
 
 
 class Task(StrEnum):
@@ -45,9 +46,13 @@ def evaluate(
     task = task or _task(reading, judged)
     judge = _judge(task, reading, judged, None if original is None else original.model)
     figures, samples = qfx.evaluate(judged.model, judge), sum(map(_samples, judge.batches))
-    rows = [*((name, f"{value:.6g}") for name, value in figures.items()), ("samples", str(samples))]
+    columns: list[Column[tuple[str, float]]] = [
+        Column(str(task), lambda row: row[0]),
+        Column(model, lambda row: row[1], ".6g"),
+    ]
+    rows = [*figures.items(), ("samples", samples)]
     found = {"model": model, "task": str(task), "figures": figures, "samples": samples}
-    show(json, found, table((str(task), model), rows, right=(1,)))
+    show(json, found, Table("Metrics", columns, rows))
 
 
 def _samples(batch: Any) -> int:

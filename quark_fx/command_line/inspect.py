@@ -16,8 +16,9 @@ from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.command_line.contents import NO_WEIGHT, Part, grouped, parts_of, parts_table
 from quark_fx.command_line.options import Json
 from quark_fx.command_line.outputs import written_bytes
-from quark_fx.command_line.printing import show, size, table
+from quark_fx.command_line.printing import show, size
 from quark_fx.errors import ExportError, QuarkError
+from quark_fx.plan.table import Column, Table, tuples
 from quark_fx.system.untrusted import require_regular
 
 
@@ -38,13 +39,17 @@ def inspect(
     for (name, _), count in held.items():
         formats[name] += count
     formats.pop(NO_WEIGHT, None)
-    sizes = [(name, size(count), sum(p.weight == name for p in parts)) for name, count in formats.most_common()]
+    columns: list[Column[tuple[str, int]]] = [
+        Column("weights in", lambda row: row[0]),
+        Column("size", lambda row: row[1], lambda row: size(row[1])),
+        Column("operators", lambda row: sum(part.weight == row[0] for part in parts)),
+    ]
     data: dict[str, Any] = {"path": str(path), "kind": kind, "bytes": written_bytes(path)}
     data |= {"operators": [asdict(part) for part in shown], "bytes_by_format": dict(formats)}
     lines: list[Any] = [
         f"{path}: {kind}, {size(written_bytes(path))}",
         parts_table(shown),
-        table(("weights in", "size", "operators"), sizes, right=(1, 2)),
+        Table("Formats of weights", columns, formats.most_common()),
     ]
     if extra is not None:
         data |= {"runtime": extra}
@@ -115,7 +120,7 @@ def _runtime_lines(found: dict[str, Any]) -> Iterable[Any]:
     rows = [(k["kernel"], k["count"], "yes" if k["in_integers"] else "no", k["reason"]) for k in found["kernels"]]
     inexact = found["inexact_without_vnni"]
     return [
-        table(("ONNX Runtime's kernel", "count", "in integers", "in float because"), rows, right=(1,)),
+        tuples("Kernels", ("ONNX Runtime's kernel", "count", "in integers", "in float because"), rows),
         f"{found['in_integers']} of {found['nodes']} nodes run in integers on this processor, {found['conversions']} "
         f"conversions between them, opset {found['opset']}",
         f"{inexact} of them are not exact on x64 processors without VNNI" if inexact else "exact on every processor",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from quark_fx.command_line.options import Json
-from quark_fx.command_line.printing import show, table
+from quark_fx.command_line.printing import show
 from quark_fx.config.selection import Selective
+from quark_fx.plan.table import tuples
 from quark_fx.presets import PRESETS
 from quark_fx.quantization import needs_data
 
@@ -28,4 +29,4 @@ def presets(json: Json = False) -> None:
         {"preset": name, "needs_data": needs_data(config), "config": config.to_dict()}
         for name, config in PRESETS.items()
     ]
-    show(json, data, table(header, rows))
+    show(json, data, tuples("Presets", header, rows))

@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
+
+from quark_fx.plan.table import Table
 
 _PIPED = 200
 """Width of a table, in columns, if stdout is not a terminal."""
 
 
-def show(as_json: bool, data: Any, *parts: Table | str) -> None:
+def show(as_json: bool, data: Any, *parts: Table[Any] | str) -> None:
     """Print an answer on stdout: plain data as JSON, or its parts, one below the other."""
     if as_json:
         print(json.dumps(_finite(data), indent=2))
         return
     console = Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
     for part in parts:
-        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(_drawn(part))
 
 
 def say(text: str) -> None:
@@ -31,13 +32,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> Table:
-    """Return a table; columns in `right` are aligned to the right."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(header):
-        made.add_column(name, justify="right" if index in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(_plain(cell) for cell in row))
+def _drawn(table: Table[Any]) -> RichTable:
+    made = RichTable(box=SIMPLE_HEAD, pad_edge=False)
+    for name, right in zip(table.header, table.right, strict=True):
+        made.add_column(name, justify="right" if right else "left", overflow="fold")
+    for cells in table.cells:
+        made.add_row(*(cell.replace("[", r"\[") for cell in cells))
     return made
 
 
@@ -51,10 +51,6 @@ def size(count: int) -> str:
         if count >= 1 << power:
             return f"{count / (1 << power):.{digits}f} {unit}"
     return f"{count} B"
-
-
-def _plain(cell: object) -> str:
-    return str(cell).replace("[", r"\[")
 
 
 def _finite(data: Any) -> Any:

@@ -35,7 +35,7 @@ from quark_fx.command_line.outputs import (
     write_tokenizer,
     written_bytes,
 )
-from quark_fx.command_line.printing import say, show, size, table
+from quark_fx.command_line.printing import say, show, size
 from quark_fx.command_line.reading import calibration, find_tokenizer
 from quark_fx.command_line.subjects import Subject, float_subject
 from quark_fx.config.quant_config import QuantConfig
@@ -45,6 +45,7 @@ from quark_fx.export.runtime.runners import Runtime
 from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.plan.report import Report
+from quark_fx.plan.table import tuples
 from quark_fx.quantization import needs_data
 from quark_fx.system.writable import require_file_place
 
@@ -174,7 +175,7 @@ class Plan:
             ("data", f"{len(self.batches)} batches, the first {_shapes(self.batches[0])}"),
             *(("output", one) for one in self.outputs),
         ]
-        return table(("plan", ""), rows)
+        return tuples("Plan", ("plan", ""), rows)
 
 
 def _too_narrow(source: Subject, outputs: Iterable[Output]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,11 @@ import yaml
 from quark_fx.analysis.report import UNITS, format_error, yaml_of
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.mixed_precision.budget import Budget
-from quark_fx.plan.report import aligned
+from quark_fx.plan.table import Column, Table
 from quark_fx.system.options import checked_call
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-
-    from quark_fx.plan.page import Table
 
 MIXED = "mixed"
 """Name of a configuration that is not a single candidate."""
@@ -197,30 +195,49 @@ class Search:
             "bits": bars("Bits by operator", names, bits, "bits per weight"),
         }
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[Table[Any]]:
         """Return the tables of a page: measurements, operators, and the curve."""
-        from quark_fx.plan.page import Table
+        return [self.measured(), self.operators(), Table("The curve", self._costs(), self.curve)]
 
-        timed = self.float_latency is not None
-        speed = ("ms", "of float") if timed else ()
-        measured = [
-            (v.name, v.bits, v.size / 1024, *(self._speed(v) or ()), v.error, "yes" if v.fits else "no")
-            for v in self.verified
+    def measured(self) -> Table[Verified]:
+        """Return the table of the configurations that were measured."""
+        columns: list[Column[Verified]] = [
+            Column("measured", lambda one: one.name),
+            *self._costs(),
+            Column("fits", lambda one: "yes" if one.fits else "no"),
         ]
-        choices = [
-            (c.name, c.candidate, c.weight or "float", c.bits, c.size / 1024, *c.errors, *c.latencies)
-            for c in self.choices
+        return Table(_MEASURED, columns, self.verified)
+
+    def _costs(self) -> list[Column[Any]]:
+        """Return the columns of a point of the curve: its costs and its error."""
+        speed: list[Column[Any]] = [
+            Column("ms", lambda point: point.latency, ".4g"),
+            Column("of float", lambda point: (self._speed(point) or (None, None))[1], ".3f"),
         ]
-        errors = (f"error of {name}" for name in self.candidates)
-        times = (f"ms of {name}" for name in self.candidates if timed)
-        curve = [(p.bits, p.size / 1024, *(self._speed(p) or ()), p.error) for p in self.curve]
         return [
-            Table(_MEASURED, ("", "bits", "KiB", *speed, "error", "fits"), measured),
-            Table(
-                "Formats of operators", ("operators", "candidate", "weight", "bits", "KiB", *errors, *times), choices
-            ),
-            Table("The curve", ("bits", "KiB", *speed, "error"), curve),
+            Column("bits", lambda point: point.bits, ".3f"),
+            Column("KiB", lambda point: point.size / 1024, ",.1f"),
+            *(speed if self.float_latency is not None else []),
+            Column("error", lambda point: point.error, ".3g"),
         ]
+
+    def operators(self, choices: Sequence[Choice] | None = None) -> Table[Choice]:
+        """Return the table of groups of operators; `choices` are all of them by default."""
+
+        def of(values: str, index: int) -> Callable[[Choice], Any]:
+            return lambda choice: getattr(choice, values)[index]
+
+        columns: list[Column[Choice]] = [
+            Column("operators", lambda choice: choice.name),
+            Column("gets", lambda choice: choice.candidate),
+            Column("weight", lambda choice: choice.weight or "float"),
+            Column("bits", lambda choice: choice.bits, ".2f"),
+            Column("KiB", lambda choice: choice.size / 1024, ",.1f"),
+            *(Column(f"error of {name}", of("errors", i), ".2g") for i, name in enumerate(self.candidates)),
+        ]
+        if self.float_latency is not None:
+            columns += [Column(f"ms of {name}", of("latencies", i), ".3g") for i, name in enumerate(self.candidates)]
+        return Table("Formats of operators", columns, self.choices if choices is None else choices)
 
     def texts(self) -> dict[str, str]:
         """Return the text to copy from a page: the configuration."""
@@ -244,20 +261,16 @@ class Search:
             rows: Number of groups of operators; `None` for all.
         """
         most = sorted(self.choices, key=lambda choice: -max(filter(math.isfinite, choice.errors), default=0.0))
-        header = ("operators", "gets", "bits", *(f"error of {name}" for name in self.candidates))
-        body: list[tuple[str, ...]] = [
-            (c.name, c.candidate, f"{c.bits:.2f}", *(f"{e:.2g}" for e in c.errors)) for c in most[:rows]
-        ]
-        if left := len(most) - len(body):
-            body.append((f"{left} more", *[""] * (len(header) - 1)))
-        return "\n".join(aligned(header, body, right=set(range(2, len(header)))))
+        lines = self.operators(most[:rows]).lines()
+        left = len(most) - len(most[:rows])
+        return "\n".join([*lines, *([f"{left} more"] if left else [])])
 
     def __str__(self) -> str:
         return "\n".join(
             [
                 f"{self._verdict()} ({self.budget})",
                 "",
-                *self._measured(),
+                *self.measured().lines(),
                 "",
                 self.table(),
                 "",
@@ -276,16 +289,6 @@ class Search:
             f"{self.found.bits:.3f} bits per weight" if speed is None else "{:.4g} ms, {:.3f} of float".format(*speed)
         )
         return f"{what}: error {format_error(self.found.error, self.metric)} at {cost}"
-
-    def _measured(self) -> list[str]:
-        columns = ("bits", "KiB", *(("ms", "of float") if self.float_latency is not None else ()), "error")
-        body = []
-        for v in self.verified:
-            speed = self._speed(v)
-            times = () if speed is None else (f"{speed[0]:.4g}", f"{speed[1]:.3f}")
-            fits = "yes" if v.fits else "no"
-            body.append((v.name, f"{v.bits:.3f}", f"{v.size / 1024:,.1f}", *times, f"{v.error:.3g}", fits))
-        return aligned(("measured", *columns, "fits"), body, right={*range(1, len(columns) + 1)})
 
 
 __all__ = ["MIXED", "Choice", "Point", "Search", "Verified"]

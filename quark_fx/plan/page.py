@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import html
 import io
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark_fx.errors import QuarkError
+from quark_fx.plan.table import SHOWN, Table
 from quark_fx.system.writable import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     from quark_fx.plan.report import Histogram
-
-_SHOWN = 25
-"""Initial number of rows of a table, and number of bars of a chart."""
 
 _HISTOGRAMS = 12
 """Number of histograms drawn."""
@@ -30,21 +26,6 @@ _STEP = 0.05
 """Smallest share of the sum at which a step gets a label."""
 
 _BLUE, _GRAY, _INK = "#2563a8", "#c3c9d1", "#333a44"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of a page.
-
-    Attributes:
-        title: Title above the table.
-        header: Names of the columns.
-        rows: Numbers and texts; `None` for an empty cell.
-    """
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[Any]]
 
 
 def bars(title: str, names: Sequence[str], values: Sequence[float], unit: str, before: Sequence[float] = ()) -> Figure:
@@ -58,7 +39,7 @@ def bars(title: str, names: Sequence[str], values: Sequence[float], unit: str, b
         before: Earlier values, drawn as a second bar each; the largest of these are then selected.
     """
     keys = before or values
-    order = sorted(range(len(values)), key=lambda i: -abs(keys[i]))[:_SHOWN]
+    order = sorted(range(len(values)), key=lambda i: -abs(keys[i]))[:SHOWN]
     figure, axes = _axes(title, 0.6 + 0.24 * max(1, len(order)))
     places = range(len(order))
     if before:
@@ -162,7 +143,7 @@ def write_page(
     title: str,
     facts: Mapping[str, str],
     figures: Sequence[Figure],
-    tables: Sequence[Table],
+    tables: Sequence[Table[Any]],
     texts: Mapping[str, str],
 ) -> None:
     """Write a page that loads no other files and names the version of this package.
@@ -181,7 +162,7 @@ def write_page(
     facts = {**facts, "quark_fx": sys.modules["quark_fx"].__version__}
     tiles = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items())
     drawn = "".join(f"<figure>{_svg(figure, i)}</figure>" for i, figure in enumerate(figures))
-    listed = "".join(_section(table) for table in tables)
+    listed = "".join(table.html() for table in tables)
     copied = "".join(f"<h2>{html.escape(k)}</h2><pre>{html.escape(v)}</pre>" for k, v in texts.items())
     name = html.escape(title)
     text = (
@@ -226,17 +207,6 @@ def _svg(figure: Figure, number: int) -> str:
     text = stream.getvalue()
     text = re.sub(r' id="(?!\w{11}")', f' id="f{number}_', text)  # except link targets, which are hashed
     return text[text.index("<svg") :]
-
-
-def _section(table: Table) -> str:
-    data = json.dumps({"header": list(table.header), "rows": [list(row) for row in table.rows]}, ensure_ascii=False)
-    data = data.replace("<", "\\u003c")  # no text can close the script element
-    return (
-        f'<section data-shown="{_SHOWN}"><h2>{html.escape(table.title)}</h2><p><input type="search" '
-        f'placeholder="filter" aria-label="filter"> <select aria-label="rows"><option>{_SHOWN}</option>'
-        '<option>100</option><option value="1e9">all</option></select> <span></span></p><table></table>'
-        f'<script type="application/json">{data}</script></section>'
-    )
 
 
 _STYLE = """
@@ -301,4 +271,4 @@ for (const section of document.querySelectorAll("section")) {
 }
 """
 
-__all__ = ["Table", "bars", "build_up", "frontier", "histograms", "write_page"]
+__all__ = ["bars", "build_up", "frontier", "histograms", "write_page"]

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from quark_fx.config.specs import TensorSpec
 from quark_fx.errors import ConfigError
-from quark_fx.graph.pass_manager import PassRecord
+from quark_fx.graph.pass_manager import Change, PassRecord
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.plan.table import Column, Table, tuples
 from quark_fx.plan.weights import stored_bytes
 from quark_fx.system import accelerator
 from quark_fx.system.names import nearest
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     from quark_fx.graph.linear import Linear
-    from quark_fx.plan.page import Table
 
 _WIDEST = 70
 
@@ -115,7 +115,7 @@ class Page(Protocol):
         """Return charts with their names."""
         ...
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[Table[Any]]:
         """Return the tables to list."""
         ...
 
@@ -168,21 +168,8 @@ class Report:
         names = list(dict.fromkeys(record.name for record in self.passes))
         if name is not None and name not in names:
             raise ConfigError(f"no pass {name!r} ran; the run had: {', '.join(names) or 'none'}{nearest(name, names)}")
-        header = ("pass", "operator", "change", "error before", "error after", "seconds")
-        body = [
-            (
-                record.name,
-                change.name,
-                change.what if full else _shortened(change.what),
-                _number(change.before),
-                _number(change.after),
-                "-" if math.isnan(change.seconds) else f"{change.seconds:.2f}",
-            )
-            for record in self.passes
-            if name in (None, record.name)
-            for change in record.changes
-        ]
-        return "\n".join(aligned(header, body, right={3, 4, 5}))
+        changes = [(one.name, change) for one in self.passes if name in (None, one.name) for change in one.changes]
+        return "\n".join(_changes("", changes, full=full).lines())
 
     @property
     def idle(self) -> dict[str, str]:
@@ -267,67 +254,24 @@ class Report:
             figures, tables = [*analysis.figures().values(), *figures], [*analysis.tables(), *tables]
         write_page(path, "Quantization report", facts, figures, tables, {} if analysis is None else analysis.texts())
 
-    def tables(self) -> list[Table]:
-        """Return the tables of the page: operators, changes of passes, and skipped operators."""
-        from quark_fx.plan.page import Table
+    def operators(self) -> Table[tuple[str, Row]]:
+        """Return the table of the operators."""
+        return Table("Operators", _OPERATORS, [*zip(self.labels, self.rows, strict=True)])
 
-        header = ("operator", "op", "weight", "activation", "SQNR dB", "KiB before", "KiB after", "in float because")
-        rows = [
-            (
-                name,
-                r.kind,
-                r.weight,
-                r.activation,
-                _finite(r.sqnr),
-                r.bytes_before / 1024,
-                r.bytes_after / 1024,
-                r.reason,
-            )
-            for name, r in zip(self.labels, self.rows, strict=True)
-        ]
+    def tables(self) -> list[Table[Any]]:
+        """Return the tables of the page: operators, changes of passes, and skipped operators."""
         changes = [(record.name, change) for record in self.passes for change in record.changes]
-        done = [(name, c.name, c.what, _finite(c.before), _finite(c.after)) for name, c in changes if c.changed]
         left = [(name, c.name, c.what) for name, c in changes if not c.changed]
         left += [("quantize", name, r.reason) for name, r in zip(self.labels, self.rows, strict=True) if r.reason]
-        passes = [(record.name, record.rewrites, _finite(record.seconds), record.remark) for record in self.passes]
-        found = [
-            Table("Operators", header, rows),
-            Table("Passes", ("pass", "changed", "seconds", "remark"), passes),
-        ]
-        if done:
-            columns = ("pass", "operator", "change", "error before", "error after")
-            found.append(Table("Changes by passes", columns, done))
+        found: list[Table[Any]] = [self.operators(), Table("Passes", _PASSES, self.passes)]
+        if done := [(name, change) for name, change in changes if change.changed]:
+            found.append(_changes("Changes by passes", done, full=True))
         if left:
-            found.append(Table("Skipped, with reasons", ("by", "operator", "reason"), left))
+            found.append(tuples("Skipped, with reasons", ("by", "operator", "reason"), left))
         return found
 
     def __str__(self) -> str:
-        header = (
-            "name",
-            "op",
-            "weight",
-            "activation",
-            "scale",
-            "SQNR dB",
-            "KiB before",
-            "KiB after",
-            "in float because",
-        )
-        body = [
-            (
-                name,
-                row.kind,
-                row.weight or "-",
-                row.activation or "-",
-                "-" if row.scale_min is None else f"{row.scale_min:.2e} … {row.scale_max:.2e}",
-                "-" if row.sqnr is None else f"{row.sqnr:.1f}",
-                f"{row.bytes_before / 1024:.1f}",
-                f"{row.bytes_after / 1024:.1f}",
-                row.reason,
-            )
-            for name, row in zip(self.labels, self.rows, strict=True)
-        ]
-        lines = aligned(header, body, right={5, 6, 7})
+        lines = self.operators().lines()
         t = self.totals
         summary = (
             f"{t['quantized']} of {t['operators']} weighted operators quantized; weights "
@@ -336,6 +280,44 @@ class Report:
         computed = [f"{row.name} is computed from {row.computed_from}" for row in self.rows if row.computed_from]
         done = [_summary(record) for record in self.passes if record.changes]
         return "\n".join([*lines, summary, *dict.fromkeys(computed), *done])
+
+
+def _range(row: Row) -> str | None:
+    """Return the smallest and the largest scale of a weight; `None` if it has none."""
+    return None if row.scale_min is None else f"{row.scale_min:.2e} … {row.scale_max:.2e}"
+
+
+_OPERATORS: tuple[Column[tuple[str, Row]], ...] = (
+    Column("name", lambda named: named[0]),
+    Column("op", lambda named: named[1].kind),
+    Column("weight", lambda named: named[1].weight or None),
+    Column("activation", lambda named: named[1].activation or None),
+    Column("scale", lambda named: _range(named[1])),
+    Column("SQNR dB", lambda named: named[1].sqnr, ".1f"),
+    Column("KiB before", lambda named: named[1].bytes_before / 1024, ".1f"),
+    Column("KiB after", lambda named: named[1].bytes_after / 1024, ".1f"),
+    Column("in float because", lambda named: named[1].reason),
+)
+
+_PASSES: tuple[Column[PassRecord], ...] = (
+    Column("pass", lambda record: record.name),
+    Column("changed", lambda record: record.rewrites),
+    Column("seconds", lambda record: record.seconds, ".2f"),
+    Column("remark", lambda record: record.remark),
+)
+
+
+def _changes(title: str, changes: Sequence[tuple[str, Change]], *, full: bool) -> Table[tuple[str, Change]]:
+    """Return the table of changes with the names of their passes; long reasons are cut unless `full`."""
+    columns: list[Column[tuple[str, Change]]] = [
+        Column("pass", lambda named: named[0]),
+        Column("operator", lambda named: named[1].name),
+        Column("change", lambda named: named[1].what if full else _shortened(named[1].what)),
+        Column("error before", lambda named: named[1].before, ".3g"),
+        Column("error after", lambda named: named[1].after, ".3g"),
+        Column("seconds", lambda named: None if math.isnan(named[1].seconds) else named[1].seconds, ".2f"),
+    ]
+    return Table(title, columns, changes)
 
 
 def _summary(record: PassRecord) -> str:
@@ -357,26 +339,6 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
 def stored_size(rows: Iterable[Row]) -> int:
     """Return the bytes of weights; a weight that several operators share counts once per format."""
     return sum({(row.parameter, row.weight): row.bytes_after for row in rows}.values())
-
-
-def aligned(header: Sequence[str], body: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Return the lines of a table; the columns in `right` are aligned to the right."""
-    widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
-    lines = (header, tuple("─" * w for w in widths), *body)
-    return [
-        "  ".join(
-            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

@@ -26,7 +26,7 @@ from quark_fx.export.to_onnx.edit import Kept
 from quark_fx.export.to_onnx.vitis import PREFIXES
 from quark_fx.export.to_onnx.whole_files import data_files
 from quark_fx.plan.pair_sums import LARGEST_SUM, PairBound
-from quark_fx.plan.report import aligned
+from quark_fx.plan.table import Column, Table
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,15 @@ class RuntimeNode:
     quantized: bool
     reason: str = ""
     saturates: str = ""
+
+
+_COLUMNS: tuple[Column[RuntimeNode], ...] = (
+    Column("node", lambda node: node.name),
+    Column("kernel", lambda node: node.kernel),
+    Column("in integers", lambda node: "yes" if node.quantized else "no"),
+    Column("exact without VNNI", lambda node: f"no: {node.saturates}" if node.saturates else "yes"),
+    Column("in float because", lambda node: node.reason),
+)
 
 
 @dataclass(frozen=True)
@@ -85,12 +94,7 @@ class RuntimeReport:
         return tuple(node for node in self.nodes if node.saturates)
 
     def __str__(self) -> str:
-        header = ("node", "kernel", "in integers", "exact without VNNI", "in float because")
-        body = [
-            (n.name, n.kernel, "yes" if n.quantized else "no", f"no: {n.saturates}" if n.saturates else "yes", n.reason)
-            for n in self.nodes
-        ]
-        lines = aligned(header, body, right=set())
+        lines = Table("Kernels", _COLUMNS, self.nodes).lines()
         count = Counter(node.kernel for node in self.quantized)
         kernels = ", ".join(f"{n} {kernel}" for kernel, n in count.most_common()) or "none"
         lines += [

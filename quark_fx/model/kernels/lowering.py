@@ -21,7 +21,7 @@ from quark_fx.model.kernels.product import Activation, Product
 from quark_fx.model.kernels.spelling import Traced, spell_out
 from quark_fx.model.kernels.weight_only import weight_only_linear
 from quark_fx.plan.placement import module_name
-from quark_fx.plan.report import aligned
+from quark_fx.plan.table import Column, Table
 from quark_fx.system import accelerator
 from quark_fx.system.isolation import isolated
 
@@ -71,6 +71,14 @@ class KernelRow:
         return self.kernel.startswith("onednn.")
 
 
+_KERNELS: tuple[Column[KernelRow], ...] = (
+    Column("name", lambda row: row.name),
+    Column("op", lambda row: row.kind),
+    Column("kernel", lambda row: row.kernel or None),
+    Column("in floats because", lambda row: row.reason),
+)
+
+
 @dataclass(frozen=True)
 class KernelReport:
     """The kernels of a compiled model. `str(report)` is a table."""
@@ -81,8 +89,7 @@ class KernelReport:
         return iter(self.rows)
 
     def __str__(self) -> str:
-        header = ("name", "op", "kernel", "in floats because")
-        lines = aligned(header, [(r.name, r.kind, r.kernel or "-", r.reason) for r in self.rows], right=set())
+        lines = Table("Kernels", _KERNELS, self.rows).lines()
         count = Counter(row.kernel for row in self.rows if row.kernel)
         kernels = ", ".join(f"{n} {kernel}" for kernel, n in count.most_common()) or "none"
         return "\n".join([*lines, f"{count.total()} of {len(self.rows)} operators with a kernel ({kernels})"])
