@@ -29,6 +29,7 @@ from quark_fx.errors import (
 from quark_fx.evaluation import evaluate
 from quark_fx.export import verify
 from quark_fx.graph.pass_manager import graph_pass, run_passes
+from quark_fx.inspection.inspect import Inspection, inspect
 from quark_fx.mixed_precision.budget import Budget
 from quark_fx.mixed_precision.result import Search
 from quark_fx.mixed_precision.search import search
@@ -54,6 +55,7 @@ __all__ = [
     "ConfigError",
     "ExportError",
     "Granularity",
+    "Inspection",
     "Override",
     "PassError",
     "Prediction",
@@ -79,6 +81,7 @@ __all__ = [
     "formats",
     "gguf_types",
     "graph_pass",
+    "inspect",
     "load",
     "observers",
     "open_checkpoint",

@@ -642,7 +642,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
         r"factories.py is a file; a factory is package.module:name, as factories:name",
     ),
     "no function": (lambda _: factory("SIZE"), r"factories:SIZE is a int; name a function"),
-    "no module": (lambda _: ("quantize", "gone.models:cnn", "--preset", "fp16", "-o", "q"), r"module 'gone' is neither in .* nor installed"),
+    "no module": (
+        lambda _: ("quantize", "gone.models:cnn", "--preset", "fp16", "-o", "q"),
+        r"module 'gone' is neither in .* nor installed",
+    ),
     "a device": (
         lambda _: ("quantize", "gone", "--preset", "fp16", "-o", "q", "--device", "cudaa"),
         r"device='cudaa' cannot be used",

@@ -9,12 +9,14 @@ import typer
 
 import quark_fx as qfx
 from quark_fx.command_line.options import Formats, Json, Outputs, Reading
-from quark_fx.command_line.outputs import outputs_of, require_room_for, write, written_bytes
-from quark_fx.command_line.printing import show, size
+from quark_fx.command_line.outputs import outputs_of, require_room_for, write
+from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import find_tokenizer
 from quark_fx.command_line.subjects import float_subject, subject
 from quark_fx.errors import ExportError
+from quark_fx.inspection.inspect import written_bytes
 from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.system.memory import bytes_text
 
 
 def export(
@@ -50,7 +52,7 @@ def export(
         write(made.model, one, tokenizer=found, model=original, opset=opset)
         written.append({"path": str(one.path), "kind": one.kind, "bytes": written_bytes(one.path)})
     lines = [
-        f"wrote {w['path']} ({w['kind']}, {size(written_bytes(one.path))})"
+        f"wrote {w['path']} ({w['kind']}, {bytes_text(written_bytes(one.path))})"
         for w, one in zip(written, outputs, strict=True)
     ]
     show(json, {"written": written}, *lines)

@@ -159,9 +159,3 @@ def write_tokenizer(tokenizer: Any, directory: Path) -> None:
     if tokenizer is not None:
         with writing(directory):
             tokenizer.save_pretrained(directory)
-
-
-def written_bytes(path: Path) -> int:
-    """Return the size of a file with its external data, or of all files of a directory."""
-    files = path.rglob("*") if path.is_dir() else (path, path.with_name(f"{path.name}.data"))
-    return sum(file.stat().st_size for file in files if file.is_file())

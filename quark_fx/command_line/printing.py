@@ -41,18 +41,6 @@ def _drawn(table: Table[Any]) -> RichTable:
     return made
 
 
-def size(count: int) -> str:
-    """Return a number of bytes in readable units.
-
-    >>> size(999), size(1536), size(3 << 30)
-    ('999 B', '1.5 KiB', '3.00 GiB')
-    """
-    for unit, power, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
-        if count >= 1 << power:
-            return f"{count / (1 << power):.{digits}f} {unit}"
-    return f"{count} B"
-
-
 def _finite(data: Any) -> Any:
     """Return data with `null` for numbers that JSON does not support."""
     if isinstance(data, dict):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import quark_fx as qfx
 from quark_fx.checkpoints.open_checkpoint import is_rotated, read_configuration
-from quark_fx.command_line.contents import grouped, parts_of, parts_table
 from quark_fx.command_line.options import (
     ConfigOptions,
     FloatModel,
@@ -33,9 +32,8 @@ from quark_fx.command_line.outputs import (
     require_room_for,
     write,
     write_tokenizer,
-    written_bytes,
 )
-from quark_fx.command_line.printing import say, show, size
+from quark_fx.command_line.printing import say, show
 from quark_fx.command_line.reading import calibration, find_tokenizer
 from quark_fx.command_line.subjects import Subject, float_subject
 from quark_fx.config.quant_config import QuantConfig
@@ -44,9 +42,12 @@ from quark_fx.errors import ConfigError
 from quark_fx.export.runtime.runners import Runtime
 from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
+from quark_fx.inspection.inspect import written_bytes
+from quark_fx.inspection.parts import grouped, parts_of, parts_table
 from quark_fx.plan.report import Report
 from quark_fx.plan.table import tuples
 from quark_fx.quantization import needs_data
+from quark_fx.system.memory import bytes_text
 from quark_fx.system.writable import require_file_place
 
 
@@ -124,8 +125,8 @@ def quantize(
         json,
         data,
         parts_table(parts),
-        f"{totals['quantized']} of {totals['operators']} operators quantized; weights {size(totals['bytes_before'])} → "
-        f"{size(totals['bytes_after'])}",
+        f"{totals['quantized']} of {totals['operators']} operators quantized; weights "
+        f"{bytes_text(totals['bytes_before'])} → {bytes_text(totals['bytes_after'])}",
         *(f"{name} changed nothing: {reason}" for name, reason in idle.items()),
         *(_line(one) for one in written),
     )
@@ -240,7 +241,7 @@ def _line(written: dict[str, Any]) -> str:
     verified = ""
     if steps is not None:
         verified = f", verified: in {written['runtime']} at most {steps:.3f} quantization steps from torch on one batch"
-    return f"wrote {written['path']} ({written['kind']}, {size(written['bytes'])}{verified})"
+    return f"wrote {written['path']} ({written['kind']}, {bytes_text(written['bytes'])}{verified})"
 
 
 def _shapes(batch: Any) -> str:

@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
-from quark_fx.engine.resources import bytes_text
 from quark_fx.engine.sizes import Moment, Need, Sizes, peak
 from quark_fx.errors import ConfigError
 from quark_fx.graph.linear import Linear
@@ -23,7 +22,7 @@ from quark_fx.graph.nodes import is_parameter, value_of
 from quark_fx.graph.pass_manager import GraphPass, Stage, needs_context, pass_name, pass_stage
 from quark_fx.graph.signature import BatchShape
 from quark_fx.plan.placement import Plan, plan_quantization
-from quark_fx.system.memory import occupied
+from quark_fx.system.memory import bytes_text, occupied
 
 _PROBE, _LARGE_PROBE = 512, 8192
 """Sizes of the square matrices whose product measures the speed of a processor, and of an accelerator."""

@@ -178,18 +178,6 @@ def parse_bytes(given: int | str | None, name: str) -> int | None:
     return size
 
 
-def bytes_text(size: float) -> str:
-    """Return a number of bytes as text that `parse_bytes` reads.
-
-    >>> bytes_text(3 << 30), bytes_text(1536)
-    ('3.00 GiB', '1.5 KiB')
-    """
-    for unit, digits in (("GiB", 2), ("MiB", 1)):
-        if size >= _UNITS[unit]:
-            return f"{size / _UNITS[unit]:.{digits}f} {unit}"
-    return f"{size / 1024:.1f} KiB"
-
-
 IN_RESOURCES: Final = {
     field.name: f"; {field.name} belongs in the resources: write resources=Resources({field.name}=...)"
     for field in fields(Resources)
@@ -205,7 +193,6 @@ __all__ = [
     "IN_RESOURCES",
     "OF_SESSION",
     "Resources",
-    "bytes_text",
     "parse_bytes",
     "require_usable",
     "takes_run",

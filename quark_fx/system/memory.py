@@ -174,4 +174,17 @@ _PAUSE = 100
 
 _trim = _Trim(_function("malloc_trim"))
 
+
+def bytes_text(count: float) -> str:
+    """Return a number of bytes in readable units.
+
+    >>> bytes_text(999), bytes_text(1536), bytes_text(3 << 30)
+    ('999 B', '1.5 KiB', '3.00 GiB')
+    """
+    for unit, power, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.{digits}f} {unit}"
+    return f"{count:.0f} B"
+
+
 __all__ = ["Slabs", "available", "give_back", "is_shortage", "occupied", "short_memory"]

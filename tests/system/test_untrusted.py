@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 import quark_fx as qfx
 from quark_fx.checkpoints.files import CheckpointFiles
 from quark_fx.checkpoints.gguf_file import open_gguf
-from quark_fx.command_line.inspect import _contents
 from quark_fx.errors import CheckpointError, ConfigError, ExportError
 from quark_fx.system.untrusted import MAX_DEPTH, YAML_LIMIT, brief, parse_json, parse_yaml
 
@@ -354,7 +353,7 @@ def test_a_gguf_file_that_describes_more_than_it_holds_is_refused_at_once(name: 
 def test_inspecting_a_pipe_does_not_wait(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(qfx.QuarkError, match=rf"{name} "):
-        _contents(tmp_path / name)
+        qfx.inspect(tmp_path / name)
     with pytest.raises(qfx.QuarkError, match=rf"{name} "):
         open_gguf(tmp_path / name)
 

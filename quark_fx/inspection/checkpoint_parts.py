@@ -12,8 +12,8 @@ from safetensors import safe_open
 from quark_fx.checkpoints.files import CheckpointFiles
 from quark_fx.checkpoints.gguf_file import open_gguf
 from quark_fx.checkpoints.open_checkpoint import quantized_by, read_configuration
-from quark_fx.command_line.contents import NO_WEIGHT, Part
 from quark_fx.errors import CheckpointError
+from quark_fx.inspection.parts import NO_WEIGHT, Part
 
 _CODES = ("weight_packed", "qweight", "weight")
 """Names of a layer's codes in compressed-tensors, in GPTQ and AWQ, and in formats with whole bytes."""

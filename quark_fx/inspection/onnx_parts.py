@@ -7,9 +7,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from quark_fx.command_line.contents import NO_WEIGHT, Part
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.session import code_type
+from quark_fx.inspection.parts import NO_WEIGHT, Part
 from quark_fx.numbers.formats import FORMATS
 from quark_fx.targets.onnxruntime import MOVERS
 

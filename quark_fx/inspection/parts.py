@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quark_fx.command_line.printing import size
 from quark_fx.config.selection import without_numbers
 from quark_fx.plan.report import Report
 from quark_fx.plan.table import Column, Table
+from quark_fx.system.memory import bytes_text
 
 NO_WEIGHT = "none"
 """Weight format of a product of two activations."""
@@ -75,7 +75,7 @@ _COLUMNS: tuple[Column[Part], ...] = (
     Column("count", lambda part: part.count),
     Column("weight", lambda part: part.weight),
     Column("activation", lambda part: part.activation),
-    Column("size", lambda part: part.bytes, lambda part: size(part.bytes)),
+    Column("size", lambda part: part.bytes, lambda part: bytes_text(part.bytes)),
     Column("in float because", lambda part: part.reason),
 )
 

@@ -1,0 +1,1 @@
+"""`inspect`: the contents of any file; start with `inspect.py`."""
