@@ -119,7 +119,7 @@ def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | N
     import onnx_ir as ir
 
     from quark_fx.export.generation.genai_config import genai_config, name_cache
-    from quark_fx.export.to_onnx.whole_files import put_in_place
+    from quark_fx.export.whole_files import put_in_place
 
     program = _traced(model, quantizer)
     name_cache(program.graph)

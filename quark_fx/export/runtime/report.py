@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import onnx.defs
@@ -24,7 +24,7 @@ from quark_fx.export.runtime.session import code_type, may_optimize, open_sessio
 from quark_fx.export.runtime.trial import NotRun
 from quark_fx.export.to_onnx.edit import Kept
 from quark_fx.export.to_onnx.vitis import PREFIXES
-from quark_fx.export.to_onnx.whole_files import data_files
+from quark_fx.export.whole_files import data_files
 from quark_fx.plan.pair_sums import LARGEST_SUM, PairBound
 from quark_fx.plan.table import Column, Table
 
@@ -108,6 +108,34 @@ class RuntimeReport:
             *map(str, self.not_run),
         ]
         return "\n".join(lines)
+
+
+if TYPE_CHECKING:
+    _Path = Path
+else:
+    _Path = type(Path())  # before Python 3.12, only the platform's class supports subclasses
+
+
+class OnnxFile(_Path):
+    """The path of an exported file, with a report of the operators that run in integers.
+
+    Attributes:
+        kept: Parts that the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
+        not_run: Runtimes that did not run the file on one sample when it was written, and why.
+    """
+
+    kept: tuple[Kept, ...] = ()
+    not_run: tuple[NotRun, ...] = ()
+
+    def report(self) -> RuntimeReport:
+        """Return the kernels with which ONNX Runtime's CPU provider runs this file, and runtimes that did not run it.
+
+        The report lists no kernels if ONNX Runtime did not load the file when it was written.
+
+        Raises:
+            ExportError: If ONNX Runtime, which loaded the file when it was written, is missing or fails now.
+        """
+        return runtime_report(self, kept=self.kept, not_run=self.not_run)
 
 
 def runtime_report(path: Path, *, kept: Iterable[Kept] = (), not_run: tuple[NotRun, ...] = ()) -> RuntimeReport:

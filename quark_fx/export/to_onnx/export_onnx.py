@@ -48,10 +48,10 @@ from quark_fx.system.writable import new_folder, require_file_place, require_pos
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from quark_fx.export.runtime.report import OnnxFile
     from quark_fx.export.runtime.trial import NotRun
     from quark_fx.export.to_onnx.edit import Kept
     from quark_fx.export.to_onnx.formats import FormatOptions, OnnxFormat
-    from quark_fx.export.to_onnx.onnx_file import OnnxFile
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,8 @@ def onnx(
     try:
         import onnx_ir  # noqa: F401
 
+        from quark_fx.export.runtime.report import OnnxFile
         from quark_fx.export.to_onnx.formats import FormatOptions, find_format
-        from quark_fx.export.to_onnx.onnx_file import OnnxFile
         from quark_fx.export.to_onnx.opset import require_known
     except ImportError as error:
         raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
@@ -202,7 +202,7 @@ def _write(model: ir.Model, path: Path, external_data: bool | None, qmodel: Quan
 
     from quark_fx.export.runtime.trial import run_once
     from quark_fx.export.to_onnx.edit import stored_bytes
-    from quark_fx.export.to_onnx.whole_files import put_in_place
+    from quark_fx.export.whole_files import put_in_place
 
     external = stored_bytes(model) > _EXTERNAL if external_data is None else external_data
     data = f"{path.name}.data" if external else None
@@ -432,7 +432,7 @@ def _require_apart(names: Sequence[str]) -> None:
 
 
 def _require_writable(path: Path) -> None:
-    from quark_fx.export.to_onnx.whole_files import require_regular
+    from quark_fx.export.whole_files import require_regular
 
     require_regular(path)
     require_file_place(path)

@@ -35,7 +35,7 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
         ExportError: If the folder lacks ONNX graphs, a graph or its data is not a regular file, or a path is a link
             or leads out of the folder.
     """
-    from quark_fx.export.to_onnx.whole_files import require_regular
+    from quark_fx.export.whole_files import require_regular
 
     folder = Path(folder)
     try:
@@ -80,7 +80,7 @@ def _loaded(path: Path, known: set[str]) -> ir.Model:
     """Return a graph; all its tensors must be in the data files of the export."""
     import onnx_ir as ir
 
-    from quark_fx.export.to_onnx.whole_files import external_tensors
+    from quark_fx.export.whole_files import external_tensors
 
     try:
         model = ir.load(path)
@@ -105,7 +105,7 @@ def _rewrite(path: Path, model: ir.Model, places: Places) -> int:
     """Let a graph read the tensors in `places` from there, and add its others; return the bytes saved."""
     import onnx_ir as ir
 
-    from quark_fx.export.to_onnx.whole_files import relocated
+    from quark_fx.export.whole_files import relocated
 
     data = path.with_name(f"{path.name}.data")
     inner = [value.name for graph in model.graph.subgraphs() for value in graph.initializers.values()]
@@ -138,7 +138,7 @@ def _save(model: ir.Model, path: Path, data: Path, own: list[ir.Value]) -> None:
     """Write a graph, and its own tensors to `data`, which is created even if empty because readers require it."""
     import onnx_ir as ir
 
-    from quark_fx.export.to_onnx.whole_files import put_in_place, relocated
+    from quark_fx.export.whole_files import put_in_place, relocated
 
     tensors = [value.const_value for value in own if value.const_value is not None]
     with writing(path), new_folder(path.parent, f".{path.name}-") as staging:
