@@ -40,7 +40,7 @@ import quark_fx as qfx
 from benchmarks import language_models
 from benchmarks.common import environment, estimate_batch_norm, images, one_core, publish, table
 from benchmarks.models import float_bytes
-from quark_fx.export.runtime.session import options_of
+from quark_fx.export.runtime.session import open_session
 from quark_fx.graph.signature import split_batch
 from quark_fx.numbers.formats import FORMATS as NUMBER_FORMATS
 from quark_fx.observers import MinMax
@@ -253,10 +253,11 @@ def latency(given: Float, qmodel: qfx.QuantizedModel, path: Path) -> float:
     """Return the median ratio of the quantized file's time to the float file's, run in turn."""
     leaves = [leaf for leaf in qmodel.signature.flatten(*split_batch(given.batches[2])) if isinstance(leaf, Tensor)]
 
-    def runner(file: Path) -> Callable[[], object]:
-        options = options_of(file)
+    def one_thread(options: Any) -> None:
         options.intra_op_num_threads = 1
-        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+    def runner(file: Path) -> Callable[[], object]:
+        session = open_session(file, configure=one_thread)
         feed = {i.name: leaf.numpy() for i, leaf in zip(session.get_inputs(), leaves, strict=True)}
         return lambda: session.run(None, feed)
 

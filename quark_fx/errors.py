@@ -34,7 +34,7 @@ class CheckpointError(QuarkError):
 class Declined(Exception):  # noqa: N818
     """A decision to leave something unchanged, with the reason: nothing failed, and the caller reports it.
 
-    A function returns its result or raises this. It never leaves the package.
+    A function returns its result or raises this. A rule of a user may raise it, too; no function of the API does.
     """
 
     @property

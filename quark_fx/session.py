@@ -30,7 +30,6 @@ from quark_fx.graph.nodes import (
     CAST,
     EMBEDDING,
     device_of,
-    is_floating,
     placeholders,
     static_size,
     stored_tensors,
@@ -524,8 +523,16 @@ def _rows_selected(gm: GraphModule) -> dict[int, int]:
 def _holds_all_values(gm: GraphModule, node: Node) -> bool:
     """Tell whether the result of a node holds the values of its first argument, and no others."""
     if target_name(node) == CAST:
-        return not is_floating(gm, node)
+        return _holds_range(value_of(gm, node.all_input_nodes[0]).dtype, value_of(gm, node).dtype)
     return motion(node) in KEEPS_ORDER | {Motion.PERMUTE, Motion.EXPAND, Motion.REPEAT}
+
+
+def _holds_range(source: torch.dtype, target: torch.dtype) -> bool:
+    """Tell whether an integer type holds all values of another one; booleans have one value for many integers."""
+    if any(dtype == torch.bool or dtype.is_floating_point or dtype.is_complex for dtype in (source, target)):
+        return False
+    a, b = torch.iinfo(source), torch.iinfo(target)
+    return b.min <= a.min and a.max <= b.max
 
 
 __all__ = [

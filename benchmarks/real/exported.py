@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import quark_fx as qfx
-from quark_fx.export.runtime.session import open_session, options_of
+from quark_fx.export.runtime.session import open_session
 from quark_fx.model.quantized_model import QuantizedModel
 
 
@@ -20,10 +20,12 @@ def exported(qmodel: QuantizedModel, folder: Path) -> Callable[..., Any]:
     Raises:
         QuarkError: if the model cannot be exported.
     """
+
+    def one_thread(options: Any) -> None:
+        options.intra_op_num_threads = 1
+
     file = qfx.export.onnx(qmodel, folder / "model.onnx")
-    options = options_of(Path(file))
-    options.intra_op_num_threads = 1
-    session = open_session(Path(file), options)
+    session = open_session(Path(file), configure=one_thread)
     names = [i.name for i in session.get_inputs()]
 
     def run(*args: Any, **kwargs: Any) -> Any:

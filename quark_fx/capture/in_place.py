@@ -311,8 +311,9 @@ class _Walk:
             return self._like(_aten.reshape.default, view, like, value, self._sizes(source, like))
         if name == "aten.narrow.default":
             dim, start, length = (given[key] for key in ("dim", "start", "length"))
-            now = self._now(source)
-            return self._like(_aten.slice_scatter.default, view, like, now, value, dim, start, start + length)
+            now, end = self._now(source), start + length
+            end = None if isinstance(start, int) and start < 0 and end == 0 else end  # the last element, not the first
+            return self._like(_aten.slice_scatter.default, view, like, now, value, dim, start, end)
         scatter = _SCATTERS.get(name)
         if scatter is None:
             raise Declined(describe(view))

@@ -40,36 +40,42 @@ Run = Callable[[Any], Any]
 """Function from a batch, in the form of calibration data, to the result of the model, such as a `Runner`."""
 
 
-def runner_of(model: Any) -> Runner:
-    """Return the runner of a model.
+def runner_of(model: Any, runtime: Runtime | None = None) -> Runner:
+    """Return a runner of a model: `runner(batch)` runs a batch in the form of calibration data.
 
     Args:
-        model: Module in eval mode, result of `quantize`, function that is called like the model, path for
-            `open_model`, or a runner.
+        model: Module in eval mode, result of `quantize`, function that is called like the model, path of an ONNX file,
+            of a directory that `save` wrote, of a checkpoint, or of a GGUF file, or a runner.
+        runtime: Runtime of a file: `"onnxruntime"`, or `"openvino"`, which also reads its own files. Default: ONNX
+            Runtime for ONNX files, and torch for other models.
 
     Raises:
-        QuarkError: For a model of another type.
+        QuarkError: For a model of another type, or a path that cannot be read.
     """
+    if runtime is not None:
+        if runtime not in _FILES or not isinstance(model, str | os.PathLike):
+            raise QuarkError(
+                f"runtime={runtime!r} does not open {model}; give the path of a file with "
+                f"{' or '.join(map(repr, _FILES))}, or leave runtime out"
+            )
+        return _opened(Path(model), runtime)
     model = open_model(model) if isinstance(model, str | os.PathLike) else model
     return model if isinstance(model, Runner) else TorchRunner(model)
 
 
-def open_model(path: str | os.PathLike[str], runtime: Runtime | None = None) -> Any:
+def open_model(path: str | os.PathLike[str]) -> Any:
     """Return the model in a file or directory, ready to run: a `QuantizedModel`, a `FileRunner`, or a module.
 
     Args:
         path: ONNX file, directory that `save` wrote, checkpoint of transformers (float or quantized), or GGUF file,
             which transformers decodes to float32. No code of it is run.
-        runtime: Runtime of an ONNX file: `"onnxruntime"` (default) or `"openvino"`, which also reads its own files.
 
     Raises:
         QuarkError: If the path is not a model of these kinds, or cannot be read.
     """
     path = Path(path)
-    if runtime is not None and runtime not in _FILES:
-        raise QuarkError(f"runtime={runtime!r} opens no file; use {' or '.join(map(repr, _FILES))}, or leave it out")
-    if runtime is not None or path.suffix == ".onnx":
-        return _opened(path, runtime or "onnxruntime")
+    if path.suffix == ".onnx":
+        return _opened(path, "onnxruntime")
     if not os.path.exists(path):  # Path.exists raises an error for names that are too long
         raise QuarkError(f"{path} does not exist")
     if (path / GRAPH_FILE).is_file():

@@ -13,7 +13,6 @@ from itertools import pairwise
 import torch
 from torch.fx import Graph, Node
 
-from quark_fx.errors import Declined
 from quark_fx.graph.nodes import CAST, is_parameter, target_name
 from quark_fx.graph.operators import Motion, argument, motion, permutation
 
@@ -49,15 +48,15 @@ class Attention:
         node: The fused operator, or the softmax.
         scores: Operator that multiplies queries by keys: the same fused operator, or a product.
         query: Position of the queries in the arguments of `scores`.
-        keys: Keys in the form that a cache holds, or `Declined` with the reason why a cache cannot hold them.
+        keys: Keys in the form that a cache holds, or the reason why a cache cannot hold them.
         values: Values, in the same form.
     """
 
     node: Node
     scores: Node
     query: int
-    keys: Cached | Declined
-    values: Cached | Declined
+    keys: Cached | str
+    values: Cached | str
 
     @property
     def cached(self) -> tuple[Cached, Cached] | None:
@@ -68,7 +67,7 @@ class Attention:
     @property
     def reason(self) -> str:
         """Reason why a cache cannot hold the keys and values; empty if it can."""
-        return next((found.reason for found in (self.keys, self.values) if isinstance(found, Declined)), "")
+        return next((found for found in (self.keys, self.values) if isinstance(found, str)), "")
 
 
 FUSED = "aten.scaled_dot_product_attention.default"
@@ -118,7 +117,7 @@ def _spelled_out(softmax: Node) -> Attention | None:
     elif len(before) > 1:
         why = "its scores are a sum of several products"
     if why:
-        return Attention(softmax, scores, 0, Declined(why), Declined(why))
+        return Attention(softmax, scores, 0, why, why)
     # The dimension that the softmax sums to one counts tokens: columns of scores come from the right factor, rows
     # from the left.
     left, right = PRODUCTS[target_name(scores)]
@@ -183,13 +182,13 @@ def is_pointwise(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def _cached(product: Node, position: int, what: str, tokens: int, channels: int) -> Cached | Declined:
-    """Return a factor in the form that a cache holds; dimensions are counted from the last (-1)."""
+def _cached(product: Node, position: int, what: str, tokens: int, channels: int) -> Cached | str:
+    """Return a factor in the form that a cache holds, or why none can; dimensions are counted from the last (-1)."""
     steps: list[tuple[Node, tuple[int, ...]]] = [(argument(product, position), (tokens, channels))]
     while (before := _before(*steps[-1])) is not None:
         steps.append(before)
     if is_parameter(steps[-1][0]):
-        return Declined(f"its {what} are constants of the model")
+        return f"its {what} are constants of the model"
     # A step with another consumer stays before the cache.
     alone = next((i for i, (node, _) in enumerate(steps) if sum(map(_is_tensor, node.users)) > 1), len(steps) - 1)
     repeated = [i for i, ((a, _), (b, _)) in enumerate(pairwise(steps)) if i < alone and _repeats(a, b)]

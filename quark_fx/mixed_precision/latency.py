@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from quark_fx.config.quant_config import OperatorSpecs, QuantConfig
 from quark_fx.config.target import Target
 from quark_fx.errors import ConfigError, QuarkError
-from quark_fx.export.runtime.session import open_session, options_of
+from quark_fx.export.runtime.session import open_session
 from quark_fx.export.to_onnx.export_onnx import onnx
 from quark_fx.mixed_precision.candidates import Candidate, float_config
 from quark_fx.mixed_precision.groups import Group
@@ -107,12 +107,12 @@ def call_of(qmodel: QuantizedModel, leaves: Sequence[Any]) -> Call:
 
 
 def _in_onnxruntime(qmodel: QuantizedModel, leaves: Sequence[Any]) -> Call:
-    with tempfile.TemporaryDirectory() as folder:
-        path = onnx(qmodel, Path(folder, "timed.onnx"))
-        options = options_of(path)
+    def configure(options: Any) -> None:
         options.intra_op_num_threads = torch.get_num_threads()
         options.add_session_config_entry("session.force_spinning_stop", "1")  # spinning threads slow the next model
-        opened = open_session(path, options)
+
+    with tempfile.TemporaryDirectory() as folder:
+        opened = open_session(onnx(qmodel, Path(folder, "timed.onnx")), configure=configure)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
     feed = {value.name: leaf.numpy(force=True) for value, leaf in zip(opened.get_inputs(), tensors, strict=True)}
     return lambda: opened.run(None, feed)

@@ -23,7 +23,7 @@ def channels_of_keys(gm: GraphModule, attention: Attention) -> int:
     """
     keys, values, query = attention.keys, attention.values, _query(attention)
     if not isinstance(keys, Cached):
-        raise keys
+        raise Declined(keys)
     if isinstance(values, Cached) and (keys.value, keys.reader) == (values.value, values.reader):
         raise Declined("its keys are its values")
     if query is keys.value and keys.reader is attention.scores:

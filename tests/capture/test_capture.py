@@ -214,6 +214,7 @@ def split_unevenly(y: Tensor) -> tuple[Tensor, Tensor]:
 def permuted_and_unsqueezed(y: Tensor) -> Tensor:
     y[None].permute(2, 0, 1)[:2].unsqueeze(-1).squeeze(1).mul_(3)
     y[None].movedim(0, 2).swapdims(0, 1).narrow(0, 1, 2).add_(y.sum())
+    y.narrow(1, -2, 2).mul_(2)
     return y
 
 

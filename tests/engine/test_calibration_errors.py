@@ -279,6 +279,29 @@ def test_an_index_that_is_found_out_on_the_way_names_its_batch(preset: str) -> N
         quantize(model, preset, [tokens(4)[0], long], dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
 
 
+CASTS = {
+    "of integers that wrap": lambda ids: ids.to(torch.uint8).long(),
+    "to booleans": lambda ids: ids.bool().long(),
+    "of floats that round": lambda ids: (ids / 4).long(),
+}
+
+
+@pytest.mark.parametrize("how", CASTS)
+def test_casts_that_change_indices_are_followed_by_no_check_of_inputs(how: str) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(6, 8), nn.Linear(8, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            y: Tensor = self.linear(self.table(CASTS[how](ids)))
+            return y
+
+    ids = torch.tensor([[0, 1, 5], [1, 2, 3]])
+    ids = ids + 256 if how == "of integers that wrap" else ids.float() * 4 if how == "of floats that round" else 9 * ids
+    assert quantize(seeded(Cast()), "int8_static", [ids]).report().totals["quantized"]
+
+
 class Table(nn.Module):
     """A table that is indexed, not embedded, before the first weighted operator."""
 

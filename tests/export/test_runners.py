@@ -11,7 +11,7 @@ import torch
 from tiny import mlp, quantize, tokens
 
 import quark_fx as qfx
-from quark_fx.evaluation import Embedding, compare, evaluate, open_model
+from quark_fx.evaluation import Embedding, compare, evaluate, runner_of
 from quark_fx.export.runtime.runners import FileRunner, Runtime
 from quark_fx.export.runtime.session import may_optimize
 
@@ -21,7 +21,7 @@ needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None
 @pytest.mark.parametrize("runtime", [None, "onnxruntime", pytest.param("openvino", marks=needs_openvino)])
 def test_a_file_is_evaluated_and_compared_in_its_runtime(runtime: Runtime | None, tmp_path: Path) -> None:
     qmodel = quantize(mlp(), "int8_static", tokens())
-    runner = open_model(qfx.export.onnx(qmodel, tmp_path / "model.onnx"), runtime)
+    runner = runner_of(qfx.export.onnx(qmodel, tmp_path / "model.onnx"), runtime)
     assert isinstance(runner, FileRunner)
     assert runner.runtime == (runtime or "onnxruntime")
     batch = tokens()[0]
@@ -36,8 +36,12 @@ def test_a_file_is_evaluated_and_compared_in_its_runtime(runtime: Runtime | None
 
 
 def test_other_runtimes_open_no_file(tmp_path: Path) -> None:
-    with pytest.raises(qfx.QuarkError, match=r"runtime='torch' opens no file; use 'onnxruntime' or 'openvino'"):
-        open_model(tmp_path / "model.onnx", "torch")
+    with pytest.raises(qfx.QuarkError, match=r"runtime='torch' does not open .*'onnxruntime' or 'openvino'"):
+        runner_of(tmp_path / "model.onnx", "torch")
+    with pytest.raises(qfx.QuarkError, match=r"runtime='openvino' does not open .*give the path of a file"):
+        runner_of(mlp(), "openvino")
+    with pytest.raises(qfx.ExportError, match=r"gone\.onnx cannot be loaded"):
+        runner_of(str(tmp_path / "gone.onnx"))
 
 
 @pytest.mark.parametrize(

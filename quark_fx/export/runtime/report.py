@@ -20,7 +20,7 @@ import onnx_ir as ir
 import torch
 
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime.session import code_type, may_optimize, open_session, session_options
+from quark_fx.export.runtime.session import code_type, open_session
 from quark_fx.export.runtime.trial import NotRun
 from quark_fx.export.to_onnx.edit import Kept
 from quark_fx.export.to_onnx.vitis import PREFIXES
@@ -155,7 +155,7 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), not_run: tuple[NotR
     original = ir.load(path)
     if not unloaded and (vendor := PREFIXES.keys() & original.opset_imports.keys()):
         raise ExportError(f"ONNX Runtime has no kernels for {', '.join(vendor)}; the vendor's tools say what they run")
-    nodes, conversions = ((), 0) if unloaded else _optimized(path, original, may_optimize(original.graph))
+    nodes, conversions = ((), 0) if unloaded else _optimized(path, original, None)
     size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
     return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size, not_run)
 
@@ -166,22 +166,25 @@ def saturating_kernels(path: Path, *, optimize: bool | None) -> list[str]:
     Raises:
         ExportError: If ONNX Runtime does not load the file.
     """
-    original = ir.load(path)
-    nodes, _ = _optimized(path, original, may_optimize(original.graph) if optimize is None else optimize)
+    nodes, _ = _optimized(path, ir.load(path), optimize)
     return [node.name for node in nodes if node.saturates]
 
 
-def _optimized(path: Path, original: ir.Model, optimize: bool) -> tuple[tuple[RuntimeNode, ...], int]:
+def _optimized(path: Path, original: ir.Model, optimize: bool | None) -> tuple[tuple[RuntimeNode, ...], int]:
     """Return the kernels with which ONNX Runtime runs a file, and the number of conversions between them."""
     with tempfile.TemporaryDirectory() as folder:
-        options = session_options(optimize=optimize)
-        options.optimized_model_filepath = str(Path(folder, "optimized.onnx"))
-        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
+        written = Path(folder, "optimized.onnx")
+
+        def configure(options: Any) -> None:
+            options.optimized_model_filepath = str(written)
+            file = "session.optimized_model_external_initializers_file_name"
+            options.add_session_config_entry(file, "optimized.data")
+
         try:
-            open_session(path, options)
+            open_session(path, optimize=optimize, configure=configure)
         except Exception as error:
             raise ExportError(f"ONNX Runtime does not load {path.name}: {error}") from error
-        run = ir.load(options.optimized_model_filepath)
+        run = ir.load(written)
         _infer_types(run)
         kept_signed = {(node.name, node.op_type) for node in original.graph}
         nodes = tuple(_described(node, kept_signed) for node in run.graph if not _is_plumbing(node))

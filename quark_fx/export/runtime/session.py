@@ -54,13 +54,6 @@ def session_options(*, optimize: bool) -> Any:
     return options
 
 
-def options_of(path: Path) -> Any:
-    """Return `onnxruntime.SessionOptions` that preserve the arithmetic of a file."""
-    import onnx_ir as ir
-
-    return session_options(optimize=may_optimize(ir.load(path).graph))
-
-
 @cache
 def adds_pairs_in_16_bits() -> bool:
     """Tell whether ONNX Runtime saturates sums of two 8-bit products on this processor (x64 without VNNI).
@@ -84,7 +77,12 @@ def adds_pairs_in_16_bits() -> bool:
 
 
 def open_session(
-    path: Path, options: Any = None, edit: Callable[[ir.Model], None] | None = None, *, optimize: bool | None = None
+    path: Path,
+    options: Any = None,
+    edit: Callable[[ir.Model], None] | None = None,
+    *,
+    optimize: bool | None = None,
+    configure: Callable[[Any], None] | None = None,
 ) -> Any:
     """Return an `onnxruntime.InferenceSession` of a file on the CPU.
 
@@ -93,6 +91,7 @@ def open_session(
         options: Session options; they may be modified. Default: `session_options`.
         edit: Function that edits the graph first.
         optimize: Whether ONNX Runtime may fuse integer kernels, without `options`; default: result of `may_optimize`.
+        configure: Function that changes the session options.
     """
     import onnx_ir as ir
     import onnxruntime
@@ -109,6 +108,8 @@ def open_session(
         model = with_standard_nodes(model)
     if options is None:
         options = session_options(optimize=may_optimize(model.graph) if optimize is None else optimize)
+    if configure is not None:
+        configure(options)
     if not edited:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
     # The graph is passed as bytes, without a folder for external data.
