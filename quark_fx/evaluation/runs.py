@@ -54,8 +54,9 @@ def runner_of(model: Any, runtime: Runtime | None = None) -> Runner:
     """
     if runtime is not None:
         if runtime not in _FILES or not isinstance(model, str | os.PathLike):
+            what = model if isinstance(model, str | os.PathLike) else f"a {type(model).__name__}"
             raise QuarkError(
-                f"runtime={runtime!r} does not open {model}; give the path of a file with "
+                f"runtime={runtime!r} does not open {what}; give the path of a file with "
                 f"{' or '.join(map(repr, _FILES))}, or leave runtime out"
             )
         return _opened(Path(model), runtime)
