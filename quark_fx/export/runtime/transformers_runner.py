@@ -88,7 +88,7 @@ def _results(path: Path, batches: list[tuple[tuple[Any, ...], dict[str, Any]]]) 
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
             if done.returncode < 0:  # killed by a signal, so the process printed no reason
-                said.append(f"the process was killed by signal {-done.returncode}, often for want of memory")
+                said.append(f"the process was killed by signal {-done.returncode}, often because memory ran out")
             missing = bool(said) and said[-1].startswith(("ImportError", "ModuleNotFoundError"))
             hint = [
                 "Install what the message names; compressed-tensors and GGUF need no package for kernels."
