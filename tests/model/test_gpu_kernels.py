@@ -216,7 +216,7 @@ REASONS: dict[str, tuple[tuple[int, int], torch.dtype, tuple[int, int], QuantCon
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
         QuantConfig(weight=FP8_CHANNEL),
     ),
-    "of fp8_e5m2 and fp8_e4m3": (
+    "fp8_e5m2 and fp8_e4m3": (
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
         QuantConfig(weight=FP8, input=TensorSpec(format=FP8_E5M2)),
     ),
