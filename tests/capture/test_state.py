@@ -520,3 +520,22 @@ def test_a_counter_that_is_an_input_is_captured() -> None:
 
     batch = (rand(3, 4), torch.tensor(0))
     assert torch.equal(qfx.capture_graph(Counts().eval(), batch).module(*batch)[0], batch[0])
+
+
+def test_weights_that_the_first_call_fuses_may_round_otherwise() -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.fused: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fused is None:
+                self.fused = (self.first.weight + self.second.weight, self.first.bias + self.second.bias)
+                made: Tensor = self.first(x) + self.second(x)
+                return made
+            return nn.functional.linear(x, *self.fused)
+
+    torch.manual_seed(0)
+    model, x = Fused().eval(), torch.randn(4, 8)
+    torch.testing.assert_close(qfx.capture_graph(model, x).module(x)[0], model(x))
