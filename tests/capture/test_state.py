@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.capture.capture import Captured
+from quark_fx.capture.capture_errors import require_repeats
 
 
 class Writes(nn.Module):
@@ -462,10 +463,40 @@ def by_file(model: Any, x: Tensor) -> Tensor:
     return result
 
 
+def by_small_step(model: Any, x: Tensor) -> Tensor:
+    model.step += 1
+    result: Tensor = model.linear(x).bfloat16() * (1 + model.step / 32)
+    return result
+
+
+def by_step_next_to_a_mask(model: Any, x: Tensor) -> Tensor:
+    return torch.cat([by_step(model, x), torch.full((99, 4), torch.finfo(x.dtype).min)])
+
+
+def by_complex_step(model: Any, x: Tensor) -> Tensor:
+    return torch.complex(x, by_step(model, x)).abs().float() + torch.view_as_real(x * (1 + 1j))[..., 0]
+
+
+def by_every_third_call(model: Any, x: Tensor) -> Tensor:
+    model.step += 1
+    result: Tensor = model.linear(x) * (2 if model.step % 3 == 0 else 1)
+    return result
+
+
+def by_count(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    model.step += 1
+    return model.linear(x), torch.full((1,), 10**6 + model.step)
+
+
 @pytest.mark.parametrize(
     ("compute", "name"),
     [
         (by_step, "step"),
+        (by_small_step, "step"),
+        (by_step_next_to_a_mask, "step"),
+        (by_complex_step, "step"),
+        (by_every_third_call, "step"),
+        (by_count, "step"),
         (by_history, "history"),
         (by_flag, "flipped"),
         (by_last_batch, "last"),
@@ -473,7 +504,7 @@ def by_file(model: Any, x: Tensor) -> Tensor:
         (by_file, "_CALLS"),
     ],
 )
-def test_python_state_of_earlier_calls_is_refused(compute: Callable[[Any, Tensor], Tensor], name: str) -> None:
+def test_python_state_of_earlier_calls_is_refused(compute: Callable[[Any, Tensor], Any], name: str) -> None:
     model = seeded(Remembers(compute))
     with pytest.raises(qfx.CaptureError, match=rf"forward changes {name} at each call"):
         qfx.capture_graph(model, rand(3, 4))
@@ -522,20 +553,96 @@ def test_a_counter_that_is_an_input_is_captured() -> None:
     assert torch.equal(qfx.capture_graph(Counts().eval(), batch).module(*batch)[0], batch[0])
 
 
-def test_weights_that_the_first_call_fuses_may_round_otherwise() -> None:
+def test_a_first_call_that_computes_something_else_is_refused() -> None:
+    def warms_up(model: Any, x: Tensor) -> Tensor:
+        scale = 1.0 if model.flipped else 1.3
+        model.flipped = True
+        result: Tensor = model.linear(x) * scale
+        return result
+
+    model = seeded(Remembers(warms_up))
+    with pytest.raises(qfx.CaptureError, match="forward changes flipped at its first call"):
+        qfx.capture_graph(model, rand(3, 4))
+    with pytest.raises(qfx.CaptureError, match="forward changes flipped at its first call"):
+        qfx.capture_graph(model.bfloat16(), rand(3, 4).bfloat16())
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_model_that_runs_only_once_is_refused_with_its_error(outputs: int) -> None:
+    def once(model: Any, x: Tensor) -> Any:
+        if model.flipped:
+            raise ValueError("used up")
+        model.flipped = True
+        return (model.linear(x), x + 1)[:outputs]
+
+    with pytest.raises(qfx.CaptureError, match=r"does not run twice on the same batch \(ValueError: used up\)"):
+        qfx.capture_graph(seeded(Remembers(once)), rand(3, 4))
+
+
+def test_a_shortage_of_memory_skips_the_comparison_of_calls() -> None:
+    def is_short_later(model: Any, x: Tensor) -> Tensor:
+        model.step += 1
+        if model.step > 1:
+            raise MemoryError
+        result: Tensor = model.linear(x)
+        return result
+
+    assert qfx.capture_graph(seeded(Remembers(is_short_later)), rand(3, 4))
+
+
+class Sorted(nn.Module):
+    """A model that takes an increasing `index` only, and keeps a note of a call that did not finish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.busy, self.calls = nn.Linear(4, 4), False, 0
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        self.calls += 1
+        scale = 2.0 if self.busy else 1.0
+        self.busy = True
+        if not torch.compiler.is_compiling() and not bool((index.diff() > 0).all()):
+            raise ValueError("index does not increase")
+        self.busy = False
+        result: Tensor = self.linear(x)[index] * scale
+        return result
+
+
+def test_a_model_that_refuses_the_flipped_batch_is_captured() -> None:
+    model, batch = seeded(Sorted()), (rand(3, 4), torch.arange(3))
+    torch.testing.assert_close(qfx.capture_graph(model, batch).module(*batch)[0], model(*batch))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "sparse"])
+def test_inputs_that_torch_does_not_flip_stay(kind: str) -> None:
+    def counts(model: Any, x: Tensor) -> Tensor:
+        model.step += 1
+        result: Tensor = model.linear(x.to_dense().float())
+        return result
+
+    x = rand(3, 4).to(torch.float8_e4m3fn) if kind == "fp8" else rand(3, 4).to_sparse()
+    require_repeats(seeded(Remembers(counts)), (x,), {})
+    with pytest.raises(qfx.CaptureError, match="forward changes step at each call"):
+        require_repeats(seeded(Remembers(lambda model, x: by_step(model, x.to_dense().float()))), (x,), {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_the_first_call_fuses_may_round_otherwise(dtype: torch.dtype) -> None:
     class Fused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
             self.fused: Any = None
 
         def forward(self, x: Tensor) -> Tensor:
             if self.fused is None:
-                self.fused = (self.first.weight + self.second.weight, self.first.bias + self.second.bias)
-                made: Tensor = self.first(x) + self.second(x)
-                return made
-            return nn.functional.linear(x, *self.fused)
+                self.fused = (self.second.weight @ self.first.weight, self.second(self.first.bias))
+                made: Tensor = self.second(self.first(x))
+                return made.float()
+            return nn.functional.linear(x, *self.fused).float()
 
-    torch.manual_seed(0)
-    model, x = Fused().eval(), torch.randn(4, 8)
-    torch.testing.assert_close(qfx.capture_graph(model, x).module(x)[0], model(x))
+    x = rand(4, 64).to(dtype)
+    expected = seeded(Fused()).to(dtype)(x)
+    captured = qfx.capture_graph(seeded(Fused()).to(dtype), x)
+    bound = 8 * torch.finfo(dtype).eps * float(expected.abs().max().detach())
+    torch.testing.assert_close(captured.module(x)[0], expected, rtol=0, atol=bound)
