@@ -15,6 +15,7 @@ from quark_fx.graph.nodes import get_attr, is_parameter, parameter, set_paramete
 from quark_fx.graph.operators import set_argument
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.plan.placement import names_of
+from quark_fx.plan.roles import Uses
 from quark_fx.system.options import NonNegativeFloat
 
 
@@ -40,12 +41,12 @@ class AbsorbHighBias(Selective):
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Rewrite `gm`, report each operator, and return the number of lowered biases."""
-        absorbed = 0
+        absorbed, uses = 0, Uses(gm.graph)  # new biases do not change them
         for node in list(gm.graph.nodes):
             linear = Linear.of(node)
             if linear is None or linear.bias_at is None:
                 continue
-            names, what, moved = names_of(node), NOT_SELECTED, False
+            names, what, moved = names_of(node, uses), NOT_SELECTED, False
             if self.selects(names):
                 try:
                     what, moved = f"lowered by up to {self._absorb(gm, linear, linear.bias_at):.3g}", True

@@ -17,6 +17,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import parameter, target_name
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.plan.placement import names_of
+from quark_fx.plan.roles import Uses
 from quark_fx.rescale.components import largest_per_component, per_element
 from quark_fx.rescale.planned_sites import selected_sites, site_name
 from quark_fx.rescale.scale_sites import ScaleSite, apply_scale, find_scale_sites
@@ -51,7 +52,8 @@ class CrossLayerEqualization(Selective):
         """Equalize `gm`, report each operator, and return the number of rescaled sites."""
         analysis = find_scale_sites(gm)
         readers = [found.reader for site in analysis.sites for found in site.inputs]
-        names = {node: names_of(node) for node in (*analysis.reasons, *readers)}
+        uses = Uses(gm.graph)
+        names = {node: names_of(node, uses) for node in (*analysis.reasons, *readers)}
         note = context.note if context is not None else lambda change: None
         sites = []
         for site in selected_sites(analysis, names, self, note):

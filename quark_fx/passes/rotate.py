@@ -18,6 +18,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.numbers.rotation import Rotation
 from quark_fx.plan.placement import Attending, Quantized, names_of, plan_quantization
+from quark_fx.plan.roles import Uses
 from quark_fx.rescale.rotated_keys import channels_of_keys, rotate_keys
 from quark_fx.rescale.rotation_sites import RotationSite, apply_rotation, find_rotation_sites
 from quark_fx.system.options import Interval
@@ -181,7 +182,8 @@ class Rotate(Rotating):
 def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
     """Return the names, for patterns, of the operators that will be quantized."""
     if context is None:
-        return {node: names_of(node) for node in gm.graph.nodes if Linear.of(node) is not None}
+        uses = Uses(gm.graph)
+        return {node: names_of(node, uses) for node in gm.graph.nodes if Linear.of(node) is not None}
     operators = plan_quantization(gm, context.config, quiet=True).operators
     return {op.node: op for op in operators if isinstance(op, Quantized)}
 

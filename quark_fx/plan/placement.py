@@ -254,11 +254,16 @@ class Names(NamedTuple):
     kinds: tuple[str, ...]
 
 
-def names_of(node: Node) -> Names:
-    """Return the names by which patterns can select a weighted operator."""
+def names_of(node: Node, uses: Uses | None = None) -> Names:
+    """Return the names by which patterns can select a weighted operator.
+
+    Args:
+        node: The operator.
+        uses: Uses of the values of its graph, if known; it takes time linear in the graph to find them.
+    """
     row = operator_row(node)
     stored = stored_weights(node, row) if row is not None else ()
-    kinds = _kinds(target_name(node) if row is None else row.kind, roles_of(node))
+    kinds = _kinds(target_name(node) if row is None else row.kind, roles_of(node, uses))
     return Names(module_name(node, stored[0].node if stored else None), kinds)
 
 
