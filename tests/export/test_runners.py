@@ -21,7 +21,7 @@ needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None
 @pytest.mark.parametrize("runtime", [None, "onnxruntime", pytest.param("openvino", marks=needs_openvino)])
 def test_a_file_is_evaluated_and_compared_in_its_runtime(runtime: Runtime | None, tmp_path: Path) -> None:
     qmodel = quantize(mlp(), "int8_static", tokens())
-    runner = runner_of(qfx.export.onnx(qmodel, tmp_path / "model.onnx"), runtime)
+    runner = runner_of(str(qfx.export.onnx(qmodel, tmp_path / "model.onnx")), runtime)
     assert isinstance(runner, FileRunner)
     assert runner.runtime == (runtime or "onnxruntime")
     batch = tokens()[0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -36,10 +37,6 @@ class Runner(ABC):
     @abstractmethod
     def __call__(self, batch: Any) -> Any:
         """Return the result of the model for a batch in the form of calibration data."""
-
-    def results(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the result of each batch."""
-        yield from map(self, batches)
 
 
 class TorchRunner(Runner):
@@ -103,20 +100,20 @@ class FileRunner(Runner):
 
     @abstractmethod
     def run_arrays(self, feed: Mapping[str, np.ndarray]) -> list[Any]:
-        """Return the arrays of the outputs in order, for the arrays of the inputs by name."""
+        """Return the arrays of the outputs, in order, for named arrays of the inputs."""
 
     def run(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs by name, for the values of the inputs by name; the runtime may raise any error."""
+        """Return the named outputs for named inputs; the runtime may raise any error."""
         feed = {name: v.numpy(force=True) if isinstance(v, Tensor) else np.asarray(v) for name, v in values.items()}
         arrays = self.run_arrays(feed)
         return {name: torch.from_numpy(np.asarray(array)) for name, array in zip(self.outputs, arrays, strict=True)}
 
     def run_in_order(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return the outputs by name, for the values of the inputs in order; the runtime may raise any error."""
+        """Return the named outputs for the inputs in order; the runtime may raise any error."""
         return self.run({value.name: tensor for value, tensor in zip(self.inputs, tensors, strict=True)})
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Return the outputs by name; keywords of a batch are names of inputs, other values go in order.
+        """Return the named outputs; keywords of a batch are names of inputs, other values go in order.
 
         Raises:
             ExportError: If the file has other inputs, or does not run.
@@ -140,7 +137,7 @@ class OnnxRuntimeRunner(FileRunner):
 
     Args:
         path: File. Vendors' quantizers in it are replaced by standard ones.
-        options: `onnxruntime.SessionOptions`; default: those of the file's arithmetic.
+        options: `onnxruntime.SessionOptions`; default: options that keep the file's arithmetic.
         optimize: Whether ONNX Runtime may fuse integer kernels, without `options`; default: if its CPU kernels
             implement these fusions.
         edit: Function that edits the graph first.
@@ -153,7 +150,7 @@ class OnnxRuntimeRunner(FileRunner):
 
     def __init__(
         self,
-        path: Path,
+        path: str | os.PathLike[str],
         options: Any = None,
         *,
         optimize: bool | None = None,
@@ -163,8 +160,8 @@ class OnnxRuntimeRunner(FileRunner):
             import onnxruntime  # noqa: F401
         except ImportError as error:
             raise ExportError("running an ONNX file needs onnxruntime: pip install 'quark_fx[onnx]'") from error
-        self.path = path
-        self._session = open_session(path, options, edit, optimize=optimize)
+        self.path = Path(path)
+        self._session = open_session(self.path, options, edit, optimize=optimize)
         self.inputs = tuple(FileInput(value.name, _fixed(value.shape)) for value in self._session.get_inputs())
         self.outputs = tuple(value.name for value in self._session.get_outputs())
         self.metadata = self._session.get_modelmeta().custom_metadata_map
@@ -205,7 +202,7 @@ class OpenVinoRunner(FileRunner):
 
     def __init__(
         self,
-        path: Path,
+        path: str | os.PathLike[str],
         threads: int | None = None,
         *,
         profile: bool = False,
@@ -220,7 +217,7 @@ class OpenVinoRunner(FileRunner):
         options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "PERF_COUNT": profile}
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = threads
-        core = openvino.Core()
+        core, path = openvino.Core(), Path(path)
         model = None
         if path.suffix == ".onnx":
             import onnx_ir
