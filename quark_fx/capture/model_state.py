@@ -141,7 +141,7 @@ class ModelState:
         return list(dict.fromkeys(itertools.chain.from_iterable(named)))
 
     def _changes(self) -> Iterator[tuple[Any, list[str], Callable[[], object]]]:
-        """Yield what holds something else now: the container, the names in it, and a function that restores them."""
+        """Yield each container with other contents now, the names in it, and a function that restores them."""
         for own, items in self._dicts:
             now = list(dict.items(own))
             if not _same(now, items):

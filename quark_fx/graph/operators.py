@@ -192,7 +192,7 @@ class _Clamp:
 
     Attributes:
         low: Position of the lower bound, `None` if it is fixed.
-        high: Position of the upper bound, likewise.
+        high: Position of the upper bound, `None` if it is fixed.
         fixed: Bounds where none is given; `None` for no bound.
     """
 

@@ -70,7 +70,7 @@ class Inspection:
         return [self.operators(every=every), self.formats(), *kernels]
 
     def summary(self) -> list[str]:
-        """Return sentences about the kernels; empty for other files than those of ONNX."""
+        """Return sentences about the kernels of an ONNX file; empty for other files."""
         if self.unknown:
             return [f"operators that run in integers are not known: {self.unknown}"]
         if self.runtime is None:

@@ -91,12 +91,12 @@ def _results(path: Path, batches: list[tuple[tuple[Any, ...], dict[str, Any]]]) 
                 said.append(f"the process was killed by signal {-done.returncode}, often because memory ran out")
             missing = bool(said) and said[-1].startswith(("ImportError", "ModuleNotFoundError"))
             hint = [
-                "Install what the message names; compressed-tensors and GGUF need no package for kernels."
+                "Install the package in the message; compressed-tensors and GGUF need no package for kernels."
             ] * missing
             if path.suffix == ".gguf" and not missing:
                 hint.append(
-                    "If llama.cpp is to read the file, try it there: transformers takes some sizes for its own "
-                    "defaults, as that of Qwen3's heads."
+                    "If llama.cpp is to read the file, try it there: transformers replaces some sizes by its "
+                    "defaults, such as the size of Qwen3's heads."
                 )
             raise ExportError("\n".join([f"transformers does not load or run {path}:", *said, *hint]))
         found: list[dict[str, Tensor]] = torch.load(made, weights_only=True)

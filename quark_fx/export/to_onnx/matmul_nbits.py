@@ -139,7 +139,7 @@ def read_blocks(weight: StoredCodes, *, axis: int) -> QuantizedTensor:
     """
     codes = array_of(weight.codes)
     if codes is None or codes.ndim != 2:
-        raise Declined("it is no constant matrix")
+        raise Declined("it is not a constant matrix")
     if (stored := weight.read()) is None:
         raise Declined("its scales or zero points are computed")
     fmt = weight.format
@@ -265,7 +265,7 @@ def _bias(model: ir.Model, node: ir.Node, channels: int) -> tuple[ir.Value | Non
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     array = array_of(bias)
     if bias is not None and (array is None or array.shape != (channels,)):
-        raise Declined("its Gemm adds no constant vector")
+        raise Declined("its Gemm adds something else than a constant vector")
     return bias, node
 
 

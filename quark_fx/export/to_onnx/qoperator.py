@@ -164,7 +164,7 @@ def _operand(model: ir.Model, value: ir.Value | None, *, per_tensor: bool = True
 def _turned(codes: QuantizedValue, transpose: ir.Node) -> QuantizedValue:
     """Transpose the codes instead of the matrix, so that a weight that is read both ways is stored once."""
     if array_of(codes.values) is None or codes.values.shape is None or codes.values.shape.rank() != 2:
-        raise Declined("its weight is transposed, and is no constant matrix")
+        raise Declined("its weight is transposed, and is not a constant matrix")
     if permutation(transpose, 2) == (0, 1):
         return codes
     new = ir.node("Transpose", [codes.values], {"perm": [1, 0]})
@@ -323,7 +323,7 @@ def _conv_integer(model: ir.Model, node: ir.Node, x: QuantizedValue, w: Quantize
         added = add_array(model, f"{node.name}_bias", bias.reshape(shape))
         steps.append(ir.node("Add", [steps[-1].outputs[0], added]))
     elif len(node.inputs) > 2 and node.inputs[2] is not None:
-        raise Declined("its bias is no constant")
+        raise Declined("its bias is not a constant")
     for step, dtype in zip(steps, (ir.DataType.INT32, *[ir.DataType.FLOAT] * 4), strict=False):
         step.outputs[0].dtype = dtype
     node.prepend(steps[:-1])
@@ -388,7 +388,7 @@ def _lstm(model: ir.Model, node: ir.Node) -> None:
         codes = _operand(model, _unshaped(value), per_tensor=False)
         matrix, scale, zero_point = (array_of(part) for part in codes)
         if matrix is None or scale is None or zero_point is None or zero_point.any():
-            raise Declined("its weights are no constants without zero points")
+            raise Declined("its weights are not constants, or have zero points")
         rows = len(matrix) // directions
         turned = matrix.reshape(directions, rows, -1).transpose(0, 2, 1)
         stored.append(add_array(model, f"{codes.values.name}_turned", turned))

@@ -23,8 +23,8 @@ class Workaround:
 
     Attributes:
         runtime: `OnnxFiles.runtime` of the targets that need it.
-        versions: Measured versions that have the fault.
-        fault: What the runtime does with the pattern.
+        versions: Measured versions that have the fault. The rewrite runs for all: a file may go to any version.
+        fault: Effect of the pattern in the runtime.
         source: Change or report of the runtime that explains the fault; empty if none is known.
         operators: Types of nodes at which the pattern ends.
         condition: Function that tells whether such a node ends the pattern.
