@@ -61,3 +61,5 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         qfx.inspect(tmp_path / "gone")
     with pytest.raises(qfx.QuarkError, match=r"does not exist"):
         qfx.inspect("x" * 5000)
+    with pytest.raises(qfx.ConfigError, match=r"path"):
+        qfx.inspect(3)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from quark_fx.inspection.parts import NO_WEIGHT, Part, grouped, parts_of, parts_
 from quark_fx.model.serialization import load
 from quark_fx.plan.table import Column, Table, tuples
 from quark_fx.system.memory import bytes_text
+from quark_fx.system.options import checked_call
 from quark_fx.system.untrusted import require_regular
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class Inspection:
         return "\n\n".join([self.title, *("\n".join(table.lines()) for table in self.tables()), *self.summary()])
 
 
+@checked_call
 def inspect(path: str | os.PathLike[str]) -> Inspection:
     """Return number formats and sizes by operator, of any file. No code of it is run.
 
