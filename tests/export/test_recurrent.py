@@ -175,7 +175,7 @@ def test_an_lstm_on_integers_rounds_its_state_as_well(shape: str, tmp_path: Path
     ("config", "reason"),
     [
         ("int8_static", "its input is not in uint8 measured at run time"),
-        (INT8_DYNAMIC.replace(weight=TensorSpec(format=UINT8)), "without zero points"),
+        (INT8_DYNAMIC.replace(weight=TensorSpec(format=UINT8)), "its weights have zero points"),
     ],
 )
 def test_other_lstms_stay_in_float_and_say_why(config: Any, reason: str, tmp_path: Path) -> None:

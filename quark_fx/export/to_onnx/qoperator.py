@@ -387,8 +387,10 @@ def _lstm(model: ir.Model, node: ir.Node) -> None:
     for value in node.inputs[1:3]:
         codes = _operand(model, _unshaped(value), per_tensor=False)
         matrix, scale, zero_point = (array_of(part) for part in codes)
-        if matrix is None or scale is None or zero_point is None or zero_point.any():
-            raise Declined("its weights are not constants, or have zero points")
+        if matrix is None or scale is None or zero_point is None:
+            raise Declined("its weights are not constants")
+        if zero_point.any():
+            raise Declined("its weights have zero points, which the integer LSTM does not take")
         rows = len(matrix) // directions
         turned = matrix.reshape(directions, rows, -1).transpose(0, 2, 1)
         stored.append(add_array(model, f"{codes.values.name}_turned", turned))
