@@ -7,7 +7,7 @@ Every solver quantizes the networks of `tests/networks.py`, and those for weight
 data rose, or was not measured; *largest ratio* is that of the error after over before, of those that were kept.
 *Report* is the largest difference, in dB, between the noise of a weight as the report has it and as it is computed from
 the weights of a model that was saved and loaded; passes that scale the float weights first have none. `--write`
-updates `docs/accepted.md`.
+updates `results/accepted.md`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = (*VISION, *language_models.MODELS)
     parser.add_argument("--networks", nargs="+", default=names, choices=names, metavar="NETWORK")
-    parser.add_argument("--write", action="store_true", help="update docs/accepted.md")
+    parser.add_argument("--write", action="store_true", help="update results/accepted.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     torch.manual_seed(0)

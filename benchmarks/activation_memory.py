@@ -4,7 +4,7 @@
 
 Each run is a process of its own that learns the codes of a chain of residual blocks on 128×128 images. Printed are the
 most activations cached on the host, what went to disk, the process's peak memory, and whether the codes are those of
-the run without a limit, bit for bit. `--write` updates `docs/activation_memory.md`.
+the run without a limit, bit for bit. `--write` updates `results/activation_memory.md`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
     """Run all, print, and write if asked to; with `--run`, one run in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="update docs/activation_memory.md")
+    parser.add_argument("--write", action="store_true", help="update results/activation_memory.md")
     arguments = parser.parse_args()
     if arguments.run is not None:
         print(json.dumps(learn(*arguments.run)))

@@ -11,7 +11,7 @@ ran, the smallest of the rounds. *Other tensors* counts the initializers of the 
 first round. The second table counts the code of the package: *asserts on optionals* are `assert x is not None`, classes
 that *hold codes* have fields for an array of codes and for a scale, *private names* begin with an underscore,
 *statements repeated* are in runs of six or more that another place has too, *of one shape* if only names and constants
-differ. `--write` updates `docs/against_commit.md`.
+differ. `--write` updates `results/against_commit.md`.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=["cnn", "mobilenet", "vit"])
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
     parser.add_argument("--rounds", type=int, default=3, help="how many orders of the calibration images")
-    parser.add_argument("--write", action="store_true", help="update docs/against_commit.md")
+    parser.add_argument("--write", action="store_true", help="update results/against_commit.md")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:

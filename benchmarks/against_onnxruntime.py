@@ -10,7 +10,7 @@ bound to one core, so that CPU seconds are work and not the spinning of idle poo
 process that does one of the two and nothing else. Accuracy is the SQNR of the file's logits in ONNX Runtime against
 the float model's on 32 images not calibrated with. Latency is batch 1 in ONNX Runtime with its default settings,
 the files in turn. The peer's rows beside its defaults are measured once. `--write` updates
-`docs/against_onnxruntime.md`.
+`results/against_onnxruntime.md`.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="conversions of each, after one warm-up")
     parser.add_argument("--latency-rounds", type=int, default=40, help="rounds of 5 runs for each file")
     parser.add_argument("--memory", metavar="ROW", help="write one row's file and print the peak memory in KiB")
-    parser.add_argument("--write", action="store_true", help="update docs/against_onnxruntime.md")
+    parser.add_argument("--write", action="store_true", help="update results/against_onnxruntime.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -7,7 +7,7 @@ The networks of `benchmarks.compiled` at batch 1: ResNet-50 and BERT-base in int
 Llama of 135M parameters with int4 weights in groups of 32, at one token. Each case runs in a process of its own on one
 thread, its models in turn; torchao's are compiled with frozen weights, as its documentation does. Of the Llama both
 quantize the head, and leave the embedding in float. Accuracy in int8 is that of the networks of `tests/networks.py`,
-trained on digits; in int4 that of SmolLM2. `--write` updates `docs/against_torchao.md`.
+trained on digits; in int4 that of SmolLM2. `--write` updates `results/against_torchao.md`.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="rounds of one run of each model")
     parser.add_argument("--case", choices=CASES, help="run one case in this process and print its figures")
-    parser.add_argument("--write", action="store_true", help="update docs/against_torchao.md")
+    parser.add_argument("--write", action="store_true", help="update results/against_torchao.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -10,7 +10,7 @@ Gains: networks with real weights (MiniLM, EasyOCR's recognizer, Resemblyzer's e
 operators that add most, what leaving each in float was predicted to gain beside what it gained. Goal: within a factor
 of two for the first one.
 
-`--write` updates `docs/analyzed.md`.
+`--write` updates `results/analyzed.md`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def passes(model: nn.Module, data: list[Tensor]) -> float:
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update docs/analyzed.md")
+    parser.add_argument("--write", action="store_true", help="update results/analyzed.md")
     arguments = parser.parse_args()
     costs, gains, firsts = [], [], dict[bool, list[bool]]({True: [], False: []})
     with one_core():

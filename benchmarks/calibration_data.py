@@ -6,7 +6,7 @@ SmolLM2-135M of `benchmarks.real`, int4 weights in groups of 64, rounded by GPTQ
 8,176 tokens of other documents of the same source as the text. Seeds are fixed. Goal: own samples do better than random
 tokens, and not much worse than text, which is of the kind that judges.
 
-`--write` updates the rows of `docs/calibration_data.md` that were measured, after each.
+`--write` updates the rows of `results/calibration_data.md` that were measured, after each.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 import quark_fx as qfx
-from benchmarks.common import DOCS, environment, one_thread, publish, table
+from benchmarks.common import RESULTS, environment, one_thread, publish, table
 from benchmarks.real import smollm2
 from quark_fx.data import generated_windows
 
-PAGE = DOCS / "calibration_data.md"
+PAGE = RESULTS / "calibration_data.md"
 
 WINDOWS, LENGTH = 16, smollm2.WINDOW
 
@@ -107,7 +107,7 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", default=list(DATA), choices=DATA)
-    parser.add_argument("--write", action="store_true", help="update docs/calibration_data.md")
+    parser.add_argument("--write", action="store_true", help="update results/calibration_data.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     rows = kept() if arguments.write else {}

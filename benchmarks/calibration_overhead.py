@@ -7,7 +7,8 @@ the 32 samples and then the pass `calibrate` over the same, in one process, in t
 each; the ratio is that of neighbors. `calibrate` includes checking the inputs and reading the ranges off at the end;
 "reading" is the last part alone, a fixed cost that more data does not raise.
 
-Goals: at most 1.2 for min-max observers, at most 1.5 for histograms. `--write` updates `docs/calibration_overhead.md`.
+Goals: at most 1.2 for min-max observers, at most 1.5 for histograms. `--write` updates
+`results/calibration_overhead.md`.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each ratio")
-    parser.add_argument("--write", action="store_true", help="update docs/calibration_overhead.md")
+    parser.add_argument("--write", action="store_true", help="update results/calibration_overhead.md")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows = [row for name in MODELS for row in measure(name, arguments.rounds)]

@@ -5,7 +5,7 @@
 Checkpoints of Llama shapes in bfloat16, whose shards are files of zeros that take no room on disk: what is done here
 reads their headers only. Each is opened, captured on two sequences of 2,048 tokens and foretold (`quark_fx.predict`,
 streamed, 128 such batches) in a process of its own, on one thread. *Peak* is all of its resident memory, python, torch
-and transformers included. `--write` updates `docs/captured.md`.
+and transformers included. `--write` updates `results/captured.md`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
     """Measure each shape and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are made; default: a temporary directory")
-    parser.add_argument("--write", action="store_true", help="update docs/captured.md")
+    parser.add_argument("--write", action="store_true", help="update results/captured.md")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:

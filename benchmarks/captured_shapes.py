@@ -7,7 +7,7 @@ share of `torch.export` in the CPU seconds of capture. The captured graph is the
 *apart* is the largest difference from the model over the largest value, *refused* lists the sizes that the signature
 names an error for, because the model's code takes another branch there or walks over the size. *Quantized* counts
 operators after `quantize(model, "int8_dynamic")`, and *in float* says why the others are not, or why there is no graph.
-`--write` updates `docs/captured_shapes.md`.
+`--write` updates `results/captured_shapes.md`.
 """
 
 from __future__ import annotations
@@ -502,7 +502,7 @@ def main() -> None:
     """Capture each architecture and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*MODELS, []], help="default: all")
-    parser.add_argument("--write", action="store_true", help="update docs/captured_shapes.md")
+    parser.add_argument("--write", action="store_true", help="update results/captured_shapes.md")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:

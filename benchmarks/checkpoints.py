@@ -5,7 +5,7 @@
 
 The trained models of `benchmarks.language_models`, weights rounded to nearest. A reader runs in a process and an
 environment of its own (see `benchmarks/peers/reading.py`); without its `--` option its rows are left out. `--write`
-updates `docs/checkpoints.md`.
+updates `results/checkpoints.md`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def main() -> None:
     for option in ("--gptqmodel", "--llm-compressor", "--llama-cpp"):
         parser.add_argument(option, type=Path, metavar="PYTHON", help="its Python; default: no rows of it")
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose form contains one of these")
-    parser.add_argument("--write", action="store_true", help="update docs/checkpoints.md")
+    parser.add_argument("--write", action="store_true", help="update results/checkpoints.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+"""Pages that `--write` updates."""
 
 PACKAGES = ("torch", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "executorch")
 
@@ -76,7 +78,7 @@ def peer_job(
     path = folder / "job.json"
     path.write_text(json.dumps(job), encoding="utf-8")
     command = [str(python.absolute()), "-m", f"benchmarks.peers.{module}", str(path.absolute())]
-    own = {**os.environ, "PYTHONPATH": str(DOCS.parent), "OMP_NUM_THREADS": "1"}
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
     if check and done.returncode:
         raise RuntimeError(f"benchmarks.peers.{module} failed with {done.returncode}:\n{done.stderr[-1500:]}")
@@ -190,11 +192,11 @@ def _processor() -> str:
 
 
 def sections_of(page: str) -> dict[str, str]:
-    """Return the sections of `docs/<page>` by their titles, {} if there is no page.
+    """Return the sections of `benchmarks/results/<page>` by their titles, {} if there is no page.
 
     Each ends in the line of `environment` that it was measured in; one without has that at the end of the page.
     """
-    path = DOCS / page
+    path = RESULTS / page
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     last = text.strip().rpartition("\n")[2]
     found = {part.partition("\n")[0]: f"## {part.strip()}\n" for part in text.split("\n## ")[1:]}
@@ -204,8 +206,7 @@ def sections_of(page: str) -> dict[str, str]:
 
 
 def publish(text: str, page: str | None) -> None:
-    """Print `text`, and write it to `docs/<page>` if a page is named."""
+    """Print `text`, and write it to `benchmarks/results/<page>` if a page is named."""
     print(text)
     if page is not None:
-        DOCS.mkdir(exist_ok=True)
-        (DOCS / page).write_text(text.rstrip() + "\n", encoding="utf-8")
+        (RESULTS / page).write_text(text.rstrip() + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ processors with AVX2 and without VNNI. Every case runs in a process of its own o
 gives the median over the rounds and the quartiles of the ratios within a round. The networks of `tests/networks.py`,
 trained on digits, show the accuracy. The last table is of `generate` by the Llama, as a model of transformers: in
 float, simulated by `eager()`, and with `eager(kernels=True)`. `--sections` measures some; `--write` updates them in
-`docs/compiled.md`.
+`results/compiled.md`.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, help="run one case in this process and print its figures")
     parser.add_argument("--generate", choices=GENERATED, help="generate in this process and print the figures")
     parser.add_argument("--sections", nargs="+", choices=known, default=list(known), help="those to measure")
-    parser.add_argument("--write", action="store_true", help="update these sections of docs/compiled.md")
+    parser.add_argument("--write", action="store_true", help="update these sections of results/compiled.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -314,8 +314,7 @@ def page(found: dict[str, str]) -> str:
     shown = "\n".join(found[title] for title, _ in sections().values() if title in found)
     return f"""# Quantized models in PyTorch
 
-[Quickstart](quickstart.md#speed-in-pytorch) and, for `generate`, [Language models](language_models.md) say how to get
-them.
+[Speed in PyTorch](../../docs/speed.md) says how to get them.
 
 Networks with seeded random weights on one thread: the float model, eager, by `torch.compile`, and by `torch.compile`
 with frozen weights, and what `qmodel.compile()` returns. They are run in turn; medians over rounds, quartiles of the

@@ -6,7 +6,7 @@ Each model is one module with one operator, quantized by `int8_weight_only`. Cel
 float model (the error of each output is that of the weight's rounding), and `eager()`, the stored model, the ONNX file,
 and the checkpoint with the quantized graph. *codes*: the weight is in codes and the results are equal. *refused*: an
 error that names the module. *float*: a row of the report says why the weight stays in float. `--write` updates
-`docs/computed_weights.md`.
+`results/computed_weights.md`.
 """
 
 from __future__ import annotations

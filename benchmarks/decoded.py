@@ -10,7 +10,7 @@ of ONNX Runtime, and an int8 cache.
 
 *Right* is the number of steps until the first one that differs by more than a quantization step, one 255th of the range
 of its logits; *difference* is the largest of all steps, in quantization steps. `--write` updates the sections of
-`docs/decoded.md` for the given weights.
+`results/decoded.md` for the given weights.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="default: all")
     parser.add_argument("--weights", nargs="+", choices=["float", "int4"], default=["float", "int4"])
-    parser.add_argument("--write", action="store_true", help="update sections of docs/decoded.md")
+    parser.add_argument("--write", action="store_true", help="update sections of results/decoded.md")
     arguments = parser.parse_args()
     if arguments.write and arguments.families:
         parser.error("--write is for all families")

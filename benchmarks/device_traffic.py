@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 import quark_fx as qfx
-from benchmarks.common import DOCS, table
+from benchmarks.common import ROOT, table
 from benchmarks.on_gpu import TINY
 from quark_fx import passes
 from quark_fx.presets import PRESETS
@@ -59,7 +59,7 @@ if importlib.util.find_spec("quark_fx.system.accelerator") is None:  # a commit 
 
 from pretend_gpu import PretendGPU  # which replaces functions of that module
 
-PAGE = DOCS / "on_gpu.md"
+PAGE = ROOT / "docs" / "on_gpu.md"
 
 LANGUAGE = ("w4a16_gptq", "w4a16_awq", "w4a16_best", "w8a8_dynamic", "w4a4_dynamic", "nvfp4_best", "mxfp4_best")
 
@@ -74,7 +74,6 @@ LEARNED: dict[str, Callable[[], Any]] = {
     "TuneScales": passes.TuneScales,
 }
 
-ROOT = DOCS.parent
 COUNTS = (4, 16)
 """Batches of the runs."""
 

@@ -10,7 +10,7 @@ nodes defined by standard operators, and not timed. Latency is that of the quant
 (`torch.onnx.export(dynamo=True, optimize=True)`), both run in turn on one thread, the median of the pairs' ratios.
 
 A cell is measured once and kept in the cache folder (`QUARK_FX_CACHE`, default `~/.cache/quark_fx`), so that a run that
-was stopped goes on. `--write` updates `docs/format_matrix.md`.
+was stopped goes on. `--write` updates `results/format_matrix.md`.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ def main() -> None:
     parser.add_argument("--only", help="models, separated by commas")
     parser.add_argument("--formats", help="formats, separated by semicolons")
     parser.add_argument("--kept", action="store_true", help="measure nothing")
-    parser.add_argument("--write", action="store_true", help="update docs/format_matrix.md")
+    parser.add_argument("--write", action="store_true", help="update results/format_matrix.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     names = arguments.only.split(",") if arguments.only else list(MODELS)

@@ -13,7 +13,7 @@ model, with its own rounding of activations, predicts the held-out tokens, and t
 it does for ours. Without its option the rows are left out.
 
 Results of ours are kept beside the models, so that an interrupted run continues; to measure again, remove that folder.
-`--jobs` keeps those of the peer. `--write` updates the sections of `docs/fp4.md` that were measured.
+`--jobs` keeps those of the peer. `--write` updates the sections of `benchmarks/results/fp4.md` that were measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import DOCS, environment, publish, table
+from benchmarks.common import RESULTS, environment, publish, table
 from benchmarks.language_models import Trained
 from benchmarks.language_peers import Row, Subject
 from quark_fx import QuantConfig
@@ -53,7 +53,7 @@ PEERS = {"nvfp4": ("NVFP4", "NVFP4, GPTQ", "NVFP4, SmoothQuant, GPTQ"), "mxfp4":
 BESIDE = ("llama", "llama_outliers")
 """Models that llm-compressor is run on."""
 
-PAGE = DOCS / "fp4.md"
+PAGE = RESULTS / "fp4.md"
 
 
 def configs(preset: str) -> dict[str, QuantConfig]:
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(BEST), choices=list(BEST))
     parser.add_argument("--llm-compressor", type=Path, metavar="PYTHON", help="its Python; default: no rows of it")
     parser.add_argument("--jobs", type=Path, help="folder for the peer's runs, kept; default: a temporary one")
-    parser.add_argument("--write", action="store_true", help="update docs/fp4.md")
+    parser.add_argument("--write", action="store_true", help="update benchmarks/results/fp4.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     torch.set_num_threads(1)

@@ -10,7 +10,7 @@ reads the keys and values before it, and its own, rounded.
 
 Speed: a Llama of random weights, larger than the caches of a processor; prompts of 32 tokens; seconds of 24 tokens
 after the first. All models are in one process and take turns, after a warm-up of each. `--write` updates
-`docs/generation.md`.
+`results/generation.md`.
 """
 
 from __future__ import annotations
@@ -241,8 +241,7 @@ def page(
     compared: list[tuple[object, ...]], size: str, raced: list[tuple[object, ...]], options: argparse.Namespace
 ) -> str:
     """Return the text of the page."""
-    return f"""{INTRODUCTION}
-## Measured
+    return f"""# Generation with a KV cache
 
 {environment()} Command: `python -m benchmarks.generation --prompts {options.prompts} --rounds {options.rounds} \
 --parameters {options.parameters} --write`.
@@ -257,41 +256,6 @@ of {PROMPT} tokens; rounds: {options.rounds}, median (smallest to largest), the 
 {table(SPEED_HEADER, raced)}
 """
 
-
-INTRODUCTION = """# Generation with a KV cache
-
-The exporters of `transformers` trace what `generate` calls; `GenerationQuantizer` writes their graphs in a format of
-[onnx.md](onnx.md). Weights, rounding and what graph passes changed (norms, smoothed scales) come with the model that is
-handed over, `qmodel.eager()`.
-
-```python
-from transformers.exporters import ExportedModel, OnnxConfig, OnnxExporter
-
-from quark_fx.export import CacheScales, GenerationQuantizer, generator, share_weights
-
-qmodel = qfx.quantize(llm, "w4a16_gptq", token_batches)
-config = OnnxConfig(dynamic=True, ort_fusions="cpu", quantizer=GenerationQuantizer("matmul_nbits"))
-exported = OnnxExporter().export_for_generation(qmodel.eager(), prompt, config)  # prompt: a batch of two or more
-exported.save_pretrained("llm-onnx")
-share_weights("llm-onnx")  # the graphs' weights once on disk
-
-model = generator(ExportedModel.from_pretrained("llm-onnx"))  # ONNX Runtime behind transformers' generate
-model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64)
-```
-
-- `transformers` writes a file for each graph, `prefill.onnx` and `decode.onnx`, each with its data. After
-  `share_weights` the second reads what is equal from the data of the first. In memory each session packs the weights
-  for itself.
-- A padded batch needs a padded example: a graph traced without padding reads no attention mask; `generator` says so.
-- `generator` sets what keeps ONNX Runtime to the arithmetic of the graph. Sessions opened otherwise round activations
-  before weights in blocks of `"qdq"`; `session.qdq_matmulnbits_accuracy_level=0` turns that off.
-- `GenerationQuantizer("matmul_nbits", cache=CacheScales.measure(qmodel.eager(), token_batches))` keeps keys and values
-  in int8, a quarter of the memory, at static scales per head and channel. Prompts attend in float, and what they leave
-  is rounded. Where `ort_fusions="cpu"` makes a `GroupQueryAttention`, that reads the codes; elsewhere they are
-  dequantized in each step. For caches that grow; others are refused. `CacheScales.of(qmodel.eager())` takes the scales
-  of a configuration with `kv_cache=TensorSpec(format=INT8, granularity="channel")`; prompts then attend to rounded keys
-  and values, as the model in torch does.
-"""
 
 if __name__ == "__main__":
     main()

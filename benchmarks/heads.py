@@ -5,7 +5,7 @@
 Each class is constructed with a tiny configuration and seeded weights, and quantized by `w4a16_rtn`, whose `op:head`
 leaves heads in float. Heads are read from the graph that autograd records, without quark_fx: the weights of products
 that are outputs of the model, or that outputs are selected from. A class is right if its heads stay in float, with a
-reason in the report, and other layers are in codes. `--write` updates `docs/heads.md`.
+reason in the report, and other layers are in codes. `--write` updates `results/heads.md`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ torchao's `prepare_pt2e` and `convert_pt2e` on the same batches. *torch* and *Ex
 against the float model, of the program in torch and of the `.pte` file, on inputs that were not calibrated on.
 *Steps* is the largest difference between these two in steps of the output's last quantizer. *Outside* counts the
 operators that XNNPACK did not take. *Time* is for one sample, the files in turn; a ratio is the median over the rounds.
-`--write` updates `docs/executorch.md`.
+`--write` updates `results/executorch.md`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--write", action="store_true", help="update docs/executorch.md")
+    parser.add_argument("--write", action="store_true", help="update results/executorch.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     rows: list[list[str]] = []
@@ -162,22 +162,6 @@ def main() -> None:
     )
     publish(
         f"""# In ExecuTorch
-
-`target="executorch"` puts quantizers where XNNPACK's integer kernels are, and `export.pt2e` returns a program in PT2E's
-operators, from which ExecuTorch makes a `.pte` file:
-
-``` {{.python}}
-from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from executorch.exir import to_edge_transform_and_lower
-
-batch = {{"x": {{0: torch.export.Dim("batch", max=32)}}}}  # memory is planned for the largest size
-qmodel = qfx.quantize(model, INT8_STATIC.replace(target="executorch"), batches, dynamic_shapes=batch)
-edge = to_edge_transform_and_lower(qfx.export.pt2e(qmodel), partitioner=[XnnpackPartitioner()])
-Path("model.pte").write_bytes(edge.to_executorch().buffer)
-```
-
-Load a method anew for another batch size, or capture with one size: in ExecuTorch 1.5.1, a method that ran a smaller
-batch computed wrong numbers for a larger one, in two networks that end in a pool, a flatten and a linear layer.
 
 Measured by `python -m benchmarks.in_executorch --write`, whose docstring says what the columns are:
 

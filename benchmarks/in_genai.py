@@ -9,7 +9,7 @@ counts those before the first that differs; *lead* is by how much torch's logit 
 an int8 cache torch's cache holds rounded keys and values, too. Speed: tokens a second after the first on one thread,
 median over the rounds (smallest to largest), models in turn after a warm-up; the ratio is taken within each round.
 Level 4 is set in a copy of the folder of level 0, which is all it changes. SmolLM2 takes minutes to export: `--folders`
-keeps what was written, and writes nothing that is there. `--write` updates `docs/genai.md`.
+keeps what was written, and writes nothing that is there. `--write` updates `results/genai.md`.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="*", default=list(SUBJECTS), choices=list(SUBJECTS), metavar="MODEL")
     parser.add_argument("--folders", type=Path, help="where folders are kept; default: nowhere")
-    parser.add_argument("--write", action="store_true", help="update docs/genai.md")
+    parser.add_argument("--write", action="store_true", help="update results/genai.md")
     options = parser.parse_args()
     for logger in ("torch.onnx", "transformers"):
         logging.getLogger(logger).setLevel(logging.ERROR)
@@ -230,8 +230,7 @@ def main() -> None:
             rows += measure(name, options.prompts, options.rounds, options.folders or Path(root))
     header = ("model", "weights", "equal prompts", "tokens", "lead", "MB", "tokens a second", "times float32")
     publish(
-        f"""{INTRODUCTION}
-## Measured
+        f"""# In ONNX Runtime GenAI
 
 By `python -m benchmarks.in_genai --models {" ".join(options.models)} --prompts {options.prompts} --rounds \
 {options.rounds} --write`, on one thread. *Equal prompts*
@@ -246,40 +245,6 @@ onnxruntime-genai {version("onnxruntime-genai")}. {environment()}
         "genai.md" if options.write else None,
     )
 
-
-INTRODUCTION = """# In ONNX Runtime GenAI
-
-`export.genai` writes a folder that `onnxruntime_genai.Model` loads: one graph with a KV cache, `model.onnx` with its
-data, `genai_config.json`, and the tokenizer's files where there is one.
-
-``` {.python}
-import onnxruntime_genai as og
-
-qmodel = qfx.quantize(llm, "w4a16_gptq", token_batches)
-qfx.export.genai(qmodel, "llm-genai", tokenizer=tokenizer)
-
-model = og.Model("llm-genai")
-params = og.GeneratorParams(model)
-params.set_search_options(max_length=128)
-generator = og.Generator(model, params)
-generator.append_tokens(og.Tokenizer(model).encode("Once upon a time"))
-while not generator.is_done():
-    generator.generate_next_token()
-print(og.Tokenizer(model).decode(generator.get_sequence(0)))
-```
-
-- The graph is that of `transformers` ([generation.md](generation.md)), traced once for prompts and single tokens, with
-  ONNX Runtime's fused operators: `MatMulNBits`, `GroupQueryAttention`. `format` and `accuracy_level` are those of
-  [onnx.md](onnx.md), `cache=CacheScales.measure(qmodel.eager(), token_batches)` keeps keys and values in int8.
-- It takes one sequence at a time, because `GroupQueryAttention` takes several tokens after a cache of one sequence
-  only.
-- Without a tokenizer, `append_tokens` takes tokens and `get_sequence` returns them.
-- `"type"` is `"decoder"`, GenAI's type of no architecture in particular. `"pad_token_id"` is -1: GenAI skips tokens of
-  that number at the end of a prompt, and a prompt without padding may end in any token.
-- Refused by name before anything is traced: encoders, encoder-decoders, models that read images or audio, those whose
-  configuration has no `eos_token_id` or length of the context, and caches that hold something else than keys and values
-  of all tokens (sliding windows, recurrent states).
-"""
 
 if __name__ == "__main__":
     main()

@@ -8,8 +8,8 @@ Models: the Llama and the Qwen3-MoE of `benchmarks.language_models`, and SmolLM2
 those that its 4-bit file decodes to. Both quantizers make the types of Q4_K_M and see the same text: llama.cpp's as an
 importance matrix, the mean squares of what each matrix, of each expert, reads in the float model. Every file is read by
 llama.cpp in a process of its own, on one thread; perplexity, and divergence from the float model in torch, are of the
-same held-out windows. `--write` updates `docs/llama_cpp.md`; models that are not named keep the lines they have there,
-and the environment that these were measured in.
+same held-out windows. `--write` updates `results/llama_cpp.md`; models that are not named keep their lines there and
+the environment that these were measured in.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import DOCS, environment, one_thread, peer_job, publish, table
+from benchmarks.common import RESULTS, environment, one_thread, peer_job, publish, table
 from benchmarks.real import smollm2
 from quark_fx.export.checkpoints.gguf_reader import Reader
 from quark_fx.passes import GPTQ, FitScales
@@ -242,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", required=True, help="of an environment with it")
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--write", action="store_true", help="update docs/llama_cpp.md")
+    parser.add_argument("--write", action="store_true", help="update results/llama_cpp.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     lines, environments = kept(arguments.models)
@@ -259,7 +259,7 @@ def main() -> None:
 def kept(measured: Collection[str]) -> tuple[list[list[str]], dict[str, str]]:
     """Return the lines that the page has of other models than those measured, and the environment of each model."""
     others = [name for name in SUBJECTS if name not in measured]
-    text = (DOCS / "llama_cpp.md").read_text(encoding="utf-8").splitlines()
+    text = (RESULTS / "llama_cpp.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text if line.startswith("|")]
     lines = [row for row in rows if row[0] in others]
     environments: dict[str, str] = {}
@@ -280,7 +280,7 @@ def page(lines: list[list[str]], environments: dict[str, str]) -> str:
     where = "\n\n".join(f"{', '.join(names)}: {text}" if len(ran) > 1 else text for text, names in ran.items())
     return f"""# In llama.cpp
 
-[Language models](language_models.md#llamacpp) says how such files are made.
+[Language models](../../docs/serving.md#llamacpp) says how such files are made.
 
 Files of the types of {MIXTURE}, tensor by tensor the same, made by llama.cpp's own quantizer and by quark_fx, and read
 by llama.cpp (llama-cpp-python). Both see the same text. Perplexity and KL (divergence from the float model, nats per

@@ -8,7 +8,7 @@ have random weights. *torch* and *OpenVINO* are the SQNR of the first output aga
 were not calibrated on; *apart* is the difference between the two. *In integers* counts convolutions and products that
 OpenVINO's profiler names as counting in 8 bits. *Time* is for one sample on one thread, the files in turn; a
 ratio is the median over the rounds. NNCF quantizes the same float file with the same batches, with its default
-settings, in an environment of its own; without `--nncf` its rows are left out. `--write` updates `docs/openvino.md`.
+settings, in an environment of its own; without `--nncf` its rows are left out. `--write` updates `results/openvino.md`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--nncf", help="a python with nncf and openvino")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--write", action="store_true", help="update docs/openvino.md")
+    parser.add_argument("--write", action="store_true", help="update results/openvino.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     rows: list[list[str]] = []
@@ -157,8 +157,7 @@ def main() -> None:
     publish(
         f"""# In OpenVINO
 
-`export.onnx` writes what OpenVINO reads; `target="openvino"` puts quantizers where its kernels count in integers, and
-`verify(..., runtime="openvino")` compares the file there with torch. *The same, int8 activations* has symmetric codes
+Files of `target="openvino"`. *The same, int8 activations* has symmetric codes
 for what transformers multiply: `input=TensorSpec(format="int8"), output=None`. Reproduce with
 `python -m benchmarks.in_openvino`, whose docstring says what is measured.
 

@@ -9,7 +9,7 @@ SGLang's dependencies need CUDA: of them install what its imports ask for, but n
 parses `config.json`, builds the model on a CPU as for an NVIDIA GPU, chooses schemes and loads the weights (see
 `benchmarks/peers/sglang_reading.py` for what is a stub there); no kernel repacks or multiplies. *Layers* are the
 schemes of the linear layers, with the layers where they differ; *weights* counts parameters with a part that was not
-filled, and tensors of the checkpoint that were not read. `--write` updates `docs/sglang.md`.
+filled, and tensors of the checkpoint that were not read. `--write` updates `results/sglang.md`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sglang", type=Path, required=True, metavar="PYTHON", help="the Python of its environment")
     parser.add_argument("--only", default="", help="rows whose checkpoint or model contains this; no other tables")
-    parser.add_argument("--write", action="store_true", help="update docs/sglang.md")
+    parser.add_argument("--write", action="store_true", help="update results/sglang.md")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     with one_thread(), tempfile.TemporaryDirectory() as folder:
@@ -171,20 +171,7 @@ def page(lines: Lines, versions: str) -> str:
     """Return the page."""
     return f"""# In SGLang
 
-With `target="sglang"`, `quantize` and the export refuse what SGLang would refuse or load wrongly, before a checkpoint
-is written:
-
-``` {{.python}}
-config = qfx.presets.W4A16_GPTQ.replace(target="sglang")
-qmodel = qfx.quantize(llm, config, token_batches)
-qfx.export.huggingface(qmodel, "llm-int4", tokenizer=tokenizer)
-```
-
-The rules are those of [vLLM](vllm.md) and a few more: integers of 4 and 8 bits, no MX formats, no calibrated int8
-activations, no experts in float beside GPTQ. Layers that stay in float are named as the checkpoint has them, and by the
-name of the layer that SGLang loads them into (`qkv_proj`, `gate_up_proj`), which it looks for.
-
-Below is what SGLang's own code makes of the checkpoints, as far as it runs without a GPU. It parses `config.json`,
+What SGLang's own code makes of the checkpoints, as far as it runs without a GPU. It parses `config.json`,
 builds the model on a CPU, chooses a scheme for each layer and loads the weights. **No kernel ran**: no weights were
 repacked, no logits computed. SGLang chooses by the GPU, so the process answers for one of compute capability 9.0 that
 is not there. In place of `sgl_kernel`, of one more kernel and of torchvision there are stubs that only satisfy imports.

@@ -10,7 +10,7 @@ tokens that it finds likeliest at each position; the quantized graph computes th
 largest absolute difference, *dB* the signal to noise ratio. vLLM and `qmodel.eager()` then continue 8 prompts of 32
 tokens by 32 tokens each, greedily; *tokens* counts those before the first that differs. Speed is that of a Llama of
 135M parameters with random weights on one core: the layouts take turns at 8 prompts of 32 tokens and 32 more for each,
-and the ratio is taken within each round. `--write` updates `docs/vllm.md`.
+and the ratio is taken within each round. `--write` updates `results/vllm.md`.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, required=True, metavar="PYTHON", help="the Python of its environment")
     parser.add_argument("--only", default="", help="rows that contain this; no other tables")
     parser.add_argument("--rounds", type=int, default=3, help="of the speeds")
-    parser.add_argument("--write", action="store_true", help="update docs/vllm.md")
+    parser.add_argument("--write", action="store_true", help="update results/vllm.md")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     with one_thread(), tempfile.TemporaryDirectory() as folder:
@@ -390,35 +390,9 @@ def page(
     """Return the page."""
     return f"""# In vLLM
 
-vLLM runs the checkpoints of `export.huggingface`. With `target="vllm"`, `quantize` and the export refuse what vLLM
-would refuse, before a checkpoint is written:
-
-``` {{.python}}
-config = qfx.presets.W4A16_GPTQ.replace(target="vllm")
-qmodel = qfx.quantize(llm, config, token_batches)
-qfx.export.huggingface(qmodel, "llm-int4", tokenizer=tokenizer)
-
-vllm.LLM(model="llm-int4").generate("Once upon a time")
-```
-
-On the command line, this is `--preset w4a16_gptq --target vllm --format compressed-tensors`.
-
-- vLLM runs query, key and value as one kernel, and so the gate and up projections of an MLP, and the experts of a
-  layer. Each such group has one scheme, or stays in float; otherwise the error names its operators. What goes together
-  is what reads one value in one module, so some linear attentions get one scheme where vLLM would take two.
-- Embeddings and routers stay in float. A quantized head is named where vLLM looks for it. The gate of shared experts,
-  which vLLM keeps in float as well, looks like any linear layer: add `"*.shared_expert_gate"` to `exclude`.
-- Experts that stay in float are stored one by one, as in a float checkpoint. Transformers 5.23 does not find them there
-  beside quantized layers of compressed-tensors: for transformers use another target, which stores them as stacks.
-- A KV cache is FP8 with one scale for keys and one for values. Activations are int8 or FP8, calibrated or measured per
-  token, beside weights of the same kind. Checkpoints of quark_fx hold no int4 weights beside int8 activations.
-- Rotations at run time (`w4a16_rotated`) run in vLLM, too: the checkpoint holds the matrices and says where they apply
-  (`transform_config`). Transformers and SGLang ignore them and would compute something else, so only `target="vllm"`
-  writes such checkpoints. `Rotate` skips what vLLM does not rotate at run time: heads, experts, keys, and what layers
-  with a bias read. vLLM needs a single GPU for it. On a CPU, vLLM 0.32 fails: the benchmark puts torch's product in
-  place of the missing one, so the rows below show what the checkpoint means, not what a CPU runs.
-- The target does not know your processor. Whether vLLM has a kernel there is for vLLM to say; below is what it says on
-  this CPU. No GPU was used. SGLang has a target of its own ([In SGLang](sglang.md)).
+Checkpoints of `export.huggingface` in vLLM on a CPU; no GPU was used. vLLM 0.32 has no kernel on a CPU for rotations at
+run time: the benchmark puts torch's product in place of the missing one, so these rows show what the checkpoint means,
+not what a CPU runs.
 
 ## What it computes
 

@@ -4,7 +4,7 @@
 
 A Llama of two layers with random weights is quantized by llm-compressor and by GPTQModel, each in a process and an
 environment of its own (`benchmarks.peers.checkpoint_writers`), and a CNN by ONNX Runtime's quantizer. `--write` writes
-`docs/inspected.md`.
+`results/inspected.md`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llm-compressor", type=Path, help="Python of an environment that has llmcompressor")
     parser.add_argument("--gptqmodel", type=Path, help="Python of an environment that has gptqmodel")
-    parser.add_argument("--write", action="store_true", help="write docs/inspected.md")
+    parser.add_argument("--write", action="store_true", help="write results/inspected.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as scratch:

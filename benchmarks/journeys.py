@@ -11,7 +11,7 @@ runs its file on an emulated processor without VNNI (`qemu-x86_64` of Debian's `
 made before the clock starts.
 
 Seconds are those of the clock; downloads and compilation of a package's files are most of the installation's. `--write`
-updates these journeys in `docs/journeys.md`.
+updates these journeys in `results/journeys.md`.
 """
 
 from __future__ import annotations
@@ -236,11 +236,11 @@ def page(sections: Mapping[str, str]) -> str:
     texts = [sections[journey.title] for journey in JOURNEYS.values() if journey.title in sections]
     return f"""# A newcomer's first hour
 
-The commands that [README](../README.md) and [Command line](command_line.md) print, each typed into a clone and an
-environment without packages, and the seconds on the clock. Packages come from a mirror of PyPI near by; elsewhere
-`pip install` takes longer. The checkpoint is SmolLM2-135M, with {_ARTICLES} articles of Wikipedia to calibrate on and
-{_ARTICLES} to judge by; the network is a residual CNN, trained on scikit-learn's digits. Reproduce with
-`python -m benchmarks.journeys`.
+The commands that [README](../../README.md) and [Command line](../../docs/command_line.md) print, each typed into a
+clone and an environment without packages, and the seconds on the clock. Packages come from a mirror of PyPI nearby;
+elsewhere `pip install` takes longer. The checkpoint is SmolLM2-135M, with {_ARTICLES} articles of Wikipedia to
+calibrate on and {_ARTICLES} to evaluate on; the network is a residual CNN, trained on scikit-learn's digits.
+Reproduce with `python -m benchmarks.journeys`.
 
 {chr(10).join(texts)}"""
 
@@ -249,7 +249,7 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--journeys", nargs="+", default=list(JOURNEYS), choices=JOURNEYS)
-    parser.add_argument("--write", action="store_true", help="update docs/journeys.md")
+    parser.add_argument("--write", action="store_true", help="update results/journeys.md")
     arguments = parser.parse_args()
     sections = sections_of(PAGE) if arguments.write else {}
     for name in arguments.journeys:

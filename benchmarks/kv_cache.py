@@ -4,7 +4,7 @@
 
 `llama` is that of `benchmarks.language_models`, `smollm2` that of `benchmarks.real`, judged on fewer windows here.
 Results are kept beside the trained models, so that an interrupted run continues; to measure again, remove that folder.
-`--write` updates `docs/kv_cache.md`.
+`--write` updates `results/kv_cache.md`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama", "smollm2"], choices=("llama", "smollm2"))
-    parser.add_argument("--write", action="store_true", help="update docs/kv_cache.md")
+    parser.add_argument("--write", action="store_true", help="update results/kv_cache.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     publish(page(arguments.models), "kv_cache.md" if arguments.write else None)

@@ -17,7 +17,7 @@ of which imports and loading are most for the small one.
 A peer runs in an environment of its own (see `benchmarks/peers/language.py`); without its `--` option its rows are left
 out. A build of torch for GPUs takes 300 MiB more than one without: where the peers have the latter, `--quark-fx` is to
 name an environment with the same. `--jobs` keeps finished runs: one with the same checkpoint, tokens, options and, if
-it is ours, source is read instead of run. `--write` updates `docs/language_peers.md`.
+it is ours, source is read instead of run. `--write` updates `results/language_peers.md`.
 """
 
 from __future__ import annotations
@@ -506,7 +506,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round")
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose tool and method contain one of these")
     parser.add_argument("--jobs", type=Path, help="folder for the runs, kept; default: a temporary one")
-    parser.add_argument("--write", action="store_true", help="update docs/language_peers.md")
+    parser.add_argument("--write", action="store_true", help="update results/language_peers.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@
 
 The models are those of `benchmarks.language_models`, calibrated on 64 windows of their training text, judged on 40,800
 tokens of files that nothing else is taken from. Results are kept beside the models, so that an interrupted run
-continues; to measure again, remove that folder. `--write` updates `docs/language_quality.md`.
+continues; to measure again, remove that folder. `--write` updates `results/language_quality.md`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(language_models.MODELS), choices=language_models.MODELS)
-    parser.add_argument("--write", action="store_true", help="update docs/language_quality.md")
+    parser.add_argument("--write", action="store_true", help="update results/language_quality.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     publish(page(arguments.models), "language_quality.md" if arguments.write else None)

@@ -6,7 +6,7 @@ torchvision's ResNet-50 at 3 x 224 x 224 and a BERT of base size at 128 tokens, 
 does not depend on values. Every file is run with one sample on one thread and on two, the files in turn, five runs
 at a time of which the median counts; a row gives the median over the rounds and the quartiles of the ratio to the
 float file in the same round. The peer starts from the file that `torch.onnx.export` writes, prepared by its own
-`quant_pre_process`. `--write` updates `docs/latency.md`.
+`quant_pre_process`. `--write` updates `results/latency.md`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="rounds of 5 runs for each file")
-    parser.add_argument("--write", action="store_true", help="update docs/latency.md")
+    parser.add_argument("--write", action="store_true", help="update results/latency.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -5,7 +5,7 @@
 The encoder all-MiniLM-L6-v2 with its own weights, from int8_static and float for each operator, at shares of the time
 that float takes. A call is 16 sentences, on one thread. The search estimates and measures errors on calibration
 sentences; the cosine between the vectors of the quantized and the float model is that of 64 others. Goal: every mixture
-keeps its budget, and is nearer to float than int8 everywhere. `--write` updates `docs/latency_budget.md`.
+keeps its budget, and is nearer to float than int8 everywhere. `--write` updates `results/latency_budget.md`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import quark_fx as qfx
-from benchmarks.common import DOCS, environment, one_thread, publish, table
+from benchmarks.common import RESULTS, environment, one_thread, publish, table
 from benchmarks.real import minilm
 
-PAGE = DOCS / "latency_budget.md"
+PAGE = RESULTS / "latency_budget.md"
 
 CANDIDATES = ["int8_static", "float"]
 
@@ -74,7 +74,7 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.7], help="of the latency of float")
-    parser.add_argument("--write", action="store_true", help="update docs/latency_budget.md")
+    parser.add_argument("--write", action="store_true", help="update results/latency_budget.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     with one_thread():

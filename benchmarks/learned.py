@@ -6,7 +6,7 @@
 The networks are those of `benchmarks.composed_digits` (100 classes, 4,000 held-out images, one of which is 0.025 %) and
 the sentence encoder all-MiniLM-L6-v2 (100 times the mean cosine between the embeddings of 64 held-out sentences before
 and after). Results are kept beside the networks, so that an interrupted run continues and several may run at once; to
-measure again, remove that folder. `--write` updates the sections of these networks in `docs/learned.md`.
+measure again, remove that folder. `--write` updates the sections of these networks in `results/learned.md`.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def main() -> None:
         "--passes", nargs="+", choices=PASSES, default=list(PASSES), help="columns; the rest stay empty"
     )
     parser.add_argument("--kept", action="store_true", help="show what earlier runs measured, measure nothing")
-    parser.add_argument("--write", action="store_true", help="update docs/learned.md")
+    parser.add_argument("--write", action="store_true", help="update results/learned.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     made = sections(arguments.networks, arguments.seeds, arguments.passes, kept=arguments.kept)

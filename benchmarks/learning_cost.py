@@ -12,7 +12,7 @@ Equalization and smoothing: the pass and one float forward pass over the same ca
 there are convolutions, in one process, in turn, after one warm-up of each.
 
 All seconds are of the processor, of all threads of a process bound to one core. `--write` updates
-`docs/learning_cost.md`.
+`results/learning_cost.md`.
 """
 
 from __future__ import annotations
@@ -482,7 +482,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="leave the default AdaRound() out on ResNet-18")
     parser.add_argument("--folder", type=Path, help="for the peer's jobs, kept; default: a temporary one")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each pass, after one warm-up")
-    parser.add_argument("--write", action="store_true", help="update docs/learning_cost.md")
+    parser.add_argument("--write", action="store_true", help="update results/learning_cost.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -5,7 +5,7 @@
 Every model has seeded random weights (biases and norms perturbed, batch norm statistics estimated on its data) and
 runs in a process of its own; an error is a row. Two batches of 4 calibrate, a third one is compared. The size of the
 float file is that of `torch.onnx.export(dynamo=True, optimize=True)` of the captured graph, or, where that fails, the
-bytes of parameters and buffers (marked `*`). `--write` updates `docs/models.md`.
+bytes of parameters and buffers (marked `*`). `--write` updates `results/models.md`.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def main() -> None:
     parser.add_argument("--only", help="names of models, separated by commas; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--child", metavar="MODEL", help="measure one model in this process and print it as JSON")
-    parser.add_argument("--write", action="store_true", help="update docs/models.md")
+    parser.add_argument("--write", action="store_true", help="update results/models.md")
     arguments = parser.parse_args()
     if arguments.child:
         warnings.filterwarnings("ignore")

@@ -9,7 +9,7 @@ all: `pip download -d wheels pytest hypothesis`, with the version of Python of t
 Each step runs in a worker process under a time limit and appends one line of JSON to the results file at once. A step
 that fails says why, and the next one runs; a worker that hangs or crashes is replaced, and what its step found so far
 is kept. Another call with the same file runs the steps that are missing, then those that failed; those that were cut
-off get twice the time. `--write` makes `docs/on_gpu_results.md` of the file.
+off get twice the time. `--write` makes `results/on_gpu.md` of the file.
 
 `--device pretend --small` runs everything on the pretend GPU of the tests, `--device cpu --small` on the CPU. Times on
 two blocks of an 8B shape are extrapolated to its 32 blocks by the last one, and marked so. The page begins with the
@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "on_gpu_results.md"
+PAGE = ROOT / "benchmarks" / "results" / "on_gpu.md"
 
 WHEELS = ROOT / "wheels"
 INSTALLED = WHEELS / "installed"

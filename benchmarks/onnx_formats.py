@@ -20,7 +20,7 @@ import torch
 import torchvision
 
 import quark_fx as qfx
-from benchmarks.common import DOCS, environment, table
+from benchmarks.common import ROOT, environment, table
 
 PRESETS = ("int8_static", "xint8", "int8_dynamic")
 FORMATS = ("qdq", "qoperator")
@@ -67,7 +67,7 @@ def main() -> None:
     text = table(("preset", '`"qdq"`', '`"qoperator"`', "nodes in integers", "difference"), rows)
     print(text, environment(), sep="\n\n")
     if arguments.write:
-        page = DOCS / "onnx.md"
+        page = ROOT / "docs" / "onnx.md"
         pattern = re.compile(r'^\| preset +\| `"qdq"`.*?(?=\n\n)', re.DOTALL | re.MULTILINE)
         page.write_text(pattern.sub(lambda _: text, page.read_text(encoding="utf-8")), encoding="utf-8")
 

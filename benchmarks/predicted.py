@@ -7,7 +7,7 @@ quantizes with a limit of memory far above need, so that it gives back memory as
 the process's own memory (`RssAnon`, seen every 10 ms), of which python, torch, transformers and the model take what
 the column *before* says; *beyond* compares what was added to that, the harder question. The last row is streamed from a
 checkpoint to an output directory, whose disk is watched too: by the room that is left on it, to which other processes
-add noise. One thread. `--write` updates `docs/predicted.md`.
+add noise. One thread. `--write` updates `results/predicted.md`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def main() -> None:
     """Measure every row and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=(*CASES, STREAMED), default=(*CASES, STREAMED), metavar="NAME")
-    parser.add_argument("--write", action="store_true", help="update docs/predicted.md")
+    parser.add_argument("--write", action="store_true", help="update results/predicted.md")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:

@@ -9,7 +9,7 @@ VNNI is missing (a changed comparison in the copy, Linux on x64 with AVX-512 and
 (`qemu-x86_64` of Debian's `qemu-user`). A column that this machine cannot fill is `–`. Models have trained weights
 (`cnn`, `mobilenet`, `vit`, MiniLM) or seeded random ones (torchvision's, and timm's EfficientFormer where it is
 installed). SQNR is that of the first output on data that was not calibrated on, against the float model. `--write`
-updates the rows of these models and files in `docs/processors.md`; what exactness costs is measured with all files.
+updates the rows of these models and files in `results/processors.md`; what exactness costs is measured with all files.
 `--suite` types the README's two commands, the second of which runs all tests, into a fresh environment with the kernels
 for AVX2.
 """
@@ -41,7 +41,7 @@ import torchvision
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import DOCS, environment, estimate_batch_norm, images, publish, sqnr, table
+from benchmarks.common import RESULTS, environment, estimate_batch_norm, images, publish, sqnr, table
 from benchmarks.models import perturb
 from quark_fx.config.quant_config import QuantConfig, Target
 from quark_fx.export.runtime import verification
@@ -359,7 +359,7 @@ def child(rounds: str, inputs: str, *files: str) -> None:
 
 def with_rows_of_others(rows: list[list[object]], columns: int) -> list[list[object]]:
     """Return rows and those that the page has, in a table of that many columns, of what was not measured."""
-    measured, page = {(row[0], row[1]) for row in rows}, DOCS / "processors.md"
+    measured, page = {(row[0], row[1]) for row in rows}, RESULTS / "processors.md"
     lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     there = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
     kept: list[list[object]] = [
@@ -375,7 +375,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--files", nargs="*", default=list(FILES), choices=list(FILES), metavar="FILE")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--write", action="store_true", help="update docs/processors.md")
+    parser.add_argument("--write", action="store_true", help="update results/processors.md")
     parser.add_argument("--suite", action="store_true", help="run the README's commands on kernels for AVX2 instead")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -3,7 +3,7 @@
     python -m benchmarks.qronos [--models llama llama_outliers] [--write]
 
 The models are those of `benchmarks.language_models`; weights are in groups of 64, at 2 and 3 bits with zero points.
-Qronos is the solver of `tests/extensions/qronos.py`. `--write` updates `docs/qronos.md`.
+Qronos is the solver of `tests/extensions/qronos.py`. `--write` updates `results/qronos.md`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama", "llama_outliers"], choices=language_models.MODELS)
-    parser.add_argument("--write", action="store_true", help="update docs/qronos.md")
+    parser.add_argument("--write", action="store_true", help="update results/qronos.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     header = ("rounded by", *(f"{bits} bits" for bits in BITS))
@@ -65,7 +65,7 @@ Mean divergence from the float model (KL, nats per token) of small language mode
 with Python, on 40,800 tokens that nothing was calibrated on. Weights are in groups of 64, at 2 and 3 bits with zero
 points, and 64 windows of 256 tokens calibrate. `Qronos` is the published update in float64
 (`tests/extensions/qronos.py`); `GPTQ(asymmetry=1)` differs in the first column and in what `damping` is a share of
-([how](algorithms.md#gptq)). Reproduce with `python -m benchmarks.qronos`.
+([how](../../docs/algorithms.md#gptq)). Reproduce with `python -m benchmarks.qronos`.
 
 {chr(10).join(parts)}
 {environment()}

@@ -39,7 +39,7 @@ COUNTS = (1, 2, 4)
 def main() -> None:
     """Quantize with each number of processes and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/ranked.md")
+    parser.add_argument("--write", action="store_true", help="write results/ranked.md")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as name:

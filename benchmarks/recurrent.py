@@ -4,7 +4,7 @@
 
 One layer of hidden size 256 over 80 steps, seeded random weights, one thread. Sessions run in turn; a cell is the
 median ratio of a round's latencies. *int8 weights* is `int8_weight_only`, *integers* is `int8_dynamic` with
-`format="qoperator"`, which only LSTMs have. `--write` updates `docs/recurrent.md`.
+`format="qoperator"`, which only LSTMs have. `--write` updates `results/recurrent.md`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="update docs/recurrent.md")
+    parser.add_argument("--write", action="store_true", help="update results/recurrent.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     header = ("layer", "batch", "float, ms", "int8 weights over float", "integers over float")

@@ -13,7 +13,7 @@ With `--auto-round` and `--modelopt`, the Python of environments that have these
 its own. They count scales in other ways: each is asked for several sizes, and what counts is the largest that fits
 ours. All choices are then rounded alike.
 
-`--write` updates the models of `docs/searched.md` that were measured, after each.
+`--write` updates the models of `results/searched.md` that were measured, after each.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--auto-round", type=Path, help="Python of an environment that has auto-round")
     parser.add_argument("--modelopt", type=Path, help="Python of an environment that has nvidia-modelopt")
-    parser.add_argument("--write", action="store_true", help="update docs/searched.md")
+    parser.add_argument("--write", action="store_true", help="update results/searched.md")
     arguments = parser.parse_args()
     pythons = {peer: python for peer in PEERS if (python := getattr(arguments, peer)) is not None}
     warnings.simplefilter("ignore", UserWarning)

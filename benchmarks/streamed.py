@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--streamed-only", action="store_true", help="leave out the large models in memory")
-    parser.add_argument("--write", action="store_true", help="write docs/streamed.md")
+    parser.add_argument("--write", action="store_true", help="write results/streamed.md")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:

@@ -8,7 +8,7 @@ result is compared: the two ways have to agree bit for bit. ResNet-18 has 32 ran
 the tests 900 images of digits it was trained on, the Llama (4 layers of 256, random weights) 32 windows of 256
 random tokens. Nothing of what GPTQ and AWQ do is shared but capture and data.
 
-Goal: at most 3 times one, for ranges and for weights that are rounded to nearest. `--write` updates `docs/sweep.md`
+Goal: at most 3 times one, for ranges and for weights that are rounded to nearest. `--write` updates `results/sweep.md`
 after each case.
 """
 
@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each ratio")
-    parser.add_argument("--write", action="store_true", help="update docs/sweep.md")
+    parser.add_argument("--write", action="store_true", help="update results/sweep.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     rows: list[list[str]] = []
@@ -167,11 +167,11 @@ def page(rows: Sequence[Sequence[str]], rounds: int) -> str:
     header = ("ten configurations", "model", "one alone, CPU s", "ten on a session, CPU s", "ten / one", "goal")
     return f"""# Several configurations of one model
 
-Ten configurations on one [`Session`](configuration.md#several-configurations), over the mean of the ten alone: in one
-process on one thread, neighbors, median (range) of {rounds} round(s), one of GPTQ and of AWQ. Every tensor of every
-result is the same in both ways. Static configurations differ in observers, formats of activations and granularity of
-weights, weight-only ones in formats, sizes of groups and observers; of GPTQ and AWQ, which read the quantized model,
-capture and data are shared. Reproduce with `python -m benchmarks.sweep`.
+Ten configurations on one [`Session`](../../docs/configuration.md#several-configurations), over the mean of the ten
+alone: in one process on one thread, neighbors, median (range) of {rounds} round(s), one of GPTQ and of AWQ. Every
+tensor of every result is the same in both ways. Static configurations differ in observers, formats of activations and
+granularity of weights, weight-only ones in formats, sizes of groups and observers; of GPTQ and AWQ, which read the
+quantized model, capture and data are shared. Reproduce with `python -m benchmarks.sweep`.
 
 {table(header, rows)}
 

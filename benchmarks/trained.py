@@ -5,7 +5,7 @@
 The networks are those of the tests: a residual, a depthwise and an attention network trained on scikit-learn's digits
 (accuracy on 897 held-out images), and the sentence encoder all-MiniLM-L6-v2 (mean cosine between the embeddings of 64
 held-out sentences before and after). Nothing is measured on what it was calibrated with. `xint8, unaligned` is the
-preset without `AlignShifts`. `--write` updates `docs/trained.md`; rows of presets that were not measured stay.
+preset without `AlignShifts`. `--write` updates `results/trained.md`; rows of presets that were not measured stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 
 import quark_fx as qfx
-from benchmarks.common import DOCS, environment, publish, table
+from benchmarks.common import RESULTS, environment, publish, table
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.evaluation import Embedding
 from quark_fx.graph.pass_manager import pass_name
@@ -51,7 +51,7 @@ def sentence_similarity(preset: str, folder: Path) -> tuple[float, float]:
 
 def merged(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return the rows and, where they are of some presets only, those of the page for the others."""
-    page = DOCS / "trained.md"
+    page = RESULTS / "trained.md"
     lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     table = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")]
     known = {row[0]: row for row in table[2:]} | {row[0]: row for row in rows}
@@ -61,7 +61,7 @@ def merged(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update docs/trained.md")
+    parser.add_argument("--write", action="store_true", help="update results/trained.md")
     parser.add_argument("--presets", nargs="*", default=list(CONFIGS), choices=list(CONFIGS), metavar="PRESET")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)

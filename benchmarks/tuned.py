@@ -8,7 +8,7 @@
 learn three times. Goals there: a divergence of at most 0.06 at 4 bits, of at most 0.20 at 3. One run measures both:
 what the scales were before `TuneScales` is put back into its result. Time is that of `quantize`, of one thread, in
 processor seconds, to the end of the passes before `TuneScales` and to the end. `--untuned` leaves `TuneScales` out.
-`--write` updates the rows of these models and widths in `docs/tuned.md`.
+`--write` updates the rows of these models and widths in `results/tuned.md`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama", REAL], choices=names)
     parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2])
     parser.add_argument("--untuned", action="store_true", help="leave TuneScales out")
-    parser.add_argument("--write", action="store_true", help="update docs/tuned.md")
+    parser.add_argument("--write", action="store_true", help="update results/tuned.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     header = ("bits", "method", "perplexity", "KL", "quantize, CPU s")
@@ -123,9 +123,9 @@ def main() -> None:
             sections[title] = f"## {title}\n\n{table(header, every)}\n\n{ends}\n"
     page = f"""# Scales learned from the whole model's predictions
 
-`w4a16_best_asym` chooses codes operator by operator; [`TuneScales`](algorithms.md#tunescales) then learns scales, and
-codes stay. Perplexity of held-out text, and the mean divergence (KL, nats per token) of the predictions from the float
-model's. One thread. Reproduce with `python -m benchmarks.tuned`.
+`w4a16_best_asym` chooses codes operator by operator; [`TuneScales`](../../docs/algorithms.md#tunescales) then learns
+scales, and codes stay. Perplexity of held-out text, and the mean divergence (KL, nats per token) of the predictions
+from the float model's. One thread. Reproduce with `python -m benchmarks.tuned`.
 
 {chr(10).join(text for _, text in sorted(sections.items()))}"""
     publish(page, "tuned.md" if arguments.write else None)

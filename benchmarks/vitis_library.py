@@ -7,7 +7,7 @@ A file for each kind of codes and each of the two domains, of networks in which 
 of the order of sums: `rounded` multiplies activations by one, so that its output is they, as the nodes round them;
 `wide` has them from 2**-20 to 2**20; `weights` multiplies the rows of the identity by random weights, so that its
 output is these; `cnn` has convolutions, whose sums are exact where scales are powers of two and codes have 8 bits. The
-library is compiled at its first use, which needs a C++ compiler. `--write` writes `docs/vitis_library.md`.
+library is compiled at its first use, which needs a C++ compiler. `--write` writes `results/vitis_library.md`.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def page(rows: list[Row], release: str) -> str:
 
 `format="vitis"`, run by ONNX Runtime with the operator library of `amd-quark` {release} on a processor: {equal} of
 {len(rows)} files load and make torch's output, every value equal bit for bit; the last columns count the values that
-differ, [onnx.md](onnx.md#the-vendors-nodes) says why. That is the arithmetic of the nodes; whether a compiler for an
-NPU accepts a file is another question, which needs one.
+differ, [onnx.md](../../docs/onnx.md#the-vendors-nodes) says why. That is the arithmetic of the nodes; whether a
+compiler for an NPU accepts a file is another question, which needs one.
 
 `python -m benchmarks.vitis_library --amd-quark PYTHON --write` writes this page; its module says what the networks are.
 
@@ -225,7 +225,7 @@ def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--amd-quark", required=True, metavar="PYTHON", help="an interpreter that has amd-quark")
-    parser.add_argument("--write", action="store_true", help="write docs/vitis_library.md")
+    parser.add_argument("--write", action="store_true", help="write results/vitis_library.md")
     options = parser.parse_args()
     version = "from importlib.metadata import version; print(version('amd-quark'))"
     release = subprocess.run([options.amd_quark, "-c", version], capture_output=True, text=True, check=True).stdout

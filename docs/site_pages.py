@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: Markdown files of the repository's root are pages of the site, and the README is its home."""
+"""Hooks of MkDocs: files of the root and of `benchmarks/results` are pages of the site, and the README is its home."""
 
 from __future__ import annotations
 
@@ -20,9 +20,23 @@ EXAMPLES = {"examples/quickstart.py": "quickstart.md"} | {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the root's pages, their links turned to where the site has them."""
+    """Add the root's pages and the results, with links as the site needs them. The search leaves results out."""
+    for path in (ROOT / "benchmarks" / "results").glob("*.md"):
+        text = (
+            path.read_text(encoding="utf-8")
+            .replace("](../../docs/", "](../")
+            .replace("](../../README.md", "](../index.md")
+        )
+        files.append(
+            File.generated(config, f"results/{path.name}", content=f"---\nsearch: {{exclude: true}}\n---\n{text}")
+        )
     for name, page in PAGES.items():
-        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+        text = (
+            (ROOT / name)
+            .read_text(encoding="utf-8")
+            .replace("](docs/", "](")
+            .replace("](benchmarks/results/", "](results/")
+        )
         for target, place in (PAGES | EXAMPLES).items():
             text = text.replace(f"]({target})", f"]({place})")
         files.append(File.generated(config, page, content=text))
@@ -30,7 +44,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to the root's pages, which are files beside `docs`, to pages of the site."""
+    """Replace links to files outside `docs` with links to pages of the site."""
+    if page.file.src_uri.startswith("results/"):
+        return markdown
+    markdown = markdown.replace("](../benchmarks/results/", "](results/")
     return re.sub(r"\]\(\.\./(\w+\.md)\)", lambda link: f"]({PAGES.get(link[1], link[1])})", markdown)
 
 

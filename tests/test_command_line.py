@@ -19,14 +19,14 @@ import onnx
 import pytest
 import sentences
 import torch
+from byte_pairs import byte_pairs
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from PIL import Image
 from safetensors.torch import save_file
 from tiny import rand
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 import quark_fx as qfx
@@ -82,18 +82,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=320, max_position_embeddings=32)).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    byte_pairs().save_pretrained(folder)
     return folder
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    pairs = Tokenizer(models.BPE())
-    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>"]
-    pairs.train_from_iterator(
-        sentences.CALIBRATION, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=special)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token=special[0], pad_token=special[0])
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +173,7 @@ def test_an_encoder_reads_lines_and_its_cosine_is_that_with_the_float_model(fold
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertModel(BertConfig(**sizes, vocab_size=320)).save_pretrained("bert")
-    tokenizer().save_pretrained("bert")
+    byte_pairs().save_pretrained("bert")
     data = ("--data", "text.txt", "--samples", 16)
     call("quantize", "bert", "--preset", "int8_static", *data, "-o", "bert.onnx", "--no-verify")
     figures = answer("evaluate", "bert.onnx", *data, "--reference", "bert")["figures"]

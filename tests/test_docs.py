@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from byte_pairs import byte_pairs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
@@ -27,6 +28,7 @@ from quark_fx.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 
 NAMES: dict[str, Any] = {
@@ -111,10 +113,12 @@ RUN_ELSEWHERE = {"qat.md": "tests/model/test_qat.py"}
 
 
 def blocks_of(page: Path) -> list[str]:
-    """Return the Python of a page; copies of files are imported, as the other tests do."""
+    """Return the Python of a page; copies of files are imported, as the other tests do.
+
+    Blocks of `{.python}` that are no copies need a package that tests do not install.
+    """
     text = page.read_text(encoding="utf-8")
-    found = re.findall(rf"^(?:{_COPY})?```(?:python| \{{\.python\}})\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert len(found) == len(re.findall("```.*python", text))
+    found = re.findall(rf"^(?:{_COPY}``` \{{\.python\}}|```python)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     module = re.compile(r"tests/(.+)\.py")
     return [
         module.sub(lambda name: f"from {name[1].replace('/', '.')} import *\n", file) or code for file, code in found
@@ -156,11 +160,12 @@ def quickstart_names() -> dict[str, Any]:
 
 
 def language_model() -> dict[str, Any]:
-    """Return what a page about generation takes for granted: a model, its tokenizer, a text and prompts."""
+    """Return the names that pages about language models expect: a model, its tokenizer, a text, and prompts."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    llm = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=64)).eval()
-    prompt = {"input_ids": torch.randint(1, 64, (2, 8))}
-    return {"llm": llm, "token_batches": [prompt], "prompt": prompt, "text": "", "tokenizer": lambda *_, **__: prompt}
+    config = LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=320, max_position_embeddings=64)
+    prompt = {"input_ids": torch.randint(1, 320, (2, 8))}
+    text = {"text": "Once upon a time", "tokenizer": byte_pairs()}
+    return {"llm": LlamaForCausalLM(config).eval(), "token_batches": [prompt], "prompt": prompt, **text}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +180,7 @@ def test_every_python_block_runs_after_the_ones_before_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
     names = {} if page.name in ("README.md", "quickstart.md") else dict(quickstart_names())
-    if page.name == "generation.md":
+    if page.name in ("checkpoints.md", "generation.md", "serving.md"):
         names |= language_model()
     run(page, names, monkeypatch)
     if page.name in ("README.md", "quickstart.md"):
@@ -203,12 +208,13 @@ def test_what_extensions_import_is_in_the_api_page() -> None:
 
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    pages = {*PAGES, *ROOT.glob("*.md"), *RESULTS.glob("*.md")}
     headings = {
         page: {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)}
-        for page, text in ((page, page.read_text("utf-8")) for page in (*PAGES, *ROOT.glob("*.md")))
+        for page, text in ((page, page.read_text("utf-8")) for page in pages)
     }
     broken = []
-    for page in PAGES:
+    for page in pages:
         text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
         for link, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
             target = (page.parent / link).resolve() if link else page
@@ -229,8 +235,10 @@ def rows(page: Path) -> list[list[str]]:
 
 
 def test_the_figures_of_the_presets_are_those_that_were_measured() -> None:
-    cosines = {row[0]: row[-1].split(" / ")[-1] for row in rows(DOCS / "trained.md")}
-    (minilm,) = re.findall(r"^## minilm\n(.*?)^## ", (DOCS / "format_matrix.md").read_text("utf-8"), re.M | re.DOTALL)
+    cosines = {row[0]: row[-1].split(" / ")[-1] for row in rows(RESULTS / "trained.md")}
+    (minilm,) = re.findall(
+        r"^## minilm\n(.*?)^## ", (RESULTS / "format_matrix.md").read_text("utf-8"), re.M | re.DOTALL
+    )
     sizes = dict(re.findall(r"^\| (\w+) +\|.*\| +([\d.]+) \|[^|]*\|$", minilm, re.MULTILINE))
     shown = [row for row in rows(DOCS / "presets.md") if len(row) == 6 and row[0].startswith("`")]
     assert len(shown) > 8
@@ -241,10 +249,10 @@ def test_the_figures_of_the_presets_are_those_that_were_measured() -> None:
 
 def test_every_figure_of_the_comparison_is_on_the_page_it_links() -> None:
     (section,) = re.findall(r"^## Beside other tools\n(.*?)^## ", PAGES[0].read_text("utf-8"), re.M | re.DOTALL)
-    compared = [line for line in section.splitlines() if "](docs/" in line and re.search(r"\d\.\d", line)]
+    compared = [line for line in section.splitlines() if "](benchmarks/results/" in line and re.search(r"\d\.\d", line)]
     assert len(compared) > 6
     for line in [" ".join(paragraph.split("\n")) for paragraph in section.split("\n\n")[-1:]] + compared:
-        for page in re.findall(r"\]\((docs/\w+\.md)\)", line)[:1]:
+        for page in re.findall(r"\]\((benchmarks/results/\w+\.md)\)", line)[:1]:
             measured = set(re.findall(r"\d+\.\d+", (ROOT / page).read_text("utf-8")))
             assert set(re.findall(r"\d+\.\d+", line)) <= measured, line
 
@@ -252,15 +260,15 @@ def test_every_figure_of_the_comparison_is_on_the_page_it_links() -> None:
 def test_the_results_list_every_page_that_a_benchmark_writes_with_its_command() -> None:
     listed = dict(
         re.findall(
-            r"^\| \[.*?\]\((\w+\.md)\) .* `python -m benchmarks\.(\w+)` \|$",
+            r"^\| \[.*?\]\((?:\.\./benchmarks/results/)?(\w+\.md)\) .* `python -m benchmarks\.(\w+)` \|$",
             (DOCS / "results.md").read_text("utf-8"),
             re.MULTILINE,
         )
     )
     benchmarks = {path.stem for path in (ROOT / "benchmarks").iterdir()}
     assert set(listed.values()) <= benchmarks
-    commands = {page.name: f"`python -m benchmarks.{page.stem}" for page in DOCS.glob("*.md")}
-    written = {name for name, command in commands.items() if command in (DOCS / name).read_text("utf-8")}
+    pages = {page.name: page for page in RESULTS.glob("*.md")}
+    written = {n for n, page in pages.items() if f"`python -m benchmarks.{page.stem}" in page.read_text("utf-8")}
     assert len(written) > 15
     assert written <= set(listed)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.real [--models crnn ...] [--presets int8_static ...] [--write]
 
 A model whose packages are not installed is left out, with a line that says which command installs them. `--write`
-updates the rows of `docs/real.md` that were measured, after every row, so that an interrupted run keeps them.
+updates the rows of `results/real.md` that were measured, after every row, so that an interrupted run keeps them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import quark_fx as qfx
-from benchmarks.common import DOCS, environment, publish, sections_of, table
+from benchmarks.common import RESULTS, environment, publish, sections_of, table
 from benchmarks.real.exported import exported
 from benchmarks.real.models import CONFIGS, MODELS, ONNX
 from benchmarks.real.packages import PACKAGES, MissingPackageError
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--presets", nargs="+", metavar="PRESET", help="those of each model by default")
-    parser.add_argument("--write", action="store_true", help="update docs/real.md")
+    parser.add_argument("--write", action="store_true", help="update results/real.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     tables: dict[str, Table] = {}
@@ -123,7 +123,7 @@ def main() -> None:
             tables[name] = (header, rows)
             if arguments.write:
                 both = known(name, header) | rows
-                (DOCS / PAGE).write_text(page({name: (header, both)}, written()), encoding="utf-8")
+                (RESULTS / PAGE).write_text(page({name: (header, both)}, written()), encoding="utf-8")
     publish(page(tables, {}), None)
 
 

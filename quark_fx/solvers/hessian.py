@@ -58,7 +58,9 @@ class Hessian:
         fill memory, so they are computed one at a time.
 
         Args:
-            damping, by_activation, sharing: Arguments of `quark_fx.solvers.error_feedback.factor`.
+            damping: Argument of `quark_fx.solvers.error_feedback.factor`.
+            by_activation: Argument of the same function.
+            sharing: Argument of the same function.
 
         Raises:
             CalibrationError: If `h` cannot be factored.
