@@ -3,14 +3,15 @@
     PYTHONPATH=.:tests python -m benchmarks.front_door
     PYTHONPATH=.:tests python -m benchmarks.front_door --weight  # print every call of the third trace
 
-Traces runs of `w4a16_gptq` on two linear layers. For the model and the data, a stop is a call of a function in quark_fx
-that receives as an argument the model, or the list of batches or its first batch; a generator that continues is not
-called again. A move is a stop in another file than the previous stop. A climb is a move to a higher room. Rooms are the
-folders and modules that `tests/test_layout.py` orders; a room imports only rooms below it.
+Traces runs of `w4a16_gptq` on linear layers, the last of which stays in float. For the model and the data, a stop is a
+call of a function in quark_fx that receives as an argument the model, or the list of batches or its first batch; a
+generator that continues is not called again. A move is a stop in another file than the previous stop. A climb is a move
+to a higher room. Rooms are the folders and modules that `tests/test_layout.py` orders; a room imports only rooms below
+it.
 
-For the weight, a stop is any call of a named function in quark_fx while the walk over the blocks waits for GPTQ. There
-is one block, and one weight of 32 x 64, measured on two batches. The last line counts the public functions and classes
-of some rooms that at most one other module of the package imports.
+For the weight, a stop is any call of a named function in quark_fx while the walk over the blocks waits for GPTQ at the
+second layer: 32 x 64 weights, measured on three parts of two batches, and changed. The last line counts the public
+functions and classes of some rooms that at most one other module of the package imports.
 """
 
 from __future__ import annotations
@@ -52,15 +53,16 @@ def stops(run: Callable[[], object], tracked: Sequence[object]) -> list[tuple[st
 
 
 def stops_of_weight(run: Callable[[], object]) -> list[tuple[str, str]]:
-    """Return file and function of each call between two steps of `walk_blocks`, in order."""
-    waiting = False
+    """Return file and function of each call while `walk_blocks` waits at its second block, in order."""
+    blocks, waiting = 0, False
 
     def look(frame: FrameType, event: str, result: object) -> None:
-        nonlocal waiting
+        nonlocal blocks, waiting
         if frame.f_code is _WALK:
             waiting = event == "return" and result is not None  # a generator that yields a block
+            blocks += waiting
 
-    return _calls(run, lambda frame: waiting, look)
+    return _calls(run, lambda frame: waiting and blocks == 2, look)
 
 
 def _calls(
@@ -97,9 +99,9 @@ def importers() -> dict[tuple[str, str], int]:
     counts = dict[tuple[str, str], int]()
     for path, tree in modules.items():
         if path.parts[1] in _ROOMS:
-            named = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+            names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
             module = ".".join(path.with_suffix("").parts)
-            counts |= {(module, name): 0 for name in named if not name.startswith("_")}
+            counts |= {(module, name): 0 for name in names if not name.startswith("_")}
     for tree in modules.values():
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         for one in {(node.module or "", alias.name) for node in imports for alias in node.names} & counts.keys():
@@ -108,13 +110,14 @@ def importers() -> dict[tuple[str, str], int]:
 
 
 def main() -> None:
-    """Print stops, moves, and climbs of the model and the data; changes of file of a weight; names with one importer."""
+    """Print the moves of the model and the data, the changes of file of a weight, and the count of names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--weight", action="store_true", help="print every call that one weight causes")
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
-    data = [torch.randn(4, 64) for _ in range(2)]
+    layers = (nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+    model, mixing = nn.Sequential(*layers).eval(), torch.randn(64, 64)
+    data = [torch.randn(2400, 64) @ mixing for _ in range(2)]  # enough rows to solve once
 
     def run() -> object:
         return qfx.quantize(model, "w4a16_gptq", data, progress=False)
