@@ -11,11 +11,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+PAGES = sorted(
+    f"docs/{path.name}"
+    for path in (ROOT / "docs").glob("*.md")
+    if path.stem not in ("algorithms", "internals", "limits", "on_gpu", "onnx", "presets")
+)
+"""Pages in plain words."""
+
 FINISHED = (
-    "README.md",
-    "docs/configuration.md",
-    "docs/extend.md",
-    "docs/observers.md",
+    *("README.md", *PAGES),
     "quark_fx/analysis",
     "quark_fx/checkpoints",
     "quark_fx/config",
