@@ -14,6 +14,8 @@ from quark_fx.capture.capture import capture_graph
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.config import block_formats, gguf_types
 from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.conversion.convert import convert
+from quark_fx.conversion.plan import Conversion
 from quark_fx.engine.activation_cache import CacheBudget
 from quark_fx.engine.prediction import Prediction
 from quark_fx.engine.resources import Resources
@@ -53,6 +55,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ConfigError",
+    "Conversion",
     "ExportError",
     "Granularity",
     "Inspection",
@@ -74,6 +77,7 @@ __all__ = [
     "block_formats",
     "capture_graph",
     "check",
+    "convert",
     "data",
     "evaluate",
     "evaluation",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -132,13 +133,19 @@ class CheckpointFiles:
         index = {"metadata": {}, "weight_map": {name: links[file] for name, file in self.files.items()}}
         (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
+    @cached_property
+    def headers(self) -> dict[str, tuple[str, list[int]]]:
+        """The dtype of each tensor, in the spelling of safetensors, and its shape."""
+        found: dict[str, tuple[str, list[int]]] = {}
+        for file in dict.fromkeys(self.files.values()):
+            with safe_open(file, "pt") as stored:
+                slices = ((name, stored.get_slice(name)) for name in stored.keys())  # noqa: SIM118 (not a mapping)
+                found |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices if name in self.files}
+        return found
+
     def dtypes(self, names: Collection[str]) -> dict[str, str]:
         """Return the dtypes of the tensors called `names`, in the spelling of safetensors."""
-        dtypes = dict[str, str]()
-        for file in {self.files[name] for name in names}:
-            with safe_open(file, "pt") as stored:
-                dtypes |= {name: stored.get_slice(name).get_dtype() for name in stored.keys() if name in names}  # noqa: SIM118
-        return dtypes
+        return {name: self.headers[name][0] for name in names}
 
     def tensor(self, name: str) -> Tensor:
         """Return a memory-mapped tensor: its values are read when they are used."""
@@ -147,6 +154,15 @@ class CheckpointFiles:
     @cached_property
     def _reader(self) -> MappedFiles:
         return MappedFiles()
+
+
+_BYTES = {"BOOL": 1, "F4": 0.5, "E8M0": 1}
+_BYTES |= {f"{kind}{8 * size}": size for kind in "IUFC" for size in (1, 2, 4, 8)} | {"BF16": 2}
+
+
+def stored_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor, from its dtype in the spelling of safetensors."""
+    return int(math.prod(shape) * _BYTES.get(dtype, 1))
 
 
 def is_float(dtype: torch.dtype) -> bool:
@@ -261,4 +277,4 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(name[:200] for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float", "link_or_copy", "some_of", "stored_names"]
+__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float", "link_or_copy", "some_of", "stored_bytes", "stored_names"]

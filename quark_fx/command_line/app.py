@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 import quark_fx
 from quark_fx.command_line.analyze import analyze
 from quark_fx.command_line.compare import compare
+from quark_fx.command_line.convert import convert
 from quark_fx.command_line.doctor import doctor
 from quark_fx.command_line.evaluate import evaluate
 from quark_fx.command_line.export import export
@@ -72,5 +73,5 @@ def _options(
     """Quantize PyTorch models and Hugging Face checkpoints; export, verify, and evaluate the result."""
 
 
-for _command in (quantize, analyze, search, presets, inspect, verify, doctor, evaluate, export, compare):
+for _command in (quantize, convert, analyze, search, presets, inspect, verify, doctor, evaluate, export, compare):
     app.command()(_command)

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
-from quark_fx.checkpoints.files import CheckpointFiles
+from quark_fx.checkpoints.decoded import group_of, names_layer
+from quark_fx.checkpoints.files import CheckpointFiles, stored_bytes
 from quark_fx.checkpoints.gguf_file import open_gguf
 from quark_fx.checkpoints.open_checkpoint import quantized_by, read_configuration
 from quark_fx.errors import CheckpointError
@@ -40,8 +39,6 @@ _CACHED = frozenset({"k_scale", "v_scale", "k_zero_point", "v_zero_point"})
 _Tensors = Mapping[str, tuple[str, list[int]]]
 """Dtype and shape of each tensor of a layer."""
 
-_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8_e4m3", "I8": "int8"}
 
 
@@ -66,7 +63,7 @@ def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
         method = method[step]
     said: Mapping[str, Any] = method if key else {}
     layers: dict[str, dict[str, tuple[str, list[int]]]] = {}
-    for name, header in _headers(files).items():
+    for name, header in files.headers.items():
         layer, _, leaf = name.rpartition(".")
         layers.setdefault(layer, {})[leaf] = header
     try:
@@ -79,21 +76,12 @@ def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
         ) from error
 
 
-def _headers(files: CheckpointFiles) -> dict[str, tuple[str, list[int]]]:
-    found: dict[str, tuple[str, list[int]]] = {}
-    for file in dict.fromkeys(files.files.values()):
-        with safe_open(file, "pt") as stored:
-            slices = ((name, stored.get_slice(name)) for name in stored.keys())  # noqa: SIM118 (not a mapping)
-            found |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices}
-    return found
-
-
 def _parts(name: str, tensors: _Tensors, said: Mapping[str, Any]) -> Iterator[Part]:
     beside = _BESIDE & tensors.keys()
     if beside:
         codes = next((leaf for leaf in _CODES if leaf in tensors), "")
         own = {codes, *beside} - {""}
-        scheme = _scheme(name, said)
+        scheme = group_of(name, said)
         scales, _ = tensors.get("weight_scale", ("", []))
         dtype, _ = tensors[codes] if codes else ("codes that are missing", [])
         yield Part(
@@ -103,7 +91,7 @@ def _parts(name: str, tensors: _Tensors, said: Mapping[str, Any]) -> Iterator[Pa
             or _plain(name, tensors, said)
             or _NAMES.get(dtype, dtype.lower()),
             activation=_spec(scheme.get("input_activations")) or "float",
-            bytes=sum(_size(*tensors[leaf]) for leaf in own),
+            bytes=sum(stored_bytes(*tensors[leaf]) for leaf in own),
         )
         return
     for leaf, (dtype, shape) in tensors.items():
@@ -113,7 +101,7 @@ def _parts(name: str, tensors: _Tensors, said: Mapping[str, Any]) -> Iterator[Pa
                 kind="layer",
                 weight=_NAMES.get(dtype, dtype.lower()),
                 activation="float",
-                bytes=_size(dtype, shape),
+                bytes=stored_bytes(dtype, shape),
                 reason=_left_out(name, said),
             )
 
@@ -125,13 +113,13 @@ def _cached(layers: Mapping[str, _Tensors], said: Mapping[str, Any]) -> Iterator
     scales = {name: [header for leaf, header in tensors.items() if leaf in _CACHED] for name, tensors in layers.items()}
     found = {name: headers for name, headers in scales.items() if headers}
     for name, headers in (found or {"every attention": []}).items():
-        whole = sum(_size(*header) for header in headers)
+        whole = sum(stored_bytes(*header) for header in headers)
         yield Part(name=name, kind="attention", weight=NO_WEIGHT, activation=spec, bytes=whole)
 
 
 def _left_out(layer: str, said: Mapping[str, Any]) -> str:
     """Return the entry of the configuration that keeps a layer in float; empty if there is none."""
-    if any(_names(target, layer) for target in said.get("ignore") or ()):
+    if any(names_layer(target, layer) for target in said.get("ignore") or ()):
         return "in ignore of its config.json"
     if any(str(part) in layer for part in said.get("modules_to_not_convert") or ()):
         return "in modules_to_not_convert of its config.json"
@@ -140,28 +128,6 @@ def _left_out(layer: str, said: Mapping[str, Any]) -> str:
     if layer == "lm_head" and said.get("lm_head") is False:
         return "lm_head is false in its config.json"
     return ""
-
-
-def _names(target: Any, layer: str) -> bool:
-    """Tell whether a name or pattern of compressed-tensors matches a layer."""
-    return target == layer or (str(target).startswith("re:") and re.match(str(target)[3:], layer) is not None)
-
-
-def _size(dtype: str, shape: list[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count * _BYTES.get(dtype, 1)
-
-
-def _scheme(layer: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the group of compressed-tensors that contains a layer."""
-    groups = [group for group in (said.get("config_groups") or {}).values() if isinstance(group, dict)]
-    for fits in (layer.__eq__, lambda target: _names(target, layer)):  # names take precedence over patterns
-        for group in groups:
-            if any(map(fits, group.get("targets", ()))):
-                return group
-    return next((group for group in groups if "Linear" in group.get("targets", ())), groups[0] if groups else {})
 
 
 def _spec(said: Any, scales: str = "") -> str:

@@ -333,7 +333,7 @@ class QuantizedScale(ScaleFormat):
 
     def quantized(self, values: Tensor, axis: int = -1) -> QuantizedTensor:
         if self.has_unit:
-            unit = _unit_of(values)
+            unit = _unit_of(values) if self.unit is None else like(values, self.unit)
             return QuantizedTensor.of((values / unit).to(self.format.dtype), unit, None, self.format)
         low, high = map(int, self.format.limits)
         cut = self._cut(values, axis)

@@ -236,7 +236,7 @@ def new_directory(directory: Path, *, replaces: Callable[[str], bool], last: str
     try:
         with new_folder(parent, prefix) as folder:
             yield folder
-            _sync_tree(folder)
+            sync_tree(folder)
             with locked(parent):
                 _put_in_place(folder, directory, replaces, last)
     finally:
@@ -304,7 +304,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Write the files of a folder to the disk, so that a power failure finds them whole."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():

@@ -6,8 +6,9 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,8 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
     final = {name for name in every if name in whole or name.rpartition(".")[0] in apart}
     rest = {name: tensor for name, tensor in every.items() if name not in final}
     tensors = as_saved(shell, rest) | {name: every[name] for name in final}
-    if set(_forms(shell.config.quantization_config)) & _BLOCK_FORMS:
-        shell.to(torch.bfloat16)  # readers decompress to bfloat16 and use it as the dtype of the model
+    if decompress_to_bfloat16(shell.config.quantization_config):
+        shell.to(torch.bfloat16)
     vars(shell).pop("hf_quantizer", None)  # set by the reader of a float GGUF model; it would refuse to save
     generation = _without_invalid_generation(shell)
     try:
@@ -212,35 +213,98 @@ def _reader(error: Exception) -> str:
     return f" (the code of {type(reader).__name__} reads weights of {shown})" if names else ""
 
 
-def _forms(config: dict[str, Any]) -> list[str]:
-    return [group.get("format", "") for group in config.get("config_groups", {}).values()]
+def decompress_to_bfloat16(config: Mapping[str, Any]) -> bool:
+    """Tell whether readers of a `quantization_config` decompress to bfloat16, the dtype of the whole model then."""
+    return any(group.get("format", "") in _BLOCK_FORMS for group in config.get("config_groups", {}).values())
 
 
 Written = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors of the quantized layers, and the configuration."""
 
 
-def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
-    """Write https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
-    schemes: dict[str, dict[str, Any]] = {}
-    members: dict[str, list[Layer]] = {}
-    stacks = {layer.stack: layer for layer in checkpoint.layers if layer.stack}.values()
-    group, sizes = next(iter(_groups_of(stacks)), None), _groups_of(x for x in checkpoint.layers if not x.stack)
+class Schemes:
+    """Schemes of compressed-tensors, and the layers of each.
 
-    def write(layer: Layer) -> dict[str, Tensor]:
+    Args:
+        layers: All layers that will be added.
+    """
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        layers = list(layers)
+        stacks = {layer.stack: layer for layer in layers if layer.stack}.values()
+        self._sizes = _groups_of(x for x in layers if not x.stack)
+        self._of_experts = next(iter(_groups_of(stacks)), None)
+        self._schemes: dict[str, dict[str, Any]] = {}
+        self._members: dict[str, list[Layer]] = {}
+
+    def add(self, layer: Layer) -> dict[str, Any]:
+        """Return the scheme of a layer, and list the layer.
+
+        Raises:
+            ExportError: If compressed-tensors has no scheme for it.
+        """
         scheme, size = _scheme(layer), None
         if scheme["weights"]["strategy"] == "channel" and layer.stack:
-            size = group  # transformers reads all experts with one scheme; a row of one group fits any
+            size = self._of_experts  # transformers reads all experts with one scheme; a row of one group fits any
         elif scheme["weights"]["strategy"] == "channel" and scheme["format"] == "pack-quantized":
-            size = _row_or_group(layer.weight, sizes)
+            size = _row_or_group(layer.weight, self._sizes)
         if size is not None and size > 0:
             scheme["weights"] |= {"strategy": "group", "group_size": size}
         key = repr(scheme)
-        schemes[key] = scheme
-        members.setdefault(key, []).append(layer)
-        return _compressed(layer, scheme)
+        self._members.setdefault(key, []).append(layer)
+        return self._schemes.setdefault(key, scheme)
 
-    tensors = each_layer(checkpoint.layers, write, shelf)
+    def configuration(
+        self, ignore: Sequence[str], head: str = "", left_experts: Collection[str] = (), **others: Any
+    ) -> dict[str, Any]:
+        """Return the `quantization_config`.
+
+        Args:
+            ignore: Names and patterns of the modules that stay in float.
+            head: Module that projects to the vocabulary; empty if the model has none.
+            left_experts: Modules of experts that stay in float.
+            others: Further entries.
+        """
+        schemes, members = self._schemes, self._members
+        experts = {layer.name for some in members.values() for layer in some if layer.stack}
+        groups = {}
+        common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
+        # Readers that fuse layers need the class name; transformers uses the first group with it for all layers but
+        # experts (`get_dense_scheme`).
+        usual = [key for key, _ in common.most_common(1)]
+        for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
+            # In vLLM, a head is not a linear layer, so it needs its name.
+            rest = [x for x in members[key] if key not in usual or not x.is_linear or x.name == head]
+            targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
+            mine = [layer.name for layer in rest if layer.stack]
+            targets += _patterns(mine, {*experts, *left_experts} - set(mine))
+            groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
+        formats = {scheme["format"] for scheme in schemes.values()}
+        # Transformers 5.23 does not support packed zero points with packed codes.
+        dequantized = {"dequantize": True} if _has_zero_points(schemes) else {}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(ignore),
+            "kv_cache_scheme": None,
+            **others,
+            **dequantized,
+        }
+
+    def require_readable(self) -> None:
+        """Raise if transformers would misread some codes.
+
+        It reads all experts with one scheme, and all other layers with one if it dequantizes them.
+        """
+        _require_readable(self._schemes, self._members)
+
+
+def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
+    """Write https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
+    schemes = Schemes(checkpoint.layers)
+    tensors = each_layer(checkpoint.layers, lambda layer: compressed(layer, schemes.add(layer)), shelf)
     if any(_divides_by_127(layer) for layer in checkpoint.layers):
         warn(
             "transformers divides the largest magnitude of a token by 127.5, this model by 127 as other readers do: "
@@ -248,38 +312,17 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
             "symmetry='symmetric_full' on `input`"
         )
     _share_global_scales(tensors)
-    _require_readable(schemes, members)
-    groups = {}
-    common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
-    # Readers that fuse layers need the class name; transformers uses the first group with it for all layers but
-    # experts (`get_dense_scheme`).
-    usual, head = [key for key, _ in common.most_common(1)], checkpoint.head
-    for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
-        # In vLLM, a head is not a linear layer, so it needs its name.
-        rest = [x for x in members[key] if key not in usual or not x.is_linear or x.name == head]
-        targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
-        mine = [layer.name for layer in rest if layer.stack]
-        targets += _patterns(mine, {*checkpoint.experts, *checkpoint.left_experts} - set(mine))
-        groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
-    formats = {scheme["format"] for scheme in schemes.values()}
+    schemes.require_readable()
     scales, cache = _cache(checkpoint)
     matrices, transforms = _transforms(checkpoint)
-    # Transformers 5.23 does not support packed zero points with packed codes.
-    dequantized = {"dequantize": True} if _has_zero_points(schemes) else {}
-    return tensors | scales | matrices, {
-        "quant_method": "compressed-tensors",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": [
-            *checkpoint.left,
-            *_patterns(checkpoint.left_experts, checkpoint.experts),
-            *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
-        ],
-        "kv_cache_scheme": cache,
-        **transforms,
-        **dequantized,
-    }
+    ignore = [
+        *checkpoint.left,
+        *_patterns(checkpoint.left_experts, checkpoint.experts),
+        *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
+    ]
+    others = {"kv_cache_scheme": cache, **transforms}
+    config = schemes.configuration(ignore, checkpoint.head, checkpoint.left_experts, **others)
+    return tensors | scales | matrices, config
 
 
 def _transforms(checkpoint: Checkpoint) -> Written:
@@ -357,10 +400,6 @@ def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[str, list[Layer]]) -> None:
-    """Raise if transformers would misread some codes.
-
-    It reads all experts with one scheme, and all other layers with one if it dequantizes them.
-    """
     shown = ("num_bits", "strategy", "group_size")
     kinds = {
         key: f"{s['format']} {[s['weights'][what] for what in shown]}"
@@ -473,15 +512,16 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
     return {"weights": weights, "input_activations": None, "format": form}
 
 
-def _blocks(weight: QuantizedTensor, form: str) -> dict[str, Tensor]:
-    """Return the tensors of small floats in groups."""
-    packed = pack(weight.format.patterns(weight.codes), weight.format.bits).view(torch.uint8)
+def _blocks(weight: QuantizedTensor, form: str, unit: float | None) -> dict[str, Tensor]:
+    """Return the tensors of small floats in groups; `unit` is the scale of all scales, if it is known."""
     if form == _MXFP8:
         return {"weight": weight.codes, "weight_scale": exponents(weight)}
+    bits = weight.format.bits
+    packed = torch.cat([pack(part.format.patterns(part.codes), bits) for _, part in weight.pieces()]).view(torch.uint8)
     if form != _NVFP4:
         return {"weight_packed": packed, "weight_scale": exponents(weight)}
     try:
-        scale = E4M3_SCALES.quantized(weight.scale)
+        scale = replace(E4M3_SCALES, unit=unit).quantized(weight.scale)
     except ValueError as error:
         raise ExportError(f"{error}; use scale='fp8_e4m3'") from error
     # Readers divide by the global scale.
@@ -512,17 +552,19 @@ def _arguments(bits: int, is_float: bool, symmetric: bool, strategy: str, dynami
     return {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
 
 
-def _compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
+def compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a layer in a scheme, by the ends of their names."""
     weight, activation, kind = layer.weight, layer.input, scheme["format"]
     if kind in _BLOCK_FORMS:
-        return _blocks(weight, kind)
+        return _blocks(weight, kind, layer.unit)
     blocks = block_scales(weight) if scheme["weights"]["strategy"] == "block" else None
     scale = weight.scale if blocks is None else blocks
     tensors = {"weight_scale": scale.reshape(-1) if weight.scale.numel() == 1 else scale}
     if kind == "pack-quantized":
-        codes, zero_point = unsigned(weight)
-        tensors["weight_packed"] = pack(codes, weight.format.bits)
-        if not weight.is_symmetric:
+        parts = [unsigned(part) for _, part in weight.pieces()]
+        tensors["weight_packed"] = torch.cat([pack(codes, weight.format.bits) for codes, _ in parts])
+        if not scheme["weights"]["symmetric"]:
+            zero_point = torch.cat([zero_point for _, zero_point in parts])
             tensors["weight_zero_point"] = pack_columns(zero_point, weight.format.bits)
         tensors["weight_shape"] = torch.tensor(weight.codes.shape, dtype=torch.int64)
     else:

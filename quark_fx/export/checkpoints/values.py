@@ -53,6 +53,7 @@ class Layer:
         matrix: Function that returns the quantized weight.
         input: Rounding of the layer's input; `None` if it is not rounded.
         stack: Name of the stack that contains an expert's weight; empty for other layers.
+        unit: Scale of all E4M3 scales; default: found from the scales.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Layer:
     matrix: Callable[[], QuantizedTensor]
     input: Activation | None
     stack: str = ""
+    unit: float | None = None
 
     @property
     def weight(self) -> QuantizedTensor:
@@ -396,7 +398,12 @@ def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated
     return f"what it reads is rotated, but {why}; {_UNROTATED}" if why else ""
 
 
-def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str] = ()) -> ExportError:
+_EXCLUDE = "config.replace(exclude=(*config.exclude, {}))"
+
+
+def unholdable(
+    errors: list[str], names: Iterable[str] = (), held: Sequence[str] = (), remedy: str = _EXCLUDE
+) -> ExportError:
     """Return the error that lists operators that a format does not support; patterns of `names` leave them in float.
 
     Long lists have one line for all layers that differ only in numbers, with a pattern that matches none of `held`.
@@ -407,10 +414,11 @@ def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str]
         lines = [f"{name}: {why}" + f" ({count} of them)" * (count > 1) for (name, why), count in alike.items()]
         safe = {name: without_numbers(name) for name in names if not fnmatch.filter(held, without_numbers(name))}
         names = list(dict.fromkeys(safe.get(name, glob.escape(name)) for name in names))
-    remedy = f"config.replace(exclude=(*config.exclude, {', '.join(map(repr, names))}))"
+    call = remedy.format(", ".join(map(repr, names)))
+    way = "exclude them (exclude=, Override)" if remedy == _EXCLUDE else "leave them in float"
     return ExportError(
-        "the checkpoint format cannot hold how these are quantized; exclude them (exclude=, Override) or change "
-        "their specs:\n  " + "\n  ".join(lines) + f"\nTo leave these weights in float: {remedy}" * bool(names)
+        f"the checkpoint format cannot hold how these are quantized; {way} or change "
+        "their specs:\n  " + "\n  ".join(lines) + f"\nTo leave these weights in float: {call}" * bool(names)
     )
 
 

@@ -1,0 +1,33 @@
+"""`quark-fx convert`: quantize a checkpoint file to file, without the code of its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import quark_fx as qfx
+from quark_fx.command_line.options import Json
+from quark_fx.command_line.printing import show
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="The directory of a Hugging Face checkpoint, of any architecture.")],
+    scheme: Annotated[str, typer.Option(help="A preset that needs no data, such as fp8_dynamic or w4a16_rtn.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="A directory to create.")],
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Layers that stay in float besides heads, embeddings, routers, and draft layers: a glob on names, or "'
+            're:" and a regular expression. Repeatable.'
+        ),
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would become of each tensor.")] = False,
+    json: Json = False,
+) -> None:
+    """Quantize a checkpoint file to file: tensor by tensor, resumable, without building the model."""
+    made = qfx.convert(source, scheme, output, ignore=ignore or (), processes=processes, dry_run=dry_run)
+    wrote = [] if dry_run else [f"wrote {output} (checkpoint, compressed-tensors)"]
+    show(json, made.to_dict(), *[made.table()] * dry_run, *made.summary(), *wrote)

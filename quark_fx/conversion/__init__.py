@@ -1,0 +1,1 @@
+"""Quantize a checkpoint file to file: no model is built, and no code of the checkpoint runs."""

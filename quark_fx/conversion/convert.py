@@ -1,0 +1,402 @@
+"""`convert`: quantize a checkpoint directory tensor by tensor, in several processes, and continue after an interruption."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from quark_fx.checkpoints.decoded import DecodedFiles
+from quark_fx.checkpoints.files import CheckpointFiles, stored_bytes
+from quark_fx.checkpoints.open_checkpoint import quantized_by
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.conversion.plan import Conversion, PlannedTensor, layer_of, plan, require_data_free, rounded
+from quark_fx.errors import CheckpointError, ExportError
+from quark_fx.export.checkpoints.to_huggingface import compressed, decompress_to_bfloat16
+from quark_fx.quantization import resolve
+from quark_fx.system.isolation import isolated
+from quark_fx.system.memory import bytes_text
+from quark_fx.system.options import PositiveInt, checked_call
+from quark_fx.system.untrusted import read_bytes, read_json, require_regular
+from quark_fx.system.writable import lock, require_possible, sync_directory, sync_tree, writing
+
+_LIMIT = 1 << 24
+"""Bytes of the largest `config.json` that is read."""
+
+_SHARD = 5 * 10**9
+"""Bytes of tensors in a file of the result."""
+
+_UNIT = 1 << 26
+"""Bytes of the source that are finished together, unless fused layers are larger."""
+
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+
+_OTHER_FORMS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".tflite"})
+"""Suffixes of files that hold the weights in another form."""
+
+
+@checked_call
+@isolated
+def convert(
+    source: str | Path,
+    scheme: str | QuantConfig | Mapping[str, Any],
+    output: str | Path,
+    *,
+    ignore: Sequence[str] = (),
+    processes: PositiveInt = 1,
+    dry_run: bool = False,
+    progress: bool = True,
+) -> Conversion:
+    """Quantize a Hugging Face checkpoint to compressed-tensors file to file: no model is built, and none of its code runs.
+
+    Matrices of floats called `*.weight` are rounded. Heads, embeddings, routers, and draft (MTP) layers stay in float,
+    because servers compute them in float; layers that servers fuse share what they must. Every other tensor and file is
+    copied. Sources in FP8 blocks or compressed-tensors are decoded tensor by tensor.
+
+    An interrupted call leaves `output` with the suffix `.unfinished`; the same call continues, and writes equal bytes.
+
+    Args:
+        source: Directory with safetensors files and `config.json`, of any architecture.
+        scheme: Name of a preset that needs no data, such as `"fp8_dynamic"`, a `QuantConfig`, or its `to_dict()`.
+        output: Directory to create.
+        ignore: Further layers that stay in float: globs on names (`"*router*"`), or `"re:"` and a regular expression.
+        processes: Number of processes. With several, a script needs `if __name__ == "__main__":` around the call.
+        dry_run: Return the plan, and write nothing.
+        progress: Show a progress bar.
+
+    Returns:
+        What becomes of each tensor.
+
+    Raises:
+        ConfigError: If the scheme needs data or a model, or nothing is left to quantize.
+        CheckpointError: If the source is damaged, or its codes are not decoded.
+        ExportError: If compressed-tensors cannot hold a layer (all are listed), or the output cannot be written.
+    """
+    config, source, output = resolve(scheme), Path(source), Path(output)
+    require_data_free(config, repr(scheme) if isinstance(scheme, str) else "of this configuration")
+    require_possible(output)
+    files = CheckpointFiles.of(source)
+    said = _configuration(files.directory)
+    decoded = DecodedFiles.of(files, said)
+    others, left_out = _other_files(files)
+    conversion = plan(decoded, said, config, tuple(ignore), output, left_out)
+    _require_place(files.directory, output)
+    if not dry_run:
+        _run(_Job.of(conversion, decoded), said, others, processes, progress)
+    return conversion
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    file = directory / "config.json"
+    try:
+        said = read_json(file, _LIMIT)
+        if not isinstance(said, dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}; pass the directory of a Hugging Face checkpoint, or fetch the file again"
+        ) from error
+    return said
+
+
+def _other_files(files: CheckpointFiles) -> tuple[dict[str, Path], list[str]]:
+    """Return the files to copy, by their paths in the directory, and the paths of those that are left out."""
+    known, found, left = {file.name for file in files.files.values()}, dict[str, Path](), list[str]()
+    for folder, folders, names in os.walk(files.directory):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            file = Path(folder, name)
+            path = file.relative_to(files.directory).as_posix()
+            if path in known or path in (_INDEX, "config.json"):
+                continue
+            if file.suffix in _OTHER_FORMS or name.startswith("consolidated") or not file.is_file():
+                left.append(path)
+            else:
+                found[path] = file
+    return found, left
+
+
+def _require_place(source: Path, output: Path) -> None:
+    """Raise `ExportError` unless the output is a new directory outside of the source."""
+    one, other = source.resolve(), output.resolve()
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        raise ExportError(f"output {output} and source {source} contain each other; choose another directory as output")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ExportError(f"{output} exists already; remove it, or choose another directory")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The work of a conversion, in a form that other processes can have.
+
+    Attributes:
+        conversion: Its plan.
+        source: Tensors of the source.
+        units: Tensors that are finished together: fused layers are in one unit.
+        shards: Tensors of each file, in the order of their bytes, by the name of the file.
+    """
+
+    conversion: Conversion
+    source: DecodedFiles
+    units: list[list[PlannedTensor]]
+    shards: dict[str, dict[str, tuple[str, tuple[int, ...]]]]
+
+    @classmethod
+    def of(cls, conversion: Conversion, source: DecodedFiles) -> _Job:
+        tensors, taken, size = {t.name: t for t in conversion.tensors}, set[str](), 0
+        units: list[list[PlannedTensor]] = [[]]
+        shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+        filled = 0
+        for tensor in tensors.values():
+            if tensor.name not in taken:
+                members = [tensor, *(tensors[name] for name in tensor.shared)]
+                taken.update(member.name for member in members)
+                if size and size + (more := sum(m.bytes_before for m in members)) > _UNIT:
+                    units.append([])
+                    size = 0
+                units[-1] += members
+                size += sum(m.bytes_before for m in members)
+            if filled and filled + tensor.bytes_after > _SHARD:
+                shards.append({})
+                filled = 0
+            shards[-1] |= tensor.outputs
+            filled += tensor.bytes_after
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        names = names if len(shards) > 1 else [_WHOLE]
+        # Bytes of large elements come first, so that every tensor is aligned.
+        ordered = [dict(sorted(s.items(), key=lambda item: (-stored_bytes(item[1][0], (1,)), item[0]))) for s in shards]
+        return cls(conversion, source, units, dict(zip(names, ordered, strict=True)))
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder of a conversion that has not ended."""
+        output = self.conversion.output
+        return output.with_name(f"{output.name}.unfinished")
+
+    @property
+    def result(self) -> Path:
+        """The folder in it that becomes the output."""
+        return self.unfinished / "result"
+
+    @property
+    def identity(self) -> str:
+        """Text that differs if anything else is to be written, or the source has changed."""
+        files = sorted(set(self.source.files.files.values()))
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        parts = (self.conversion.to_dict(), [t.weight for t in self.conversion.tensors], stats, [*self.shards])
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def places(self) -> dict[str, tuple[str, int, tuple[str, tuple[int, ...]]]]:
+        """Return the file and offset of each tensor of the result, with its dtype and shape."""
+        found = {}
+        for file, tensors in self.shards.items():
+            position = len(_header(tensors))
+            for name, header in tensors.items():
+                found[name] = (file, position, header)
+                position += stored_bytes(*header)
+        return found
+
+
+def _header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """Return the beginning of a safetensors file."""
+    position, entries = 0, dict[str, Any]()
+    for name, (dtype, shape) in tensors.items():
+        end = position + stored_bytes(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _run(job: _Job, said: dict[str, Any], others: Mapping[str, Path], processes: int, progress: bool) -> None:
+    with writing(job.conversion.output), _taken(job) as done:
+        for file, tensors in job.shards.items():
+            header = _header(tensors)
+            with (job.result / file).open("r+b" if (job.result / file).exists() else "wb") as stream:
+                stream.write(header)
+                stream.truncate(len(header) + sum(stored_bytes(*t) for t in tensors.values()))
+        rest = [index for index in range(len(job.units)) if index not in done]
+        if processes == 1 or len(rest) < 2:
+            _fill(job, rest, progress)
+        else:
+            _fill_in_processes(job, rest, processes, progress)
+        _write_others(job, said, others)
+        sync_tree(job.result)
+        if job.conversion.output.exists():
+            job.conversion.output.rmdir()
+        job.result.replace(job.conversion.output)
+        sync_directory(job.conversion.output.parent)
+    shutil.rmtree(job.unfinished, ignore_errors=True)
+
+
+_DONE, _IDENTITY, _LOCK = "done", "identity", "lock"
+
+
+@contextmanager
+def _taken(job: _Job) -> Iterator[set[int]]:
+    """Create or take over the unfinished folder, and yield the units that are done.
+
+    Raises:
+        ExportError: If it belongs to another conversion, or another process writes to it.
+    """
+    folder, output = job.unfinished, job.conversion.output
+    known = folder / _IDENTITY
+    if folder.exists() and not known.is_file() and any(path.name != _LOCK for path in folder.iterdir()):
+        raise ExportError(f"{folder} is in the way of {output}; move it, or choose another output")
+    needed = sum(t.bytes_after for t in job.conversion.tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("a+b") as file:
+        if not lock(file.fileno(), wait=False) and os.name == "posix":
+            raise ExportError(f"another process converts to {output}; wait until it has ended")
+        if known.is_file() and read_bytes(known, 1 << 10).decode() != job.identity:
+            raise ExportError(
+                f"{folder} holds an unfinished conversion of another source or scheme; repeat that call to finish it, "
+                "or remove the folder"
+            )
+        if not known.is_file() and (free := shutil.disk_usage(folder).free) < needed:
+            shutil.rmtree(folder)
+            raise ExportError(f"{output} needs {bytes_text(needed)}, and {bytes_text(free)} are free; make room")
+        job.result.mkdir(exist_ok=True)
+        known.write_text(job.identity)
+        log = folder / _DONE
+        try:
+            yield {int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")} if (
+                log.exists()
+            ) else set()
+        except BaseException:
+            if not log.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _fill_in_processes(job: _Job, units: Sequence[int], processes: int, progress: bool) -> None:
+    """Divide units among processes.
+
+    Raises:
+        CheckpointError: If a process ends; finished units stay.
+    """
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    count = min(processes, len(units))
+    with ProcessPoolExecutor(count, mp_context=context) as pool:
+        futures = [pool.submit(_fill, job, units[i::count], progress and i == 0, count) for i in range(count)]
+        try:
+            for future in futures:
+                future.result()
+        except BrokenProcessPool as error:
+            raise CheckpointError(
+                "a process of the conversion ended, perhaps for lack of memory; repeat the call with fewer processes: "
+                "it continues where this one stopped"
+            ) from error
+
+
+def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -> None:
+    """Write the tensors of some units into the files of the result.
+
+    Args:
+        job: The work.
+        units: Numbers of the units.
+        progress: Whether to show a progress bar.
+        processes: Number of processes that share the processor; 0 in the process of the caller.
+    """
+    parent = multiprocessing.parent_process()
+    if processes:
+        torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+    places, opened = job.places(), dict[str, BinaryIO]()
+    with ExitStack() as stack, torch.no_grad():
+        log = stack.enter_context((job.unfinished / _DONE).open("ab", buffering=0))
+        for index in tqdm(units, disable=not progress, desc="convert"):
+            if processes and parent is not None and not parent.is_alive():
+                os._exit(1)  # nobody waits for the result
+            sizes: dict[tuple[str, ...], Tensor] = {}
+            for tensor in job.units[index]:
+                for name, value in _made(job.source, tensor, sizes).items():
+                    file, position, (_, shape) = places[name]
+                    if file not in opened:
+                        opened[file] = stack.enter_context((job.result / file).open("r+b"))
+                    assert tuple(value.shape) == shape
+                    opened[file].seek(position)
+                    opened[file].write(value.contiguous().flatten().view(torch.uint8).numpy().data)
+                    del value
+            for stream in opened.values():
+                stream.flush()
+                os.fsync(stream.fileno())
+            log.write(f"{index}\n".encode())
+
+
+def _made(source: DecodedFiles, tensor: PlannedTensor, sizes: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the result that one of the source becomes.
+
+    Args:
+        source: Tensors of the source.
+        tensor: The tensor of the source.
+        sizes: Largest magnitudes of layers that share a scale; it is added to.
+    """
+    values = source.read(tensor.name)
+    if tensor.weight is None or tensor.scheme is None:
+        kind = source.tensors[tensor.name]
+        return {tensor.name: values.to(_FLOATS[kind.dtype]) if kind.form else values}
+    try:
+        amax = unit = None
+        if tensor.weight.scale.has_unit:
+            group = tuple(sorted((tensor.name, *tensor.shared)))
+            if group not in sizes:
+                ends = [torch.stack(source.read(name).aminmax()).abs().amax().float() for name in group]
+                sizes[group] = torch.stack(ends).amax()
+            amax = sizes[group]
+            unit = getattr(tensor.weight.scale.of_tensor(amax, tensor.weight.scheme), "unit", None)
+        name = tensor.name.removesuffix(".weight")
+        layer = layer_of(name, rounded(values, tensor.weight, amax), tensor.read, unit)
+        return {f"{name}.{leaf}": made for leaf, made in compressed(layer, tensor.scheme).items()}
+    except (ValueError, ExportError) as error:
+        raise CheckpointError(
+            f"{tensor.name} cannot be quantized: {error}; fetch the checkpoint again, or add {tensor.name!r} to ignore"
+        ) from error
+
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _write_others(job: _Job, said: dict[str, Any], others: Mapping[str, Path]) -> None:
+    """Write the index, the configuration, and copies of all other files."""
+    for path, file in others.items():
+        require_regular(file)
+        (job.result / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, job.result / path)
+    if len(job.shards) > 1:
+        total = sum(t.bytes_after for t in job.conversion.tensors)
+        weights = {name: file for name, (file, _, _) in job.places().items()}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        (job.result / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (job.result / "config.json").write_text(json.dumps(_described(said, job), indent=2) + "\n", encoding="utf-8")
+
+
+def _described(said: dict[str, Any], job: _Job) -> dict[str, Any]:
+    """Return the content of `config.json` of the result."""
+    said = json.loads(json.dumps(said))
+    while key := quantized_by(said):
+        owner = said
+        *path, last = key.split(".")
+        for step in path:
+            owner = owner[step]
+        del owner[last]
+    if decompress_to_bfloat16(job.conversion.configuration):
+        said["dtype" if "dtype" in said else "torch_dtype"] = "bfloat16"
+    return {**said, "quantization_config": job.conversion.configuration}
+
+
+__all__ = ["convert"]

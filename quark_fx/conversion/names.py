@@ -1,0 +1,86 @@
+"""The parts of a model that the names and shapes of its tensors tell: heads, routers, draft layers, fused layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from quark_fx.plan.roles import HEAD, ROUTER
+from quark_fx.targets import SGLANG
+
+EMBEDDING, DRAFT = "embedding", "draft"
+
+_HEADS = frozenset({"lm_head", "score", "qa_outputs", "classifier", "embed_out"})
+_EMBEDDINGS = re.compile(r"embed|^w[tp]e$|^shared$")
+_GATES = frozenset({"gate", "wg", "shared_expert_gate"})
+"""Names of routers next to experts; elsewhere, a gate is a layer like others."""
+
+_DRAFTS = re.compile(r"(mtp|nextn|draft|eagle|medusa)\w*")
+
+_DRAFT_LAYERS = re.compile(r"nextn\w*layers")
+"""Entry of a configuration whose draft layers follow the others, with numbers from `num_hidden_layers` on."""
+
+_DEPTH = 4
+
+_FUSED = (
+    *SGLANG.checkpoints.fused.values(),
+    *(("w1", "w3"), ("wq", "wk", "wv"), ("query", "key", "value"), ("to_q", "to_k", "to_v")),
+    *(("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkvz", "in_proj_ba"), ("wi_0", "wi_1")),
+)
+"""Names of layers that servers fuse."""
+
+NUMBERED_EXPERT = re.compile(r"[.]experts[.]\d+[.]")
+
+
+def roles(shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the roles of layers that servers compute in float, by the names of their modules.
+
+    Args:
+        shapes: Shapes of the weights, by the names of their modules.
+        config: Content of `config.json`.
+    """
+    tables = list(_tables(config))
+    rows = {table["vocab_size"] for table in tables if isinstance(table.get("vocab_size"), int)}
+    depths = [table.get("num_hidden_layers") for table in tables if any(_DRAFT_LAYERS.search(key) for key in table)]
+    depth = next((d for d in depths if isinstance(d, int)), 0)
+    routed = {name.rpartition(".experts")[0] for name in shapes if ".experts" in name}
+    found = {}
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        layer = re.match(r"(?:(?:language_)?model[.])*layers[.](\d+)[.]", name)
+        if any(_DRAFTS.fullmatch(part) for part in parts) or (layer and 0 < depth <= int(layer[1])):
+            found[name] = DRAFT
+        elif _HEADS & {*parts}:
+            found[name] = HEAD
+        elif any(_EMBEDDINGS.search(part) for part in parts):
+            found[name] = EMBEDDING
+        elif "router" in name or (parts[-1] in _GATES and name.rpartition(".")[0] in routed):
+            found[name] = ROUTER
+        elif shape[0] in rows and not any(part.isdigit() for part in parts):
+            found[name] = HEAD
+    return found
+
+
+def fused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
+    """Return the layers of each group that servers fuse, by the name of each: they have one owner, and equal inputs."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, shape in shapes.items():
+        owner, dot, leaf = name.rpartition(".")
+        for leaves in _FUSED:
+            group = tuple(f"{owner}{dot}{other}" for other in leaves)
+            group = tuple(n for n in group if n in shapes and shapes[n][1:] == shape[1:])
+            if leaf in leaves and len(group) > 1:
+                found[name] = group
+    return found
+
+
+def _tables(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    """Yield a configuration and those it contains."""
+    yield config
+    for value in config.values() if depth < _DEPTH else ():
+        if isinstance(value, dict):
+            yield from _tables(value, depth + 1)
+
+
+__all__ = ["DRAFT", "EMBEDDING", "NUMBERED_EXPERT", "fused", "roles"]

@@ -1,0 +1,341 @@
+"""What `convert` does with each tensor, decided from names, shapes, and a configuration before any tensor is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quark_fx.checkpoints.decoded import DecodedFiles, DecodedTensor
+from quark_fx.checkpoints.files import stored_bytes
+from quark_fx.config.quant_config import Granularity, OperatorSpecs, QuantConfig, TensorSpec
+from quark_fx.config.selection import matches
+from quark_fx.conversion.names import EMBEDDING, NUMBERED_EXPERT, fused, roles
+from quark_fx.errors import ConfigError, ExportError
+from quark_fx.export.checkpoints.experts import literal, name_patterns
+from quark_fx.export.checkpoints.to_huggingface import Schemes, compressed
+from quark_fx.export.checkpoints.values import Layer, fused_names, unholdable
+from quark_fx.export.packing import matrix_of
+from quark_fx.graph.pass_manager import pass_name
+from quark_fx.model.constants import Constant
+from quark_fx.model.rounded_modules import Activation
+from quark_fx.numbers.formats import AT_ONCE
+from quark_fx.numbers.layout import Layout
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.passes.fold_batch_norm import fold_batch_norm
+from quark_fx.passes.fold_constants import fold_constants
+from quark_fx.plan.table import Table, tuples
+from quark_fx.plan.weights import quantize_tensor
+from quark_fx.presets import PRESETS
+from quark_fx.quantization import needs_data
+from quark_fx.system.isolation import warn
+from quark_fx.system.memory import bytes_text
+
+_LINEAR = nn.Linear(1, 1, device="meta")
+"""Module in a `Layer` for every matrix."""
+
+_DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64", torch.int8: "I8", torch.uint8: "U8"}
+_DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype, in the spelling of safetensors, and shape of tensors, by name."""
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor of the source, and what becomes of it.
+
+    Attributes:
+        name: Name in the source.
+        weight: Spec that rounds it; `None` if it is copied.
+        read: Spec of the input of its layer; `None` for float.
+        scheme: Its scheme in compressed-tensors.
+        reason: Why it is copied.
+        shared: Other tensors that share its global scale, because servers fuse the layers.
+        outputs: Tensors in the result.
+        bytes_before: Bytes in the source.
+    """
+
+    name: str
+    weight: TensorSpec | None
+    read: TensorSpec | None
+    scheme: Mapping[str, Any] | None
+    reason: str
+    shared: tuple[str, ...]
+    outputs: Shapes
+    bytes_before: int
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes in the result."""
+        return sum(stored_bytes(*output) for output in self.outputs.values())
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `quark_fx.convert` does, or has done, tensor by tensor.
+
+    Attributes:
+        source: Directory of the source.
+        output: Directory of the result.
+        tensors: All tensors of the source.
+        configuration: The `quantization_config` of the result.
+        notes: Facts about the source, such as that it was quantized before.
+        left_out: Files of the source that the result does not have.
+    """
+
+    source: Path
+    output: Path
+    tensors: Sequence[PlannedTensor] = field(repr=False)
+    configuration: Mapping[str, Any] = field(repr=False)
+    notes: Sequence[str]
+    left_out: Sequence[str]
+
+    def table(self) -> Table[Any]:
+        """Return a table with one row per tensor."""
+        header = ("tensor", "scheme", "shared with", "bytes before", "bytes after")
+        rows = [
+            (t.name, str(t.weight) if t.weight else t.reason, ", ".join(t.shared), t.bytes_before, t.bytes_after)
+            for t in self.tensors
+        ]
+        return tuples(f"{self.source} to {self.output}", header, rows)
+
+    def summary(self) -> list[str]:
+        """Return the totals, and the notes."""
+        before, after = (sum(getattr(t, f"bytes_{when}") for t in self.tensors) for when in ("before", "after"))
+        count = sum(t.weight is not None for t in self.tensors)
+        left = f"left out: {', '.join(self.left_out)}"
+        return [
+            f"{count} of {len(self.tensors)} tensors quantized; {bytes_text(before)} → {bytes_text(after)}",
+            *self.notes,
+            *[left] * bool(self.left_out),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "source": str(self.source),
+            "output": str(self.output),
+            "tensors": self.table().records(),
+            "quantization_config": self.configuration,
+            "notes": list(self.notes),
+            "left_out": list(self.left_out),
+        }
+
+
+def require_data_free(config: QuantConfig, name: str) -> None:
+    """Raise `ConfigError` unless a configuration rounds each weight alone, and its inputs at run time."""
+    if why := _beyond_files(config):
+        free = [n for n, c in PRESETS.items() if not _beyond_files(c) and _is_storable(c)]
+        raise ConfigError(
+            f"scheme {name} {why}, and convert runs no model; quantize the model, or choose one of {', '.join(free)}"
+        )
+
+
+def _beyond_files(config: QuantConfig) -> str:
+    """Return why a configuration needs the model; empty if it does not."""
+    passes = [pass_name(p) for p in config.passes if p not in (fold_constants, fold_batch_norm)]
+    if config.weight is None:
+        return "rounds no weights"
+    if needs_data(config):
+        return "needs calibration data"
+    if passes:
+        return f"changes layers with {', '.join(passes)}"
+    return "rounds outputs, biases, or caches" if config.output or config.bias or config.kv_cache else ""
+
+
+def _is_storable(config: QuantConfig) -> bool:
+    try:
+        spec = config.weight
+        return spec is not None and bool(Schemes([]).add(layer_of("", _stand_in(spec, 128, 256), config.input)))
+    except (ConfigError, ExportError):
+        return False
+
+
+def plan(
+    source: DecodedFiles,
+    said: Mapping[str, Any],
+    config: QuantConfig,
+    ignore: Sequence[str],
+    output: Path,
+    left_out: Sequence[str],
+) -> Conversion:
+    """Decide what becomes of each tensor.
+
+    Args:
+        source: Tensors of the checkpoint.
+        said: Content of its `config.json`.
+        config: Data-free configuration.
+        ignore: Patterns of layers that stay in float.
+        output: Directory of the result.
+        left_out: Files of the source that the result will not have.
+
+    Raises:
+        ExportError: If compressed-tensors cannot hold a layer; all are listed.
+        ConfigError: If no tensor is left to quantize, or a pattern is not a regular expression.
+    """
+    shapes = {n.removesuffix(_WEIGHT): t.shape for n, t in source.tensors.items() if _is_matrix(n, t)}
+    known, groups = roles(shapes, said), fused(shapes)
+    kinds = {name: ("linear", known[name]) if name in known else ("linear",) for name in shapes}
+    specs = {name: config.specs_for(name, *kinds[name]) for name in shapes}
+    reasons = _reasons(kinds, known, specs, config, ignore)
+    for name, group in groups.items():  # one kernel has one scheme
+        if kept := [other for other in group if other in reasons]:
+            reasons.setdefault(name, f"fused with {kept[0]}, which stays in float")
+    matrix = cache(_stand_in)
+    layers, errors = dict[str, Layer](), dict[str, str]()
+    for name in (name for name in shapes if name not in reasons):
+        spec, read = specs[name].weight, specs[name].input
+        assert spec is not None
+        try:
+            layers[name] = layer_of(name, matrix(spec, *shapes[name]), read)
+        except (ExportError, ValueError) as error:
+            errors[name] = str(error)
+    schemes, chosen = Schemes(layers.values()), dict[str, Mapping[str, Any]]()
+    for name, layer in layers.items():
+        try:
+            chosen[name] = schemes.add(layer)
+        except ExportError as error:
+            errors[name] = str(error)
+    if errors:
+        lines = [f"{name}: {why}" for name, why in errors.items()]
+        raise unholdable(lines, errors, [*chosen], "ignore=[{}] (on the command line, --ignore before each)")
+    if not chosen:
+        why = ", ".join(sorted(set(reasons.values()))[:3]) or "it has no matrices of floats called *.weight"
+        raise ConfigError(f"nothing in {source.files.path} is left to quantize ({why}); change ignore, or the scheme")
+    planned, sizes = [], dict[tuple[Any, ...], Shapes]()
+    for name, stored in source.tensors.items():
+        module = name.removesuffix(_WEIGHT)
+        reason = reasons.get(module, "a stack of matrices" if len(stored.shape) == 3 else "not the matrix of a layer")
+        if module not in chosen or module not in shapes:
+            outputs = {name: (stored.dtype, stored.shape)}
+            planned.append(PlannedTensor(name, None, None, None, reason, (), outputs, stored.bytes))
+            continue
+        spec, read, scheme = specs[module].weight, specs[module].input, chosen[module]
+        assert spec is not None
+        if (key := (spec, stored.shape, repr(scheme))) not in sizes:
+            sizes[key] = _sizes(spec, *stored.shape, scheme)
+        shared = tuple(f"{n}{_WEIGHT}" for n in groups.get(module, ()) if n != module) if spec.scale.has_unit else ()
+        outputs = {f"{module}.{leaf}": header for leaf, header in sizes[key].items()}
+        planned.append(PlannedTensor(name, spec, read, scheme, "", shared, outputs, stored.bytes))
+    notes = [f"the source was rounded before, by {source.method}: its errors add to those of this scheme"]
+    left = [name for name in reasons if known.get(name) != EMBEDDING]
+    configuration = schemes.configuration(_left(left, chosen, source, config))
+    return Conversion(source.files.path, output, planned, configuration, notes * bool(source.method), left_out)
+
+
+_WEIGHT = ".weight"
+
+
+def _reasons(
+    kinds: Mapping[str, tuple[str, ...]],
+    known: Mapping[str, str],
+    specs: Mapping[str, OperatorSpecs],
+    config: QuantConfig,
+    ignore: Sequence[str],
+) -> dict[str, str]:
+    """Return why layers stay in float."""
+    reasons, unused = dict[str, str](), dict.fromkeys(ignore)
+    for name, own in kinds.items():
+        found = [pattern for pattern in ignore if _ignores(pattern, name, own)]
+        for pattern in found:
+            unused.pop(pattern, None)
+        if name in known:
+            reasons[name] = f"{known[name]}, in float for servers"
+        elif found:
+            reasons[name] = f"ignored by {found[0]!r}"
+        elif why := config.exclusion(name, *own) or "no weight in the scheme" * (specs[name].weight is None):
+            reasons[name] = why
+    if unused:
+        warn(f"no layer matches {', '.join(map(repr, unused))} of ignore")
+    return reasons
+
+
+def _is_matrix(name: str, stored: DecodedTensor) -> bool:
+    return name.endswith(_WEIGHT) and len(stored.shape) == 2 and stored.is_float and 0 not in stored.shape
+
+
+def _ignores(pattern: str, name: str, kinds: Sequence[str]) -> bool:
+    if not pattern.startswith("re:"):
+        return matches(pattern, name, *kinds) or matches(pattern, f"{name}{_WEIGHT}")
+    try:
+        return re.match(pattern[3:], name) is not None
+    except re.error as error:
+        raise ConfigError(f"{pattern!r} in ignore is not a regular expression: {error}; correct it") from error
+
+
+def _left(left: Sequence[str], chosen: Iterable[str], source: DecodedFiles, config: QuantConfig) -> list[str]:
+    """Return the names and patterns of modules in float that may be linear layers to a reader."""
+    single = [name for name in left if not NUMBERED_EXPERT.search(name)]
+    experts = name_patterns(
+        [name for name in left if NUMBERED_EXPERT.search(name)],
+        [name for name in chosen if NUMBERED_EXPERT.search(name)],
+    )
+    stacks = [n.rpartition(".")[0] for n, t in source.tensors.items() if len(t.shape) == 3 and not n.endswith(_WEIGHT)]
+    return [
+        *single,
+        *fused_names(single, config.target.checkpoints.fused),
+        *(f"re:{pattern}" for pattern in experts),
+        *(f"re:^{literal(path)}[.]" for path in dict.fromkeys(stacks)),
+    ]
+
+
+def layer_of(name: str, matrix: QuantizedTensor, read: TensorSpec | None, unit: float | None = None) -> Layer:
+    """Return a layer with a matrix, as `matrix_of` returns it."""
+    return Layer(name, _LINEAR, lambda: matrix, None if read is None else _activation(read), unit=unit)
+
+
+def _activation(spec: TensorSpec) -> Activation:
+    fmt, symmetry, axis, block, scale, group, ratio = spec.measurement(-1)
+    return Activation(fmt, None, None, symmetry, axis, block, scale, group, ratio)
+
+
+def rounded(x: Tensor, spec: TensorSpec, amax: Tensor | None = None) -> QuantizedTensor:
+    """Return a matrix quantized as `quantize` does, a few rows at a time."""
+    alone = Layout.of(tuple(x.shape), 0, spec.group_rows).pieces(_AT_ONCE)
+    pieces = [...] if spec.granularity is Granularity.TENSOR else alone
+    parts = [quantize_tensor(x[rows], spec, amax=amax) for rows in pieces]
+    codes, scale, zero_point = (
+        torch.cat([getattr(p, k) for p in parts]) if len(parts) > 1 else getattr(parts[0], k)
+        for k in ("codes", "scale", "zero_point")
+    )
+    whole = QuantizedTensor.of(codes, scale, zero_point, spec.format, parts[0].axis, parts[0].block_size)
+    return matrix_of(Constant((), whole, x.dtype))
+
+
+_AT_ONCE = 4 * AT_ONCE
+
+
+def _together(spec: TensorSpec) -> int:
+    """Return the number of rows that outputs grow by: those of a block, and zero points in words of 32 bits."""
+    return max(spec.group_rows, 32)
+
+
+def _stand_in(spec: TensorSpec, rows: int, columns: int) -> QuantizedTensor:
+    """Return a quantized matrix of few rows that has the scheme, and the refusals, of one with `rows` rows."""
+    step = _together(spec)
+    height = rows if rows < 3 * step else rows % step + step
+    values = torch.arange(height * columns).reshape(height, columns).sin().add_(0.3)
+    return rounded(values, spec.replace(observer=None))
+
+
+def _sizes(spec: TensorSpec, rows: int, columns: int, scheme: Mapping[str, Any]) -> Shapes:
+    """Return the tensors of a layer in a scheme: their first dimension grows with its rows."""
+    step, small = _together(spec), _stand_in(spec, rows, columns)
+    height = len(small.codes)
+    one = compressed(layer_of("", small, None), scheme)
+    shapes = {leaf: tuple(tensor.shape) for leaf, tensor in one.items()}
+    if height < rows:
+        more = compressed(layer_of("", _stand_in(spec, height + step, columns), None), scheme)
+        for leaf, (first, *rest) in shapes.items():
+            shapes[leaf] = (first + (len(more[leaf]) - first) * (rows - height) // step, *rest)
+    return {leaf: (_DTYPES[tensor.dtype], shapes[leaf]) for leaf, tensor in one.items()}
+
+
+__all__ = ["Conversion", "PlannedTensor", "layer_of", "plan", "require_data_free", "rounded"]
