@@ -226,14 +226,17 @@ def _codes(known: DecodedTensor, parts: Mapping[str, Tensor], rows: slice, colum
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones(()), exponents.int() - 127)
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
 
 
 def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """Return the codes, float32, that `pack` of quark_fx.export.packing put into the last dimension."""
-    planes = ((words.contiguous().view(torch.uint8).unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
+    planes = ((words.contiguous().view(torch.uint8).unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(
+        -2
+    )
     places = planes[..., : count * bits].unflatten(-1, (count, bits))
-    return (places * (1 << torch.arange(bits)).to(torch.uint8)).sum(-1, dtype=torch.float32)
+    codes: Tensor = (places * (1 << torch.arange(bits)).to(torch.uint8)).sum(-1, dtype=torch.float32)
+    return codes
 
 
 __all__ = ["DecodedFiles", "DecodedTensor", "group_of", "names_layer"]

@@ -277,4 +277,13 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(name[:200] for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float", "link_or_copy", "some_of", "stored_bytes", "stored_names"]
+__all__ = [
+    "GRAPH_FILE",
+    "CheckpointFiles",
+    "MappedFiles",
+    "is_float",
+    "link_or_copy",
+    "some_of",
+    "stored_bytes",
+    "stored_names",
+]

@@ -1,4 +1,4 @@
-"""`convert`: quantize a checkpoint directory tensor by tensor, in several processes, and continue after an interruption."""
+"""`convert`: quantize a checkpoint tensor by tensor, in several processes; an interrupted call continues."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from quark_fx.system.memory import bytes_text
 from quark_fx.system.options import PositiveInt, checked_call
 from quark_fx.system.untrusted import read_bytes, read_json, require_regular
 from quark_fx.system.writable import lock, require_possible, sync_directory, sync_tree, writing
+
+T = TypeVar("T")
 
 _LIMIT = 1 << 24
 """Bytes of the largest `config.json` that is read."""
@@ -60,7 +62,7 @@ def convert(
     dry_run: bool = False,
     progress: bool = True,
 ) -> Conversion:
-    """Quantize a Hugging Face checkpoint to compressed-tensors file to file: no model is built, and none of its code runs.
+    """Quantize a Hugging Face checkpoint file to file, to compressed-tensors; no model is built, no code of it runs.
 
     Matrices of floats called `*.weight` are rounded. Heads, embeddings, routers, and draft (MTP) layers stay in float,
     because servers compute them in float; layers that servers fuse share what they must. Every other tensor and file is
@@ -138,6 +140,18 @@ def _require_place(source: Path, output: Path) -> None:
         raise ExportError(f"{output} exists already; remove it, or choose another directory")
 
 
+def _batches(items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
+    """Return consecutive items in lists of at most `most` bytes, or of one item."""
+    found, filled = list[list[T]](), most
+    for item in items:
+        if filled + size(item) > most or not found:
+            found.append([])
+            filled = 0
+        found[-1].append(item)
+        filled += size(item)
+    return found
+
+
 @dataclass(frozen=True)
 class _Job:
     """The work of a conversion, in a form that other processes can have.
@@ -156,29 +170,16 @@ class _Job:
 
     @classmethod
     def of(cls, conversion: Conversion, source: DecodedFiles) -> _Job:
-        tensors, taken, size = {t.name: t for t in conversion.tensors}, set[str](), 0
-        units: list[list[PlannedTensor]] = [[]]
-        shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
-        filled = 0
-        for tensor in tensors.values():
-            if tensor.name not in taken:
-                members = [tensor, *(tensors[name] for name in tensor.shared)]
-                taken.update(member.name for member in members)
-                if size and size + (more := sum(m.bytes_before for m in members)) > _UNIT:
-                    units.append([])
-                    size = 0
-                units[-1] += members
-                size += sum(m.bytes_before for m in members)
-            if filled and filled + tensor.bytes_after > _SHARD:
-                shards.append({})
-                filled = 0
-            shards[-1] |= tensor.outputs
-            filled += tensor.bytes_after
+        tensors = {tensor.name: tensor for tensor in conversion.tensors}
+        groups = {frozenset((t.name, *t.shared)): [t, *(tensors[name] for name in t.shared)] for t in tensors.values()}
+        units = _batches(groups.values(), lambda group: sum(t.bytes_before for t in group), _UNIT)
+        shards = _batches(tensors.values(), lambda tensor: tensor.bytes_after, _SHARD)
         names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-        names = names if len(shards) > 1 else [_WHOLE]
+        outputs = [{name: header for tensor in shard for name, header in tensor.outputs.items()} for shard in shards]
         # Bytes of large elements come first, so that every tensor is aligned.
-        ordered = [dict(sorted(s.items(), key=lambda item: (-stored_bytes(item[1][0], (1,)), item[0]))) for s in shards]
-        return cls(conversion, source, units, dict(zip(names, ordered, strict=True)))
+        ordered = [dict(sorted(o.items(), key=lambda item: (-stored_bytes(item[1][0], ()), item[0]))) for o in outputs]
+        files = dict(zip(names if len(shards) > 1 else [_WHOLE], ordered, strict=True))
+        return cls(conversion, source, [[tensor for group in unit for tensor in group] for unit in units], files)
 
     @property
     def unfinished(self) -> Path:
@@ -274,11 +275,13 @@ def _taken(job: _Job) -> Iterator[set[int]]:
         known.write_text(job.identity)
         log = folder / _DONE
         try:
-            yield {int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")} if (
-                log.exists()
-            ) else set()
+            yield (
+                {int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")}
+                if (log.exists())
+                else set()
+            )
         except BaseException:
-            if not log.exists():
+            if not (log.exists() and log.stat().st_size):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 

@@ -101,7 +101,13 @@ class Conversion:
         """Return a table with one row per tensor."""
         header = ("tensor", "scheme", "shared with", "bytes before", "bytes after")
         rows = [
-            (t.name, str(t.weight) if t.weight else t.reason, ", ".join(t.shared), t.bytes_before, t.bytes_after)
+            (
+                t.name,
+                str(t.weight) if t.weight else f"stays: {t.reason}",
+                ", ".join(t.shared),
+                t.bytes_before,
+                t.bytes_after,
+            )
             for t in self.tensors
         ]
         return tuples(f"{self.source} to {self.output}", header, rows)
@@ -185,8 +191,9 @@ def plan(
     kinds = {name: ("linear", known[name]) if name in known else ("linear",) for name in shapes}
     specs = {name: config.specs_for(name, *kinds[name]) for name in shapes}
     reasons = _reasons(kinds, known, specs, config, ignore)
-    for name, group in groups.items():  # one kernel has one scheme
-        if kept := [other for other in group if other in reasons]:
+    apart = {name: [other for other in group if other in reasons] for name, group in groups.items()}
+    for name, kept in apart.items():  # one kernel has one scheme
+        if kept:
             reasons.setdefault(name, f"fused with {kept[0]}, which stays in float")
     matrix = cache(_stand_in)
     layers, errors = dict[str, Layer](), dict[str, str]()
@@ -220,7 +227,7 @@ def plan(
         spec, read, scheme = specs[module].weight, specs[module].input, chosen[module]
         assert spec is not None
         if (key := (spec, stored.shape, repr(scheme))) not in sizes:
-            sizes[key] = _sizes(spec, *stored.shape, scheme)
+            sizes[key] = _sizes(spec, stored.shape, scheme)
         shared = tuple(f"{n}{_WEIGHT}" for n in groups.get(module, ()) if n != module) if spec.scale.has_unit else ()
         outputs = {f"{module}.{leaf}": header for leaf, header in sizes[key].items()}
         planned.append(PlannedTensor(name, spec, read, scheme, "", shared, outputs, stored.bytes))
@@ -325,8 +332,9 @@ def _stand_in(spec: TensorSpec, rows: int, columns: int) -> QuantizedTensor:
     return rounded(values, spec.replace(observer=None))
 
 
-def _sizes(spec: TensorSpec, rows: int, columns: int, scheme: Mapping[str, Any]) -> Shapes:
+def _sizes(spec: TensorSpec, shape: tuple[int, ...], scheme: Mapping[str, Any]) -> Shapes:
     """Return the tensors of a layer in a scheme: their first dimension grows with its rows."""
+    rows, columns = shape
     step, small = _together(spec), _stand_in(spec, rows, columns)
     height = len(small.codes)
     one = compressed(layer_of("", small, None), scheme)

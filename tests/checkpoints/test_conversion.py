@@ -1,0 +1,442 @@
+"""A checkpoint converted file to file has the tensors of the exported model, whatever its architecture."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from forked import processes
+from safetensors.torch import load_file, save_file
+from tiny import quantize, seeded
+from torch import Tensor
+from typer.testing import CliRunner
+
+import quark_fx as qfx
+from quark_fx.command_line.app import app
+from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
+from quark_fx.conversion import convert as running
+from quark_fx.conversion.names import fused, roles
+from quark_fx.errors import CheckpointError, ConfigError, ExportError, QuarkError
+from quark_fx.numbers.formats import FP8_E4M3, INT8, UINT4
+from quark_fx.plan.weights import quantize_tensor
+from quark_fx.presets import FP8_DYNAMIC, MXFP8_E4M3, W4A16_RTN
+from quark_fx.quantization import resolve
+
+WIDTH = 64
+_BLOCK = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32)
+BLOCKS = FP8_DYNAMIC.replace(weight=_BLOCK.replace(group_rows=32), input=_BLOCK.replace(dynamic=True), overrides=())
+SCHEMES: dict[str, str | QuantConfig] = {
+    "fp8_dynamic": "fp8_dynamic",
+    "fp8 blocks": BLOCKS,
+    "int8": "int8_weight_only",
+    "int4": W4A16_RTN.replace(group_size=32),
+    "int4, zero points": W4A16_RTN.replace(
+        weight=TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=32)
+    ),
+    "nvfp4a16": "nvfp4_weight_only",
+    "mxfp4a16": "mxfp4_weight_only",
+    "mxfp8a16": MXFP8_E4M3.replace(input=None),
+}
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def invented(folder: Path, *, shards: int = 1, **config: Any) -> dict[str, Tensor]:
+    """Write a checkpoint of an architecture that nobody knows, and return its tensors."""
+    folder.mkdir()
+    tensors = {"trunk.embed_tokens.weight": values(96, WIDTH), "lm_head.weight": values(96, WIDTH, seed=1)}
+    for layer in range(2):
+        sizes = {"mix.wq": WIDTH, "mix.wk": 32, "mix.wv": 32, "mix.wo": WIDTH, "mlp.gate_proj": 96, "mlp.up_proj": 96}
+        for seed, (name, rows) in enumerate(sizes.items()):
+            tensors[f"trunk.layers.{layer}.{name}.weight"] = values(rows, WIDTH, seed=10 * layer + seed) * (seed + 1)
+        tensors[f"trunk.layers.{layer}.mlp.router.weight"] = values(4, WIDTH)
+        tensors[f"trunk.layers.{layer}.norm.weight"] = values(WIDTH)
+        tensors[f"trunk.layers.{layer}.state.kernel"] = values(3, 5, 7)
+    tensors |= {"mtp.fc.weight": values(WIDTH, 2 * WIDTH), "mtp.layers.0.wq.weight": values(WIDTH, WIDTH)}
+    names = list(tensors)
+    parts = [names[i::shards] for i in range(shards)]
+    files = [f"part-{i}.safetensors" for i in range(shards)]
+    for file, part in zip(files, parts, strict=True):
+        save_file({name: tensors[name] for name in part}, folder / file)
+    if shards > 1:
+        index = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        (folder / files[0]).rename(folder / "model.safetensors")
+    described = {"model_type": "invented", "architectures": ["InventedForCausalLM"], "dtype": "bfloat16", **config}
+    (folder / "config.json").write_text(json.dumps(described))
+    others = {"tokenizer.json": "{}", "chat_template.jinja": "{{ x }}", "generation_config.json": '{"top_p": 3}'}
+    others |= {"modeling_invented.py": "raise SystemExit('executed')", "preprocessor_config.json": "{}"}
+    for name, text in others.items():
+        (folder / name).write_text(text)
+    (folder / "extra").mkdir()
+    (folder / "extra" / "template.jinja").write_text("extra")
+    (folder / "pytorch_model.bin").write_text("not copied")
+    return tensors
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint; its index must be exact."""
+    files = sorted(folder.glob("*.safetensors"))
+    parts = {file.name: load_file(file) for file in files}
+    if len(files) > 1:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["weight_map"] == {name: file for file, part in parts.items() for name in part}
+        assert index["metadata"]["total_size"] == sum(t.nbytes for part in parts.values() for t in part.values())
+    return {name: tensor for part in parts.values() for name, tensor in part.items()}
+
+
+def description(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]  # type: ignore[no-any-return]
+
+
+def decompressed(folder: Path, layer: str) -> Tensor:
+    """Return the values that compressed-tensors reads for a layer."""
+    package = pytest.importorskip("compressed_tensors.compressors.base")
+    schema = pytest.importorskip("compressed_tensors.quantization")
+    group = description(folder)["config_groups"]["group_0"]
+    scheme = schema.QuantizationScheme.model_validate(group)
+    tensors = {k.removeprefix(f"{layer}."): t for k, t in stored(folder).items() if k.startswith(f"{layer}.")}
+    compressor = package.BaseCompressor.get_value_from_registry(group["format"])
+    return compressor.decompress(tensors, scheme)["weight"]  # type: ignore[no-any-return]
+
+
+def assert_equal_folders(one: Path, other: Path) -> None:
+    found = filecmp.dircmp(one, other)
+    assert not found.left_only + found.right_only + found.funny_files
+    names = [str(file.relative_to(one)) for file in one.rglob("*") if file.is_file()]
+    assert filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_compressed_tensors_reads_the_values_of_quantize_tensor(name: str, tmp_path: Path) -> None:
+    tensors = invented(tmp_path / "source")
+    made = qfx.convert(tmp_path / "source", SCHEMES[name], tmp_path / "out", progress=False)
+    written = stored(tmp_path / "out")
+    assert {n: (t.dtype, tuple(t.shape)) for n, t in written.items()} == {
+        n: (running._FLOATS.get(d, written[n].dtype), s) for t in made.tensors for n, (d, s) in t.outputs.items()
+    }
+    spec = resolve(SCHEMES[name]).weight
+    assert spec is not None
+    for layer in ("trunk.layers.0.mix.wk", "trunk.layers.1.mlp.gate_proj"):
+        owner, _, leaf = layer.rpartition(".")
+        group = {"wk": ("wq", "wk", "wv"), "gate_proj": ("gate_proj", "up_proj")}[leaf]
+        amax = torch.stack([tensors[f"{owner}.{n}.weight"].abs().amax().float() for n in group]).amax()
+        ours = quantize_tensor(tensors[f"{layer}.weight"], spec, amax=amax).dequantize()
+        read = decompressed(tmp_path / "out", layer)
+        torch.testing.assert_close(read, ours.to(read.dtype), rtol=0, atol=0)
+        wholes = {float(written[f"{owner}.{n}.weight_global_scale"]) for n in group} if name == "nvfp4a16" else {0.0}
+        assert len(wholes) == 1
+
+
+def test_everything_else_is_kept(tmp_path: Path) -> None:
+    tensors = invented(tmp_path / "source")
+    made = qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", ignore=["*.wo"], progress=False)
+    written = stored(tmp_path / "out")
+    for name in ("mtp.fc", "mtp.layers.0.wq", "lm_head", "trunk.layers.1.mlp.router", "trunk.layers.0.mix.wo"):
+        assert torch.equal(written[f"{name}.weight"], tensors[f"{name}.weight"])
+        assert name in description(tmp_path / "out")["ignore"]
+    assert torch.equal(written["trunk.layers.0.state.kernel"], tensors["trunk.layers.0.state.kernel"])
+    assert "trunk.embed_tokens" not in description(tmp_path / "out")["ignore"]
+    copied = ["tokenizer.json", "chat_template.jinja", "generation_config.json", "modeling_invented.py"]
+    for name in (*copied, "preprocessor_config.json", "extra/template.jinja"):
+        assert filecmp.cmp(tmp_path / "source" / name, tmp_path / "out" / name, shallow=False)
+    assert made.left_out == ["pytorch_model.bin"]
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    del said["quantization_config"]
+    assert said == json.loads((tmp_path / "source" / "config.json").read_text())
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+def _killed(source: Path, output: Path, count: int) -> None:
+    """Convert, and end the process without a trace as it begins with tensor number `count`."""
+    made, seen = running._made, iter(range(count))
+
+    def ends(*args: Any) -> dict[str, Tensor]:
+        if next(seen, None) is None:
+            os._exit(9)
+        return made(*args)
+
+    with mock.patch.multiple(running, _made=ends, _UNIT=1, _SHARD=1 << 15):
+        qfx.convert(source, "mxfp4_weight_only", output, progress=False)
+
+
+def test_two_processes_and_a_killed_one_write_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    invented(source, shards=3)
+    monkeypatch.setattr(running, "_UNIT", 1)
+    monkeypatch.setattr(running, "_SHARD", 1 << 15)
+    qfx.convert(source, "mxfp4_weight_only", tmp_path / "one", progress=False)
+    assert len(list((tmp_path / "one").glob("*.safetensors"))) > 2
+    qfx.convert(source, "mxfp4_weight_only", tmp_path / "two", processes=2, progress=False)
+    assert_equal_folders(tmp_path / "one", tmp_path / "two")
+    context = processes()
+    for count in (5, 3):
+        process = context.Process(target=_killed, args=(source, tmp_path / "three", count))
+        process.start()
+        process.join()
+        assert process.exitcode == 9
+    assert not (tmp_path / "three").exists()
+    done = (tmp_path / "three.unfinished" / "done").read_text().split()
+    assert len(set(done)) == len(done) == 8, "the second run continued"
+    with (tmp_path / "three.unfinished" / "done").open("a") as log:
+        log.write("1")  # half of a line
+    with pytest.raises(ExportError, match="another source or scheme"):
+        qfx.convert(source, "fp8_dynamic", tmp_path / "three", progress=False)
+    qfx.convert(source, "mxfp4_weight_only", tmp_path / "three", progress=False)
+    assert_equal_folders(tmp_path / "one", tmp_path / "three")
+
+
+LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "vocab_size": 80, "max_position_embeddings": 64}
+IDS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, qfx.Session]:
+    """A checkpoint that transformers reads, and its model."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))).bfloat16()
+    model.save_pretrained(folder)
+    return folder, qfx.Session(model, [{"input_ids": IDS}])
+
+
+@pytest.mark.parametrize("name", ["fp8_dynamic", "fp8 blocks", "int4", "nvfp4a16"])
+def test_a_llama_is_what_the_export_writes(name: str, llama: tuple[Path, qfx.Session], tmp_path: Path) -> None:
+    folder, session = llama
+    qfx.export.huggingface(quantize(session, SCHEMES[name]), tmp_path / "exported")
+    qfx.convert(folder, SCHEMES[name], tmp_path / "converted", progress=False)
+    ours, theirs = stored(tmp_path / "converted"), stored(tmp_path / "exported")
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        if name == "nvfp4a16" and key.endswith("scale"):  # the product counts
+            pair = [f"{key.rpartition('.')[0]}.weight{end}" for end in ("_scale", "_global_scale")]
+            products = [found[pair[0]].float() / found[pair[1]] for found in (ours, theirs)]
+            assert torch.equal(*products), key
+        else:
+            assert tensor.dtype == theirs[key].dtype
+            assert torch.equal(tensor.view(torch.uint8), theirs[key].view(torch.uint8)), key
+    assert description(tmp_path / "converted") == description(tmp_path / "exported")
+    if name == "int4":
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert found(input_ids=IDS).logits.isfinite().all()
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    invented(tmp_path / "source")
+    line = ["convert", str(tmp_path / "source"), "--scheme", "nvfp4_weight_only", "--output", str(tmp_path / "out")]
+    found = CliRunner().invoke(app, [*line, "--ignore", "*.wo", "--dry-run", "--json"])
+    assert found.exit_code == 0, found.output
+    rows = {row["tensor"]: row for row in json.loads(found.stdout)["tensors"]}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    row = rows["trunk.layers.0.mix.wq.weight"]
+    assert row["shared with"] == "trunk.layers.0.mix.wk.weight, trunk.layers.0.mix.wv.weight"
+    assert row["bytes before"], row["bytes after"] == (8192, 4096 // 2 + 4096 // 16 + 4)
+    assert rows["trunk.layers.0.mix.wo.weight"]["scheme"] == "stays: ignored by '*.wo'"
+    assert rows["mtp.fc.weight"]["bytes after"] == 2 * WIDTH * 2 * WIDTH
+    assert CliRunner().invoke(app, [*line, "--dry-run"]).exit_code == 0
+
+
+def _truncated(source: Path) -> None:
+    file = source / "part-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def _missing(source: Path) -> None:
+    (source / "part-1.safetensors").unlink()
+
+
+def _leaving(source: Path) -> None:
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../a.safetensors"}}))
+
+
+def _nothing(source: Path) -> None:
+    (source / "config.json").unlink()
+
+
+def _nested(source: Path) -> None:
+    (source / "config.json").write_text("[" * 100 + "]" * 100)
+
+
+def _gptq(source: Path) -> None:
+    (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+
+
+def _stray_method(source: Path) -> None:
+    (source / "config.json").write_text(json.dumps({"quantization_config": "fp8"}))
+
+
+def _codes(source: Path) -> None:
+    file = source / "part-0.safetensors"
+    save_file({"a.weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn), **load_file(file)}, file)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["a.weight"] = file.name
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _infinite(source: Path) -> None:
+    file = source / "part-0.safetensors"
+    tensors = load_file(file)
+    next(t for n, t in tensors.items() if ".mlp.up" in n or ".mix." in n)[0, 0] = torch.nan
+    save_file(tensors, file)
+
+
+DAMAGE = {
+    _truncated: "damaged or truncated.*fetch it again",
+    _missing: "part-1.safetensors is missing; fetch it again",
+    _leaving: "names the shard .* which is not a safetensors file next to it",
+    _nothing: "config.json cannot be read.*pass the directory",
+    _nested: "config.json cannot be read.*nested",
+    _gptq: "quantized by 'gptq'.*pass the float checkpoint",
+    _stray_method: "quantized by .*pass the float checkpoint",
+    _codes: "holds codes without scales.*a.weight.*pass the float checkpoint",
+    _infinite: "cannot be quantized.*not finite.*ignore",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_source_that_cannot_be_read_is_refused(damage: Any, tmp_path: Path) -> None:
+    invented(tmp_path / "source", shards=2)
+    damage(tmp_path / "source")
+    with pytest.raises(CheckpointError, match=DAMAGE[damage]):
+        qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_outputs_and_schemes_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    invented(source)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "out.unfinished").mkdir()
+    (tmp_path / "out.unfinished" / "mine").touch()
+    refused: list[tuple[Any, Any, dict[str, Any], str]] = [
+        ("fp8_dynamic", source, {}, "contain each other; choose another directory"),
+        ("fp8_dynamic", source / "out", {}, "contain each other"),
+        ("fp8_dynamic", tmp_path, {}, "contain each other"),
+        ("fp8_dynamic", tmp_path / "full", {}, "exists already; remove it"),
+        ("fp8_dynamic", tmp_path / "out", {}, "is in the way"),
+        ("w4a16_gptq", tmp_path / "new", {}, "quantize the model, or choose one of .*fp8_dynamic"),
+        ("int8_static", tmp_path / "new", {}, "needs calibration data"),
+        ("fp8_dynamik", tmp_path / "new", {}, "fp8_dynamic"),
+        ("fp8_dynamic", tmp_path / "new", {"ignore": ["re:("]}, "not a regular expression"),
+        ("fp8_dynamic", tmp_path / "new", {"ignore": ["*"]}, "nothing .* is left to quantize"),
+        ("fp8_dynamic", tmp_path / "new", {"processes": 0}, "processes"),
+        (W4A16_RTN.replace(group_size=48), tmp_path / "new", {}, "not a multiple of the group size 48.*ignore="),
+    ]
+    for scheme, output, options, message in refused:
+        with pytest.raises(QuarkError, match=f"(?s){message}") as caught:
+            qfx.convert(source, scheme, output, progress=False, **options)
+        assert isinstance(caught.value, ConfigError | ExportError)
+    with pytest.warns(UserWarning, match=r"no layer matches '\*nothing\*' of ignore"):
+        qfx.convert(source, "fp8_dynamic", tmp_path / "new", ignore=["*nothing*"], dry_run=True)
+    (tmp_path / "empty").mkdir()
+    qfx.convert(source, "fp8_dynamic", tmp_path / "empty", progress=False)
+    assert (tmp_path / "empty" / "config.json").is_file()
+
+
+def test_a_copy_of_a_directory_is_not_read_twice(tmp_path: Path) -> None:
+    invented(tmp_path / "source")
+    (tmp_path / "source" / "loop").symlink_to(tmp_path / "source", target_is_directory=True)
+    os.mkfifo(tmp_path / "source" / "pipe")
+    made = qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", progress=False)
+    assert "pipe" in made.left_out
+    assert not (tmp_path / "out" / "loop").exists()
+
+
+def quantized_source(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Write a quantized checkpoint, and return the values of its layers."""
+    if kind == "fp8":  # as DeepSeek-V3 stores its layers: the last blocks are smaller
+        tensors = invented(folder)
+        layers = {n: t for n, t in tensors.items() if "layers" in n and n.endswith(("wq.weight", "up_proj.weight"))}
+        found = dict[str, Tensor]()
+        for name, tensor in layers.items():
+            rows, columns = (-(-n // 40) for n in tensor.shape)
+            scale = torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) + 0.5
+            spread = scale.repeat_interleave(40, 0)[: len(tensor)].repeat_interleave(40, 1)[:, : tensor.shape[1]]
+            codes = (tensor.float() / spread).to(torch.float8_e4m3fn)
+            tensors |= {name: codes, f"{name}_scale_inv": scale}
+            found[name] = codes.float() * spread
+        save_file(tensors, folder / "model.safetensors")
+        said = json.loads((folder / "config.json").read_text())
+        said["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [40, 40]}
+        (folder / "config.json").write_text(json.dumps(said))
+        return found
+    tensors = invented(folder.with_name("float"))
+    made = qfx.convert(folder.with_name("float"), SCHEMES[kind], folder, progress=False)
+    return {
+        t.name: decompressed(folder, t.name.removesuffix(".weight")).float()
+        for t in made.tensors
+        if t.weight is not None
+    }
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "int4, zero points", "fp8_dynamic", "fp8 blocks", "mxfp4a16"])
+def test_a_quantized_source_is_decoded(kind: str, tmp_path: Path) -> None:
+    expected = quantized_source(tmp_path / "source", kind)
+    spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
+    made = qfx.convert(
+        tmp_path / "source", QuantConfig(weight=spec), tmp_path / "out", ignore=["*.0.*up_proj"], progress=False
+    )
+    assert "was rounded before" in made.notes[0]
+    written = stored(tmp_path / "out")
+    assert not [name for name in written if name.endswith(("scale_inv", "zero_point"))]
+    name = "trunk.layers.1.mix.wq"
+    ours = quantize_tensor(expected[f"{name}.weight"], spec).dequantize()
+    assert torch.equal(decompressed(tmp_path / "out", name), ours)
+    kept = written["trunk.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(kept, expected["trunk.layers.0.mlp.up_proj.weight"].bfloat16())
+    for name, tensor in written.items():
+        if name.startswith("mtp.") and kind == "fp8":
+            assert tensor.dtype == torch.bfloat16
+
+
+def test_names_tell_roles_and_fused_layers() -> None:
+    shapes = {
+        "model.layers.3.mlp.gate": (4, 8),
+        "model.layers.3.mlp.experts.0.gate_proj": (8, 8),
+        "model.layers.4.mlp.gate": (32, 8),
+        "model.layers.4.mlp.up": (32, 8),
+        "model.layers.5.mlp.up_proj": (8, 8),
+        "visual.layers.5.mlp.up_proj": (8, 8),
+        "model.layers.1.self_attn.q_a_proj": (8, 8),
+        "model.layers.1.self_attn.kv_a_proj_with_mqa": (9, 8),
+        "model.layers.1.self_attn.q_proj": (8, 8),
+        "model.layers.1.self_attn.k_proj": (8, 4),
+        "output": (99, 8),
+        "score": (2, 8),
+        "transformer.wte": (99, 8),
+    }
+    config = {"vision_config": {"num_hidden_layers": 2}}
+    config |= {"text_config": {"num_hidden_layers": 5, "num_nextn_predict_layers": 1, "vocab_size": 99}}
+    assert roles(shapes, config) == {
+        "model.layers.3.mlp.gate": "router",
+        "model.layers.5.mlp.up_proj": "draft",
+        "output": "head",
+        "score": "head",
+        "transformer.wte": "embedding",
+    }
+    pair = ("model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa")
+    assert fused(shapes) == dict.fromkeys(pair, pair)
+
+
+def test_fused_layers_stay_in_float_together(tmp_path: Path) -> None:
+    invented(tmp_path / "source")
+    made = qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", ignore=["*.0.*.wk"], dry_run=True)
+    reasons = {t.name: t.reason for t in made.tensors if "mix" in t.name and t.reason}
+    assert reasons == {
+        "trunk.layers.0.mix.wk.weight": "ignored by '*.0.*.wk'",
+        "trunk.layers.0.mix.wq.weight": "fused with trunk.layers.0.mix.wk, which stays in float",
+        "trunk.layers.0.mix.wv.weight": "fused with trunk.layers.0.mix.wk, which stays in float",
+    }
