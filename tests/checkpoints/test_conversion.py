@@ -7,12 +7,12 @@ import json
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import transformers
 from forked import processes
+from interruptions import convert_and_die
 from safetensors.torch import load_file, save_file
 from tiny import quantize, seeded
 from torch import Tensor
@@ -158,19 +158,6 @@ def test_everything_else_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "out.unfinished").exists()
 
 
-def _killed(source: Path, output: Path, count: int) -> None:
-    """Convert, and end the process without a trace as it begins with tensor number `count`."""
-    made, seen = running._made, iter(range(count))
-
-    def ends(*args: Any) -> dict[str, Tensor]:
-        if next(seen, None) is None:
-            os._exit(9)
-        return made(*args)
-
-    with mock.patch.multiple(running, _made=ends, _UNIT=1, _SHARD=1 << 15):
-        qfx.convert(source, "mxfp4_weight_only", output, progress=False)
-
-
 def test_two_processes_and_a_killed_one_write_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "source"
     invented(source, shards=3)
@@ -182,7 +169,7 @@ def test_two_processes_and_a_killed_one_write_equal_bytes(tmp_path: Path, monkey
     assert_equal_folders(tmp_path / "one", tmp_path / "two")
     context = processes()
     for count in (5, 3):
-        process = context.Process(target=_killed, args=(source, tmp_path / "three", count))
+        process = context.Process(target=convert_and_die, args=(source, tmp_path / "three", count))
         process.start()
         process.join()
         assert process.exitcode == 9
