@@ -584,7 +584,7 @@ def test_the_float_and_the_exported_model_have_an_accuracy_on_labeled_data() -> 
 def test_the_commands_of_the_documentation_run(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```console\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     commands = [line.split()[1:] for block in blocks for line in block.splitlines()]
-    assert len(commands) == PAGE.count("\nquark-fx ") == 11
+    assert len(commands) == PAGE.count("\nquark-fx ") == 12
     Path("llm").symlink_to(checkpoint)
     Path("heldout.txt").symlink_to("text.txt")
     Path("heldout").symlink_to("images")
