@@ -34,6 +34,7 @@ from quark_fx.model.stored_operators import _OPERATORS as ALLOWED
 from quark_fx.model.stored_operators import DTYPES, PYTHON
 from quark_fx.presets import PRESETS
 
+_WHOLE = "model.safetensors"
 VICTIM = "quark_fx_victim"
 """A module that files name and nothing may import."""
 _CODE = f'__import__("{VICTIM}")'
@@ -174,6 +175,15 @@ def make(folder: Path) -> None:
     save_file(tensors, checkpoint / "a.safetensors")
     index = {"metadata": {"total_size": 160}, "weight_map": dict.fromkeys(tensors, "a.safetensors")}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    fp8 = folder / "fp8"
+    fp8.mkdir()
+    codes = {"a.q_proj.weight": torch.zeros(40, 64).to(torch.float8_e4m3fn), "mtp.fc.weight": torch.ones(8, 32)}
+    save_file(codes | {"a.q_proj.weight_scale_inv": torch.ones(2, 2), "b.weight": torch.eye(32)}, fp8 / _WHOLE)
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}}
+    (fp8 / "config.json").write_text(json.dumps({"vocab_size": 9, "num_hidden_layers": 1, **quantized}))
+    groups = qfx.presets.W4A16_RTN.replace(group_size=32)
+    groups = groups.replace(weight=groups.weight.replace(symmetry="asymmetric"))  # type: ignore[union-attr]
+    qfx.convert(fp8, groups, folder / "int4", progress=False)
     export = folder / "export"
     export.mkdir()
     for name in ("a", "b"):
@@ -425,6 +435,17 @@ def _index(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
     return read
 
 
+def _converted(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
+    shutil.copytree(source / rng.choice(("fp8", "int4")), place)
+    file = place / rng.choice(("config.json", _WHOLE))
+    if file.suffix == ".json" and rng.randrange(3):
+        file.write_text(json.dumps(mutate(json.loads(file.read_text()), rng)))
+    else:
+        file.write_bytes(mutate_bytes(file.read_bytes(), rng))
+    made = place.with_name("converted")
+    return lambda: f"converted: {len(qfx.convert(place, 'fp8_dynamic', made, progress=False).tensors) > 0}"
+
+
 def _export(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
     shutil.copytree(source / "export", place)
     file = place / rng.choice(("export.json", "a.onnx", "b.onnx"))
@@ -455,11 +476,12 @@ KINDS = {
     "bytes of a stored graph": (_graph_bytes, 3),
     "bytes of stored tensors": (_tensors, 3),
     "index or shard": (_index, 4),
+    "checkpoint to convert": (_converted, 4),
     "manifest or ONNX graph": (_export, 3),
     "YAML": (_yaml, 4),
     "configuration": (_config, 4),
 }
-"""Kinds of files: what changes and reads one, and how many of 40 cases are of it."""
+"""Kinds of files: what changes and reads one, and how many of 44 cases are of it."""
 
 
 class Hang(BaseException):

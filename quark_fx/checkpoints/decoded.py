@@ -32,6 +32,12 @@ _UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "
 
 _DECODED = "FP8 in blocks (quant_method fp8) and compressed-tensors"
 
+_FORMS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"),
+    *("mxfp4-pack-quantized", "nvfp4-pack-quantized"),
+)
+"""Forms of compressed-tensors that are decoded."""
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -155,6 +161,10 @@ def _coded(
         scheme = group_of(layer, said)
         weights, form = scheme["weights"], str(scheme.get("format") or said["format"])
         bits, block = int(weights["num_bits"]), weights.get("block_structure")
+        if form not in _FORMS or not 1 <= bits <= 8:
+            raise CheckpointError(
+                f"{layer} has {bits} bits in {brief(form)}, which is not decoded; pass the float source"
+            )
         if "weight_shape" in parts:
             rows, columns = files.tensor(parts["weight_shape"]).tolist()
         elif codes == "weight_packed":
@@ -166,8 +176,17 @@ def _coded(
     _, shape = headers[leaves[next(leaf for leaf in _SCALES if leaf in leaves)]]
     if block is None:
         block = (rows, columns) if math.prod(shape) == 1 else (1, columns)
+    high, wide = int(block[0]), int(block[1])
+    stored, words = headers[leaves[codes]][1]
+    most = words * 32 // bits if form == "pack-quantized" else words * (8 // bits)
+    if min(high, wide) < 1 or rows != stored or columns > most:
+        raise ValueError(
+            f"{layer} has {stored} rows of {most} codes, not {rows} of {columns} in blocks of {high}x{wide}"
+        )
+    if math.prod(shape) != -(-rows // high) * -(-columns // wide):
+        raise ValueError(f"{layer} has scales of shape {shape}, not one per block of {high}x{wide}")
     size = sum(stored_bytes(*headers[name]) for name in parts.values())
-    return DecodedTensor((rows, columns), dtype, parts, size, form, bits, (int(block[0]), int(block[1])))
+    return DecodedTensor((rows, columns), dtype, parts, size, form, bits, (high, wide))
 
 
 def group_of(layer: str, said: Mapping[str, Any]) -> Mapping[str, Any]:

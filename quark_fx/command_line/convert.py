@@ -24,7 +24,9 @@ def convert(
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would become of each tensor.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, tensor by tensor, and write nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Quantize a checkpoint file to file: tensor by tensor, resumable, without building the model."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,14 +24,14 @@ from quark_fx.checkpoints.decoded import DecodedFiles
 from quark_fx.checkpoints.files import CheckpointFiles, stored_bytes
 from quark_fx.checkpoints.open_checkpoint import quantized_by
 from quark_fx.config.quant_config import QuantConfig
-from quark_fx.conversion.plan import Conversion, PlannedTensor, layer_of, plan, require_data_free, rounded
+from quark_fx.conversion.plan import Conversion, PlannedTensor, Shapes, layer_of, plan, require_data_free, rounded
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoints.to_huggingface import compressed, decompress_to_bfloat16
 from quark_fx.quantization import resolve
 from quark_fx.system.isolation import isolated
 from quark_fx.system.memory import bytes_text
 from quark_fx.system.options import PositiveInt, checked_call
-from quark_fx.system.untrusted import read_bytes, read_json, require_regular
+from quark_fx.system.untrusted import read_json, require_regular
 from quark_fx.system.writable import lock, require_possible, sync_directory, sync_tree, writing
 
 T = TypeVar("T")
@@ -49,6 +50,9 @@ _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _OTHER_FORMS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".tflite"})
 """Suffixes of files that hold the weights in another form."""
 
+_OTHER_WEIGHTS = re.compile(r"(consolidated.*|model(-\d+-of-\d+)?)[.]safetensors|.*[.]index[.]json")
+"""Paths of the same weights under names of another library, and of files that the checkpoint does not use."""
+
 
 @checked_call
 @isolated
@@ -65,8 +69,8 @@ def convert(
     """Quantize a Hugging Face checkpoint file to file, to compressed-tensors; no model is built, no code of it runs.
 
     Matrices of floats called `*.weight` are rounded. Heads, embeddings, routers, and draft (MTP) layers stay in float,
-    because servers compute them in float; layers that servers fuse share what they must. Every other tensor and file is
-    copied. Sources in FP8 blocks or compressed-tensors are decoded tensor by tensor.
+    because servers compute them in float; layers that servers fuse have one scheme and global scale. Every other tensor
+    and file is copied. Sources in FP8 blocks or compressed-tensors are decoded tensor by tensor.
 
     An interrupted call leaves `output` with the suffix `.unfinished`; the same call continues, and writes equal bytes.
 
@@ -80,7 +84,7 @@ def convert(
         progress: Show a progress bar.
 
     Returns:
-        What becomes of each tensor.
+        The plan, with the tensors of the result.
 
     Raises:
         ConfigError: If the scheme needs data or a model, or nothing is left to quantize.
@@ -91,6 +95,8 @@ def convert(
     require_data_free(config, repr(scheme) if isinstance(scheme, str) else "of this configuration")
     require_possible(output)
     files = CheckpointFiles.of(source)
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is one file of a checkpoint; pass its directory, {files.directory}")
     said = _configuration(files.directory)
     decoded = DecodedFiles.of(files, said)
     others, left_out = _other_files(files)
@@ -124,7 +130,7 @@ def _other_files(files: CheckpointFiles) -> tuple[dict[str, Path], list[str]]:
             path = file.relative_to(files.directory).as_posix()
             if path in known or path in (_INDEX, "config.json"):
                 continue
-            if file.suffix in _OTHER_FORMS or name.startswith("consolidated") or not file.is_file():
+            if file.suffix in _OTHER_FORMS or _OTHER_WEIGHTS.fullmatch(path) or not file.is_file():
                 left.append(path)
             else:
                 found[path] = file
@@ -166,7 +172,7 @@ class _Job:
     conversion: Conversion
     source: DecodedFiles
     units: list[list[PlannedTensor]]
-    shards: dict[str, dict[str, tuple[str, tuple[int, ...]]]]
+    shards: Mapping[str, Shapes]
 
     @classmethod
     def of(cls, conversion: Conversion, source: DecodedFiles) -> _Job:
@@ -197,21 +203,21 @@ class _Job:
         """Text that differs if anything else is to be written, or the source has changed."""
         files = sorted(set(self.source.files.files.values()))
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        parts = (self.conversion.to_dict(), [t.weight for t in self.conversion.tensors], stats, [*self.shards])
+        parts = (self.conversion.tensors, self.conversion.configuration, stats, [*self.shards])
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def places(self) -> dict[str, tuple[str, int, tuple[str, tuple[int, ...]]]]:
-        """Return the file and offset of each tensor of the result, with its dtype and shape."""
+    def places(self) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+        """Return the file, the offset, and the shape of each tensor of the result."""
         found = {}
         for file, tensors in self.shards.items():
             position = len(_header(tensors))
             for name, header in tensors.items():
-                found[name] = (file, position, header)
+                found[name] = (file, position, header[1])
                 position += stored_bytes(*header)
         return found
 
 
-def _header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+def _header(tensors: Shapes) -> bytes:
     """Return the beginning of a safetensors file."""
     position, entries = 0, dict[str, Any]()
     for name, (dtype, shape) in tensors.items():
@@ -244,7 +250,7 @@ def _run(job: _Job, said: dict[str, Any], others: Mapping[str, Path], processes:
     shutil.rmtree(job.unfinished, ignore_errors=True)
 
 
-_DONE, _IDENTITY, _LOCK = "done", "identity", "lock"
+_DONE, _IDENTITY, _LOCK, _STOP = "done", "identity", "lock", "stop"
 
 
 @contextmanager
@@ -263,7 +269,7 @@ def _taken(job: _Job) -> Iterator[set[int]]:
     with (folder / _LOCK).open("a+b") as file:
         if not lock(file.fileno(), wait=False) and os.name == "posix":
             raise ExportError(f"another process converts to {output}; wait until it has ended")
-        if known.is_file() and read_bytes(known, 1 << 10).decode() != job.identity:
+        if known.is_file() and known.read_text(errors="replace") != job.identity:
             raise ExportError(
                 f"{folder} holds an unfinished conversion of another source or scheme; repeat that call to finish it, "
                 "or remove the folder"
@@ -274,14 +280,13 @@ def _taken(job: _Job) -> Iterator[set[int]]:
         job.result.mkdir(exist_ok=True)
         known.write_text(job.identity)
         log = folder / _DONE
+        log.touch()
+        (folder / _STOP).unlink(missing_ok=True)
         try:
-            yield (
-                {int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")}
-                if (log.exists())
-                else set()
-            )
+            *lines, _ = log.read_text().split("\n")  # the last line is empty, or cut off
+            yield set(map(int, lines))
         except BaseException:
-            if not (log.exists() and log.stat().st_size):
+            if not log.stat().st_size:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -305,6 +310,8 @@ def _fill_in_processes(job: _Job, units: Sequence[int], processes: int, progress
                 "a process of the conversion ended, perhaps for lack of memory; repeat the call with fewer processes: "
                 "it continues where this one stopped"
             ) from error
+        finally:
+            (job.unfinished / _STOP).touch()  # other processes do not begin another unit
 
 
 def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -> None:
@@ -325,16 +332,17 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
         for index in tqdm(units, disable=not progress, desc="convert"):
             if processes and parent is not None and not parent.is_alive():
                 os._exit(1)  # nobody waits for the result
+            if (job.unfinished / _STOP).exists():
+                break
             sizes: dict[tuple[str, ...], Tensor] = {}
             for tensor in job.units[index]:
                 for name, value in _made(job.source, tensor, sizes).items():
-                    file, position, (_, shape) = places[name]
+                    file, position, shape = places[name]
                     if file not in opened:
                         opened[file] = stack.enter_context((job.result / file).open("r+b"))
                     assert tuple(value.shape) == shape
                     opened[file].seek(position)
                     opened[file].write(value.contiguous().flatten().view(torch.uint8).numpy().data)
-                    del value
             for stream in opened.values():
                 stream.flush()
                 os.fsync(stream.fileno())

@@ -1,8 +1,9 @@
-"""What `convert` does with each tensor, decided from names, shapes, and a configuration before any tensor is read."""
+"""The plan of `convert`: names, shapes, and a configuration decide about each tensor before any is read."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from quark_fx.checkpoints.decoded import DecodedFiles, DecodedTensor
-from quark_fx.checkpoints.files import stored_bytes
+from quark_fx.checkpoints.files import some_of, stored_bytes
 from quark_fx.config.quant_config import Granularity, OperatorSpecs, QuantConfig, TensorSpec
 from quark_fx.config.selection import matches
 from quark_fx.conversion.names import EMBEDDING, NUMBERED_EXPERT, fused, roles
-from quark_fx.errors import ConfigError, ExportError
+from quark_fx.errors import CheckpointError, ConfigError, ExportError
 from quark_fx.export.checkpoints.experts import literal, name_patterns
 from quark_fx.export.checkpoints.to_huggingface import Schemes, compressed
 from quark_fx.export.checkpoints.values import Layer, fused_names, unholdable
@@ -49,7 +50,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the source, and what becomes of it.
+    """A tensor of the source, and its tensors in the result.
 
     Attributes:
         name: Name in the source.
@@ -79,7 +80,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `quark_fx.convert` does, or has done, tensor by tensor.
+    """The plan and result of `quark_fx.convert`, tensor by tensor.
 
     Attributes:
         source: Directory of the source.
@@ -172,7 +173,7 @@ def plan(
     output: Path,
     left_out: Sequence[str],
 ) -> Conversion:
-    """Decide what becomes of each tensor.
+    """Plan the conversion of each tensor.
 
     Args:
         source: Tensors of the checkpoint.
@@ -184,20 +185,22 @@ def plan(
 
     Raises:
         ExportError: If compressed-tensors cannot hold a layer; all are listed.
+        CheckpointError: If a tensor has a name that the result needs.
         ConfigError: If no tensor is left to quantize, or a pattern is not a regular expression.
     """
     shapes = {n.removesuffix(_WEIGHT): t.shape for n, t in source.tensors.items() if _is_matrix(n, t)}
-    known, groups = roles(shapes, said), fused(shapes)
-    kinds = {name: ("linear", known[name]) if name in known else ("linear",) for name in shapes}
+    role_of, groups = roles(shapes, said), fused(shapes)
+    kinds = {name: ("linear", role_of[name]) if name in role_of else ("linear",) for name in shapes}
     specs = {name: config.specs_for(name, *kinds[name]) for name in shapes}
-    reasons = _reasons(kinds, known, specs, config, ignore)
-    apart = {name: [other for other in group if other in reasons] for name, group in groups.items()}
-    for name, kept in apart.items():  # one kernel has one scheme
-        if kept:
-            reasons.setdefault(name, f"fused with {kept[0]}, which stays in float")
-    matrix = cache(_stand_in)
-    layers, errors = dict[str, Layer](), dict[str, str]()
-    for name in (name for name in shapes if name not in reasons):
+    reasons, errors = _reasons(kinds, role_of, specs, config, ignore), dict[str, str]()
+    floats = {name: [other for other in group if other in reasons] for name, group in groups.items()}
+    for name, group in groups.items():  # one kernel has one scheme
+        if floats[name]:
+            reasons.setdefault(name, f"fused with {floats[name][0]}, which stays in float")
+        elif other := [n for n in group if specs[n] != specs[name]]:
+            errors[name] = f"servers fuse it with {other[0]}, which has another scheme; give both the same"
+    matrix, layers = cache(_stand_in), dict[str, Layer]()
+    for name in (name for name in shapes if name not in reasons and name not in errors):
         spec, read = specs[name].weight, specs[name].input
         assert spec is not None
         try:
@@ -220,7 +223,7 @@ def plan(
     for name, stored in source.tensors.items():
         module = name.removesuffix(_WEIGHT)
         reason = reasons.get(module, "a stack of matrices" if len(stored.shape) == 3 else "not the matrix of a layer")
-        if module not in chosen or module not in shapes:
+        if module not in chosen or module == name:
             outputs = {name: (stored.dtype, stored.shape)}
             planned.append(PlannedTensor(name, None, None, None, reason, (), outputs, stored.bytes))
             continue
@@ -232,7 +235,13 @@ def plan(
         outputs = {f"{module}.{leaf}": header for leaf, header in sizes[key].items()}
         planned.append(PlannedTensor(name, spec, read, scheme, "", shared, outputs, stored.bytes))
     notes = [f"the source was rounded before, by {source.method}: its errors add to those of this scheme"]
-    left = [name for name in reasons if known.get(name) != EMBEDDING]
+    names = Counter(name for tensor in planned for name in tensor.outputs)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise CheckpointError(
+            f"{source.files.path} holds {some_of(twice)}, which would also hold codes or scales of the result; add the "
+            "layer to ignore"
+        )
+    left = [name for name in reasons if role_of.get(name) != EMBEDDING]
     configuration = schemes.configuration(_left(left, chosen, source, config))
     return Conversion(source.files.path, output, planned, configuration, notes * bool(source.method), left_out)
 
@@ -242,7 +251,7 @@ _WEIGHT = ".weight"
 
 def _reasons(
     kinds: Mapping[str, tuple[str, ...]],
-    known: Mapping[str, str],
+    role_of: Mapping[str, str],
     specs: Mapping[str, OperatorSpecs],
     config: QuantConfig,
     ignore: Sequence[str],
@@ -253,8 +262,8 @@ def _reasons(
         found = [pattern for pattern in ignore if _ignores(pattern, name, own)]
         for pattern in found:
             unused.pop(pattern, None)
-        if name in known:
-            reasons[name] = f"{known[name]}, in float for servers"
+        if name in role_of:
+            reasons[name] = f"{role_of[name]}, in float for servers"
         elif found:
             reasons[name] = f"ignored by {found[0]!r}"
         elif why := config.exclusion(name, *own) or "no weight in the scheme" * (specs[name].weight is None):
@@ -346,4 +355,4 @@ def _sizes(spec: TensorSpec, shape: tuple[int, ...], scheme: Mapping[str, Any]) 
     return {leaf: (_DTYPES[tensor.dtype], shapes[leaf]) for leaf, tensor in one.items()}
 
 
-__all__ = ["Conversion", "PlannedTensor", "layer_of", "plan", "require_data_free", "rounded"]
+__all__ = ["Conversion", "PlannedTensor", "Shapes", "layer_of", "plan", "require_data_free", "rounded"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -387,6 +389,42 @@ def test_a_quantized_source_is_decoded(kind: str, tmp_path: Path) -> None:
     for name, tensor in written.items():
         if name.startswith("mtp.") and kind == "fp8":
             assert tensor.dtype == torch.bfloat16
+
+
+_PEAK = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+import quark_fx as qfx
+
+def status(name):
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) << 10
+
+folder = Path(sys.argv[1])
+for count in (1, 16):
+    for shard in range(count):
+        values = torch.randint(-99, 99, (1024, 2048), dtype=torch.int16).bfloat16()
+        save_file({f"layers.{shard}.down_proj.weight": values}, folder / f"part-{shard}.safetensors")
+    del values
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    qfx.convert(folder, sys.argv[2], folder.with_name(f"out-{count}"), progress=False)
+    print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("scheme", ["fp8_dynamic", "w4a16_rtn"])
+def test_memory_does_not_grow_with_the_checkpoint(scheme: str, tmp_path: Path) -> None:
+    """16 tensors of 4 MiB instead of one: what is read, and what is made of it, is let go."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text("{}")
+    command = [sys.executable, "-c", _PEAK, str(tmp_path / "source"), scheme]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    one, many = map(int, done.stdout.split())
+    assert many < one + 24 * 2**20
+    assert many < 16 * 4 * 2**20
 
 
 def test_names_tell_roles_and_fused_layers() -> None:
