@@ -121,7 +121,7 @@ def _configuration(directory: Path) -> dict[str, Any]:
 
 
 def _other_files(files: CheckpointFiles) -> tuple[dict[str, Path], list[str]]:
-    """Return the files to copy, by their paths in the directory, and the paths of those that are left out."""
+    """Return the other files of a directory, keyed by their paths in it, and the paths of files that are left out."""
     known, found, left = {file.name for file in files.files.values()}, dict[str, Path](), list[str]()
     for folder, folders, names in os.walk(files.directory):
         folders[:] = sorted(name for name in folders if not name.startswith("."))

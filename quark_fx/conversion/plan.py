@@ -45,7 +45,7 @@ _DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64", torch.i
 _DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Dtype, in the spelling of safetensors, and shape of tensors, by name."""
+"""Dtype, in the spelling of safetensors, and shape of each tensor; keys are names."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def _left(left: Sequence[str], chosen: Iterable[str], source: DecodedFiles, conf
 
 
 def layer_of(name: str, matrix: QuantizedTensor, read: TensorSpec | None, unit: float | None = None) -> Layer:
-    """Return a layer with a matrix, as `matrix_of` returns it."""
+    """Return a layer with a result of `matrix_of`."""
     return Layer(name, _LINEAR, lambda: matrix, None if read is None else _activation(read), unit=unit)
 
 
@@ -329,7 +329,7 @@ _AT_ONCE = 4 * AT_ONCE
 
 
 def _together(spec: TensorSpec) -> int:
-    """Return the number of rows that outputs grow by: those of a block, and zero points in words of 32 bits."""
+    """Return the number of rows that outputs grow by: rows of a block, and zero points in words of 32 bits."""
     return max(spec.group_rows, 32)
 
 
