@@ -217,7 +217,7 @@ def plan(
         lines = [f"{name}: {why}" for name, why in errors.items()]
         raise unholdable(lines, errors, [*chosen], "ignore=[{}] (on the command line, --ignore before each)")
     if not chosen:
-        why = ", ".join(sorted(set(reasons.values()))[:3]) or "it has no matrices of floats called *.weight"
+        why = ", ".join(sorted(set(reasons.values()))[:3]) or "no matrix of floats is called *.weight"
         raise ConfigError(f"nothing in {source.files.path} is left to quantize ({why}); change ignore, or the scheme")
     planned, sizes = [], dict[tuple[Any, ...], Shapes]()
     for name, stored in source.tensors.items():
@@ -234,7 +234,7 @@ def plan(
         shared = tuple(f"{n}{_WEIGHT}" for n in groups.get(module, ()) if n != module) if spec.scale.has_unit else ()
         outputs = {f"{module}.{leaf}": header for leaf, header in sizes[key].items()}
         planned.append(PlannedTensor(name, spec, read, scheme, "", shared, outputs, stored.bytes))
-    notes = [f"the source was rounded before, by {source.method}: its errors add to those of this scheme"]
+    notes = [f"the source was rounded before, by {source.method}: both errors add up"]
     names = Counter(name for tensor in planned for name in tensor.outputs)
     if twice := [name for name, count in names.items() if count > 1]:
         raise CheckpointError(
