@@ -117,6 +117,8 @@ ELSEWHERE = {
     "uint32": "its zero points do not fit int32; the configuration refuses it",
     "int8_static_mse": "other scales than `int8_static`",
     **dict.fromkeys(("w4a16_gptq", "w4a16_awq", "w4a16_best"), "other codes and scales than `w4a16_rtn`"),
+    "fp8_block": "codes of `fp8_dynamic`; a block's scale is repeated for its rows",
+    **dict.fromkeys(("w4a8", "w4afp8"), "weights of `w4a16_rtn` beside activations of `w8a8_dynamic` or `fp8_dynamic`"),
     "nvfp4_best": "other codes and scales than `nvfp4`",
     "mxfp4_best": "other codes and scales than `mxfp4`, and a rotation at run time",
     "w4a16_rotated": "other codes and scales than `w4a16_rtn`, and rotations at run time",

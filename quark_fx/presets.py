@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from quark_fx.config import block_formats
 from quark_fx.config.named import PRESETS as PRESETS
+from quark_fx.config.named import SCHEMES as SCHEMES
 from quark_fx.config.named import preset as preset
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import BF16 as BFLOAT16
@@ -175,6 +176,27 @@ FP8_DYNAMIC = QuantConfig(
 )
 """E4M3 weights per channel and activations per token at run time; needs no data."""
 
+FP8_BLOCK = FP8_DYNAMIC.replace(
+    weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=128, group_rows=128),
+    input=TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=128, dynamic=True),
+    overrides=(),
+)
+"""E4M3 weights in blocks of 128x128, and activations in groups of 128 channels at run time, as DeepSeek-V3 stores them;
+needs no data."""
+
+
+def _integers(bits: int, read: TensorSpec | None) -> QuantConfig:
+    """Return int weights of so many bits in groups of 128, rounded to nearest, and the spec of their inputs."""
+    return W4A16_RTN.replace(weight=_GROUPS.replace(format=f"int{bits}"), input=read, overrides=(_NO_TOKENS,))
+
+
+W4A8 = _integers(4, W8A8_DYNAMIC.input)
+"""int4 weights in groups of 128 and int8 activations per token at run time, rounded to nearest; needs no data. Add
+passes of `W4A16_GPTQ` or `W4A16_BEST` for accuracy."""
+
+W4AFP8 = _integers(4, FP8_DYNAMIC.input)
+"""int4 weights in groups of 128 and E4M3 activations per token at run time, otherwise as `W4A8`."""
+
 
 def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
     """Return a configuration of a block format; scales of float weight formats minimize the squared error."""
@@ -234,6 +256,33 @@ MX6 = _block(block_formats.MX6)
 
 MX4 = _block(block_formats.MX4)
 """Shared microexponents, 4 bits a value, otherwise as `MXFP8_E4M3`."""
+
+_TOKENS = {4: TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True), 8: W8A8_DYNAMIC.input, 16: None}
+
+_CEIL = block_formats.MXFP8_E4M3.replace(dynamic=True, scale="e8m0_ceil")
+"""MXFP8 activations as readers of checkpoints round them."""
+
+SCHEMES.update(
+    {
+        **{f"w{w}a{a}": _integers(w, read) for a, read in _TOKENS.items() for w in range(2, min(a + 1, 9))},
+        "w8a8": W8A8_DYNAMIC.replace(passes=_FUSE),
+        "int8": W8A8_DYNAMIC.replace(passes=_FUSE),
+        "w4a16_asym": _integers(4, None).replace(weight=_GROUPS.replace(symmetry=Symmetry.ASYMMETRIC)),
+        "w4afp8": W4AFP8,
+        "fp8": FP8_STATIC.replace(weight=TensorSpec(format=FP8_E4M3), exclude=_IN_FLOAT),
+        "fp8_dynamic": FP8_DYNAMIC,
+        "fp8_block": FP8_BLOCK,
+        "nvfp4": NVFP4,
+        "nvfp4a16": NVFP4_WEIGHT_ONLY,
+        "mxfp4": MXFP4,
+        "mxfp4a16": MXFP4_WEIGHT_ONLY,
+        "mxfp4xfp8": MXFP4.replace(input=FP8_BLOCK.input),
+        "mxfp6a16": MXFP6_E2M3.replace(input=None),
+        "mxfp6a8": MXFP6_E2M3.replace(input=_CEIL),
+        "mxfp8": MXFP8_E4M3.replace(input=_CEIL),
+        "mxfp8a16": MXFP8_E4M3.replace(input=None),
+    }
+)
 
 for _name, _value in list(globals().items()):
     if isinstance(_value, QuantConfig):

@@ -10,18 +10,22 @@ from quark_fx.system.registry import Registry
 PRESETS: Registry[QuantConfig, QuantConfig] = Registry("preset")
 """Every preset by its name in lower case."""
 
+SCHEMES: dict[str, QuantConfig] = {}
+"""The 32 schemes of compressed-tensors by their names in lower case, such as `"w3a8"`, rounded to nearest."""
+
 
 @checked_call
 def preset(name: str) -> QuantConfig:
-    """Return the preset called `name`, in any case; `float16` and `bfloat16` are accepted, too.
+    """Return the preset called `name`, in any case; `float16`, `bfloat16`, and `SCHEMES` are accepted, too.
 
     Raises:
         ConfigError: If the name is unknown; the message lists all names and the closest one.
     """
-    value = PRESETS.get(LONG_NAMES.get(name.lower(), name.lower()))
+    name = LONG_NAMES.get(name.lower(), name.lower())
+    value = PRESETS.get(name, SCHEMES.get(name))
     if value is None:
         raise PRESETS.unknown(name)
     return value
 
 
-__all__ = ["PRESETS", "preset"]
+__all__ = ["PRESETS", "SCHEMES", "preset"]

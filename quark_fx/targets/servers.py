@@ -7,49 +7,104 @@ the layers that it builds. `benchmarks.in_sglang` shows how SGLang loads checkpo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.config.target import Operand, Placement, Refusal, undivided_groups
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import ATTENTION, KINDS
-from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8
+from quark_fx.numbers.formats import FP8_E4M3
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.numbers.scales import FLOAT32
 
 _CHANNEL = "granularity='channel'"
-
-_SQUARE = 128
-"""Outputs and inputs of a block of FP8 weights, and the group size of their activations."""
 
 ELSE = "or target='torch'"
 """Alternative that every error names."""
 
-
-def no_weight(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether a weight has a format, scales, or offsets that no server supports."""
-    if operand is not Operand.WEIGHT:
-        return False
-    if spec.group_rows > 1:
-        return (spec.format, spec.group_size, spec.group_rows, spec.scale) != (FP8_E4M3, _SQUARE, _SQUARE, FLOAT32)
-    if not spec.format.is_integer:
-        if spec.group_size is None:
-            return spec.format != FP8_E4M3
-        if spec.scale.rule:
-            return spec.format not in (FP4_E2M1, FP8_E4M3) or spec.group_size != 32
-        return spec.format != FP4_E2M1 or spec.group_size != 16 or not spec.scale.is_8_bit
-    return not 2 <= spec.format.bits <= 8 or spec.scale.is_8_bit or spec.symmetry is Symmetry.OFFSET
+_FLOAT = "float"
 
 
-def _is_no_activation(spec: TensorSpec, operand: Operand) -> bool:
-    return operand is Operand.INPUT and spec.format not in (INT8, UINT8, FP8_E4M3)
+@dataclass(frozen=True)
+class Product:
+    """Weights and activations that a server multiplies.
+
+    Attributes:
+        weight: Pattern for `kind_of` the weight.
+        reads: Patterns for `kind_of` the activation.
+        vllm: Least compute capability of an NVIDIA GPU on which vLLM loads them; in parentheses, the least on which it
+            also rounds the activations. Empty if it does not load them.
+        sglang: The same for SGLang.
+    """
+
+    weight: str
+    reads: tuple[str, ...]
+    vllm: str
+    sglang: str
+
+    def has(self, operand: Operand, spec: TensorSpec | None) -> bool:
+        """Tell whether one of these has the spec."""
+        patterns = self.reads if operand is Operand.INPUT else (self.weight,)
+        return any(fnmatchcase(kind_of(spec), pattern) for pattern in patterns)
+
+    def on(self, server: str) -> str:
+        """Return the compute capability for a server."""
+        return self.vllm if server == "vLLM" else self.sglang
 
 
-def _is_measured_otherwise(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether an activation has other scales than one calibrated scale, or the dynamic scales of servers."""
-    grouped = spec.dynamic and (spec.format, spec.group_size) == (FP8_E4M3, _SQUARE)
-    supported = grouped or spec.granularity is (Granularity.TOKEN if spec.dynamic else Granularity.TENSOR)
-    return operand is Operand.INPUT and (spec.scale.is_8_bit or not supported)
+_FP8_READ = ("fp8_e4m3 token dynamic", "fp8_e4m3 tensor")
+
+PRODUCTS = (
+    Product("*int[48] channel", (_FLOAT,), "7.5", "8.0"),
+    Product("*int[48] group *", (_FLOAT,), "7.5", "8.0"),
+    Product("*int[23567] channel", (_FLOAT,), "7.5", ""),
+    Product("*int[23567] group *", (_FLOAT,), "7.5", ""),
+    Product("int8 channel", ("int8 token dynamic", "uint8 token dynamic"), "7.5", "8.0"),
+    Product("int8 channel", ("int8 tensor", "uint8 tensor"), "7.5", ""),  # SGLang: a fused layer stores one scale
+    Product("int[2-8] channel", ("int8 token dynamic", "int4 token dynamic"), "7.5", ""),
+    Product("int[2-8] group *", ("int8 token dynamic", "int4 token dynamic"), "7.5", ""),
+    Product("int4 group 128", ("fp8_e4m3 token dynamic",), "9.0 alone", ""),
+    Product("fp8_e4m3 tensor", (_FLOAT,), "7.5", "8.0"),
+    Product("fp8_e4m3 tensor", _FP8_READ, "7.5 (8.9)", "8.0 (8.9)"),
+    Product("fp8_e4m3 channel", (_FLOAT,), "7.5", "8.0"),
+    Product("fp8_e4m3 channel", _FP8_READ, "7.5 (8.9)", "8.0 (8.9)"),
+    Product("fp8_e4m3 group 128x128", ("fp8_e4m3 group 128 dynamic",), "7.5 (8.9)", "8.9"),
+    Product("fp4_e2m1 group 16 e4m3", (_FLOAT,), "7.5", "8.0"),
+    Product("fp4_e2m1 group 16 e4m3", ("fp4_e2m1 group 16 e4m3 dynamic",), "7.5 (10.0)", "8.0 (10.0)"),
+    Product("fp4_e2m1 group 32 e8m0", (_FLOAT, "fp4_e2m1 group 32 e8m0 dynamic"), "8.0 (10.0)", ""),
+    Product("fp4_e2m1 group 32 e8m0", ("fp8_e4m3 token dynamic", "fp8_e4m3 group 128 dynamic"), "8.0", ""),
+    Product("fp8_e4m3 group 32 e8m0", (_FLOAT, "fp8_e4m3 group 32 e8m0 dynamic"), "7.5 (10.0)", ""),
+)
+"""The products of vLLM 0.32 (`CompressedTensorsConfig._get_scheme_from_parts`) and SGLang 0.5.23, with the capabilities
+of their schemes and kernels. vLLM packs integers of fewer than 8 bits, and any in groups, as `export.huggingface` does.
+From 10.0 on, vLLM rounds the activations of MX weights even if the checkpoint does not say so."""
+
+
+def kind_of(spec: TensorSpec | None) -> str:
+    """Return the properties of a spec that the choice of a kernel depends on.
+
+    >>> kind_of(TensorSpec(format="int4", granularity="group", group_size=128)), kind_of(None)
+    ('int4 group 128', 'float')
+    """
+    if spec is None:
+        return _FLOAT
+    rows = f"{spec.group_rows}x" if spec.group_rows > 1 else ""
+    shared = f"group {rows}{spec.group_size}" if spec.group_size else str(spec.granularity)
+    scales = "e4m3" if spec.scale.has_unit and not spec.dynamic else "e8m0" if spec.scale.rule else ""
+    other = "+" * (spec.symmetry is Symmetry.OFFSET or spec.scale.multiples is not None)
+    words = (f"{spec.format}{other}", shared, scales, "dynamic" if spec.dynamic else "")
+    return " ".join(word for word in words if word)
+
+
+def capability(server: str, weight: TensorSpec | None, read: TensorSpec | None) -> str:
+    """Return the compute capability of NVIDIA GPUs on which a server multiplies; empty if it does not.
+
+    >>> capability("vLLM", TensorSpec(format="int4", granularity="group", group_size=128), None)
+    '7.5'
+    """
+    rows = (row for row in PRODUCTS if row.has(Operand.WEIGHT, weight) and row.has(Operand.INPUT, read))
+    return next((found for row in rows if (found := row.on(server))), "")
 
 
 def _measures_a_share(spec: TensorSpec, operand: Operand) -> bool:
@@ -66,18 +121,30 @@ def _is_no_cache(spec: TensorSpec, operand: Operand) -> bool:
     )
 
 
-def refusals(server: str) -> tuple[Refusal, ...]:
-    """Return the specs of activations, biases, and caches that a server does not support."""
+def _lacks(server: str, operand: Operand) -> Callable[[TensorSpec, Operand], bool]:
+    """Return a function that tells whether no product of the server has a spec for the operand."""
+
+    def lacks(spec: TensorSpec, place: Operand) -> bool:
+        return place is operand and not any(row.on(server) and row.has(operand, spec) for row in PRODUCTS)
+
+    return lacks
+
+
+def refusals(server: str, weights: str) -> tuple[Refusal, ...]:
+    """Return the specs that a server does not support.
+
+    Args:
+        server: Name of the server.
+        weights: Weights that it supports, for the message.
+    """
+    reads = dict.fromkeys(kind for row in PRODUCTS if row.on(server) for kind in row.reads if kind != _FLOAT)
     return (
         Refusal(
-            _is_no_activation,
-            f"{server} does not support activations in {{spec.format}}; use int8, uint8, fp8_e4m3, input=None, {ELSE}",
+            _lacks(server, Operand.WEIGHT), f"{server} does not support weights in {{spec}}; use {weights}, {ELSE}"
         ),
         Refusal(
-            _is_measured_otherwise,
-            f"{server} supports activations with one calibrated scale, or with dynamic float32 scales per token, or "
-            f"per group of {_SQUARE} in fp8_e4m3; set granularity='tensor', or 'token' with dynamic=True, or 'group' "
-            f"with group_size={_SQUARE} next to weights in blocks of {_SQUARE}x{_SQUARE}, and drop scale",
+            _lacks(server, Operand.INPUT),
+            f"{server} does not support activations in {{spec}}; it reads {', '.join(reads)}; set input=None, {ELSE}",
         ),
         Refusal(
             _measures_a_share,
@@ -117,25 +184,21 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
             return f"its outputs or inputs are not a multiple of {square}; exclude it, or use granularity='channel'"
         if why := undivided_groups(weight, linear, () if is_float else (128, 64, 32), otherwise):
             return why
-        if square and (read is None or read.group_size != square):
+        if read is not None and (why := undivided_groups(read, linear, (), "exclude it", shorter=False)):
+            return why
+        if not capability(server, weight, read):
+            rows = [row for row in PRODUCTS if row.on(server) and row.has(Operand.WEIGHT, weight)]
+            reads = ", ".join(dict.fromkeys(kind for row in rows for kind in row.reads))
             return (
-                f"{server} multiplies square blocks by activations in groups; set input=TensorSpec(format='fp8_e4m3', "
-                f"granularity='group', group_size={square}, dynamic=True)"
+                f"{server} cannot multiply {weight} weights by {read or _FLOAT} activations; beside these weights they "
+                f"are {reads}; change input= or weight="
             )
-        if square:
-            return ""
         if read is None:
-            whole = not is_float and weight.granularity is Granularity.TENSOR
-            return f"{server} needs integer weights per channel or group; set granularity='channel'" if whole else ""
-        groups = weight.group_size or read.group_size
-        if groups is not None or weight.format.bits != 8 or is_float is read.format.is_integer:
-            return (
-                f"{server} cannot multiply {weight.format} weights per {weight.granularity} by {read.format} "
-                f"activations per {read.granularity}: both must be int8 or fp8_e4m3, with weights per channel; set "
-                "input=None, or another weight"
-            )
+            return ""
         if not weight.scheme.symmetric:
-            return "weights must not have zero points if activations are integers; set symmetry='symmetric'"
+            return "weights must not have zero points if activations are rounded; set symmetry='symmetric'"
+        if not read.scheme.symmetric and (weight.group_size or weight.format.bits < 8):
+            return "activations must not have zero points beside packed weights; set format='int8' of input"
         # A fused layer has one scale for all of its weights.
         again = is_float and weight.granularity is Granularity.TENSOR
         return f"{server} rounds FP8 weights per tensor again when it fuses them; set granularity='channel'" * again
@@ -156,4 +219,4 @@ def unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) ->
     return ""
 
 
-__all__ = ["ELSE", "no_weight", "placement", "refusals", "unread"]
+__all__ = ["PRODUCTS", "Product", "capability", "kind_of", "placement", "refusals", "unread"]

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quark_fx.config.specs import TensorSpec
-from quark_fx.config.target import CheckpointFiles, Operand, Refusal, Target
-from quark_fx.targets.servers import ELSE, no_weight, placement, refusals, unread
+from quark_fx.config.target import CheckpointFiles, Target
+from quark_fx.targets.servers import placement, refusals, unread
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -20,18 +19,6 @@ _FUSED = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 """Names of fused layers, each with the layers that its models load into it (`stacked_params_mapping`)."""
-
-
-def _is_no_weight(spec: TensorSpec, operand: Operand) -> bool:
-    if operand is not Operand.WEIGHT:
-        return False
-    supported = spec.format.bits in (4, 8) if spec.format.is_integer else not spec.scale.rule
-    return not supported or no_weight(spec, operand)
-
-
-def _is_calibrated(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether an integer activation has a calibrated scale."""
-    return operand is Operand.INPUT and not spec.dynamic and spec.format.is_integer
 
 
 def _unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -> str:
@@ -49,18 +36,8 @@ def _unrotated(*_: object) -> str:
 
 SGLANG = Target(
     name="sglang",
-    refuses=(
-        Refusal(
-            _is_no_weight,
-            "SGLang does not support weights in {spec.format} with such scales or offsets; use 4 or 8 bits, fp8_e4m3 "
-            "per channel or in blocks of 128x128, or NVFP4, " + ELSE,
-        ),
-        *refusals("SGLang"),
-        Refusal(
-            _is_calibrated,
-            "SGLang does not load calibrated {spec.format} activations, because a fused layer stores only one scale; "
-            "use granularity='token' with dynamic=True, fp8_e4m3, " + ELSE,
-        ),
+    refuses=refusals(
+        "SGLang", "int4 or int8 per channel or in groups, fp8_e4m3 per channel or in blocks of 128x128, or NVFP4"
     ),
     placement=placement("SGLang"),
     checkpoints=CheckpointFiles(refuses=_unread, stacks=False, fused=_FUSED, unrotated=_unrotated),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quark_fx.config.target import CheckpointFiles, Refusal, Target
-from quark_fx.targets.servers import ELSE, no_weight, placement, refusals, unread
+from quark_fx.config.target import CheckpointFiles, Target
+from quark_fx.targets.servers import placement, refusals, unread
 
 _LARGEST = 1024
 """Size of the largest rotation. vLLM multiplies by the whole matrix; the graph multiplies by its two factors."""
@@ -27,13 +27,8 @@ def _unrotated(kinds: Sequence[str], has_bias: bool, size: int) -> str:
 
 VLLM = Target(
     name="vllm",
-    refuses=(
-        Refusal(
-            no_weight,
-            "vLLM does not support weights in {spec.format} with such scales or offsets; use int2 to int8, fp8_e4m3 "
-            "(in blocks, of 128x128), NVFP4, MXFP4 or MXFP8, " + ELSE,
-        ),
-        *refusals("vLLM"),
+    refuses=refusals(
+        "vLLM", "int2 to int8 per channel or in groups, fp8_e4m3 (in blocks, of 128x128), NVFP4, MXFP4 or MXFP8"
     ),
     placement=placement("vLLM"),
     checkpoints=CheckpointFiles(refuses=unread, stacks=False, unrotated=_unrotated),

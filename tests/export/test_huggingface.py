@@ -27,6 +27,7 @@ from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Tar
 from quark_fx.export.checkpoints.experts import as_saved
 from quark_fx.export.checkpoints.values import unholdable
 from quark_fx.export.packing import pack, pack_awq, pack_columns
+from quark_fx.numbers import ops
 from quark_fx.numbers.formats import (
     FP4_E2M1,
     FP6_E2M3,
@@ -35,6 +36,7 @@ from quark_fx.numbers.formats import (
     INT3,
     INT4,
     INT8,
+    INT16,
     UINT4,
     UINT8,
     Codebook,
@@ -45,15 +47,25 @@ from quark_fx.numbers.scales import FLOAT16, FLOAT32
 from quark_fx.passes import GPTQ, Rotate
 from quark_fx.presets import (
     BF16,
+    FP8_BLOCK,
     FP8_DYNAMIC,
     FP8_STATIC,
     INT4_WEIGHT_ONLY,
     INT8_DYNAMIC,
     INT8_STATIC,
     INT8_WEIGHT_ONLY,
+    W4A4_DYNAMIC,
+    preset,
 )
+from quark_fx.presets import SCHEMES as SCHEMES_OF_READERS
 
 pytest.importorskip("compressed_tensors")
+
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+from benchmarks import schemes
 
 IDS = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(0))
 
@@ -131,6 +143,31 @@ SCHEMES: dict[str, tuple[QuantConfig, str]] = {
         "float-quantized",
     ),
     "float8 weights": (FP8_STATIC.replace(input=None), "naive-quantized"),
+    "int4 in groups, int8 per token": (
+        QuantConfig(weight=FOURS, input=TOKEN, exclude=FLOAT_ENDS),
+        "pack-quantized",
+    ),
+    "int3 in groups, float8 per token": (
+        QuantConfig(weight=FOURS.replace(format=INT3), input=FP8_DYNAMIC.input, exclude=FLOAT_ENDS),
+        "pack-quantized",
+    ),
+    "int3 per channel, int4 per token": (
+        QuantConfig(
+            weight=TensorSpec(format=INT3, granularity=Granularity.CHANNEL),
+            input=TOKEN.replace(format=INT4),
+            exclude=FLOAT_ENDS,
+        ),
+        "pack-quantized",
+    ),
+    "int4 in groups, uint8 calibrated": (W8A8.replace(weight=FOURS, exclude=FLOAT_ENDS), "pack-quantized"),
+    "int8, float8 in groups": (
+        QuantConfig(
+            weight=TensorSpec(format=INT8, granularity=Granularity.CHANNEL),
+            input=TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, dynamic=True),
+            exclude=FLOAT_ENDS,
+        ),
+        "int-quantized",
+    ),
     "two schemes": (
         INT4_WEIGHT_ONLY.replace(
             overrides=(
@@ -155,13 +192,28 @@ def test_transformers_computes_what_the_graph_computes(name: str, tmp_path: Path
     assert quantization(tmp_path / "deep" / "checkpoint")["format"] == kind
 
 
-def test_a_scale_that_transformers_measures_otherwise_is_said(tmp_path: Path) -> None:
-    for symmetry, said in ((Symmetry.SYMMETRIC, 1), (Symmetry.SYMMETRIC_FULL, 0)):
-        qmodel = quantized(INT8_DYNAMIC.replace(input=TOKEN.replace(symmetry=symmetry), exclude=FLOAT_ENDS))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            qfx.export.huggingface(qmodel, tmp_path / symmetry)
-        assert len([w for w in caught if "127.5" in str(w.message)]) == said
+@pytest.mark.parametrize(
+    ("read", "equal", "said"),
+    [
+        (TOKEN, {}, ""),
+        (TOKEN, {"symmetry": "symmetric"}, "127.5, this model by 127 as other readers do: there its int8 activations"),
+        (TOKEN.replace(format=INT4), {"symmetry": "symmetric"}, "7.5, this model by 7 as"),
+        (MXFP8_E4M3.replace(dynamic=True), {"scale": "e8m0_ceil"}, ""),
+        (MXFP8_E4M3.replace(dynamic=True), {}, "fp8_e4m3 activations by the rule e8m0_ceil, this model by e8m0_even"),
+        (MXFP4.replace(dynamic=True), {}, ""),
+        (MXFP4.replace(dynamic=True), {"scale": "e8m0_floor"}, "by the rule e8m0_even, this model by e8m0_floor"),
+    ],
+)
+def test_a_scale_that_transformers_measures_otherwise_is_said(
+    read: TensorSpec, equal: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    qmodel = quantized(QuantConfig(weight=FOURS, input=read.replace(**equal), exclude=FLOAT_ENDS))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qfx.export.huggingface(qmodel, tmp_path)
+    found = [str(w.message) for w in caught if "on `input`" in str(w.message)]
+    assert len(found) == bool(said)
+    assert not said or said in found[0]
 
 
 @pytest.mark.parametrize("both", [True, False])
@@ -251,10 +303,29 @@ REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
     "activations in another float": (
         "compressed-tensors",
         FP8_STATIC.replace(input=TensorSpec(format=FP8_E5M2), output=None, exclude=FLOAT_ENDS),
-        "activations in fp8_e5m2 beside this weight",
+        "activations in fp8_e5m2; it holds integers of at most 8 bits, and fp4_e2m1",
     ),
     "casts": ("compressed-tensors", BF16, "at most 8-bit codes"),
-    "mixed kinds": ("compressed-tensors", W8A8.replace(weight=FOURS), "activations in uint8"),
+    "wide activations": (
+        "compressed-tensors",
+        W8A8.replace(input=TensorSpec(format=INT16), exclude=FLOAT_ENDS),
+        "activations in int16; it holds integers of at most 8 bits",
+    ),
+    "ragged activations": (
+        "compressed-tensors",
+        FP8_DYNAMIC.replace(input=FP8_BLOCK.input, exclude=FLOAT_ENDS),
+        "activations of 64 channels, which are not a multiple of their groups of 128",
+    ),
+    "exponents of smaller groups": (
+        "compressed-tensors",
+        QuantConfig(weight=FOURS, input=MXFP4.replace(group_size=16, dynamic=True), exclude=FLOAT_ENDS),
+        "activations with scales in e8m0_even; it holds float32, ",
+    ),
+    "a share of activations": (
+        "compressed-tensors",
+        W4A4_DYNAMIC.replace(group_size=32, passes=()),
+        "activations in a share of the range",
+    ),
     "activations": ("gptq", W8A8.replace(exclude=FLOAT_ENDS), "no place for quantized activations"),
     "embeddings": ("gptq", INT8_WEIGHT_ONLY, "model.embed_tokens: GPTQ holds linear layers"),
     "bits": ("awq", INT8_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), "4-bit"),
@@ -649,8 +720,35 @@ def test_square_blocks_of_floats_are_read_back(size: int, dynamic: bool, tmp_pat
 def test_activations_beside_square_blocks_are_in_such_groups(tmp_path: Path) -> None:
     weight = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, group_rows=32)
     for read in (FP8_DYNAMIC.input, weight.replace(group_size=16, group_rows=1, dynamic=True)):
-        with pytest.raises(qfx.ExportError, match="square blocks per group of as many channels"):
+        with pytest.raises(qfx.ExportError, match="beside float32 scales per group of as many channels"):
             qfx.export.huggingface(quantized(small_floats(weight).replace(input=read)), tmp_path)
+
+
+@cache
+def wide() -> qfx.Session:
+    """Capture a model whose channels groups of 128 divide."""
+    model = llama(hidden_size=256, intermediate_size=128, num_hidden_layers=1)
+    return qfx.Session(model, [{"input_ids": IDS}])
+
+
+def test_schemes_are_those_of_compressed_tensors(tmp_path: Path) -> None:
+    """Its own code decompresses our weights, and rounds activations as ours; `benchmarks.schemes` runs all."""
+    x = torch.randn(3, 4, 256, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-3, 2, 256)
+    for name in ("fp8_block", "w2a8", "w7a8", "w4afp8", "mxfp4", "mxfp4xfp8", "mxfp6a8", "mxfp8"):
+        config = SCHEMES_OF_READERS[name]
+        qmodel = quantize(wide(), config)
+        directory = qfx.export.huggingface(qmodel, tmp_path / name)
+        assert not schemes.differing(qmodel, directory), name
+        assert schemes.as_asked(name, directory, None), name
+        assert preset(name.upper()) == config
+        (told,) = quantization(directory)["config_groups"].values()
+        args = QuantizationArgs.model_validate(told["input_activations"])
+        if args.type == "float":
+            theirs = fake_quantize(x, *compute_dynamic_scales_and_zp(x, args, nn.Module()), args)
+            measurement = config.input.measurement(-1)  # type: ignore[union-attr]
+            fmt, _, axis, block, *_ = measurement
+            scale, zero_point = ops.dynamic_qparams(x, *measurement)
+            assert torch.equal(theirs, ops.fake_quantize(x, scale, zero_point, fmt, axis, block)), name
 
 
 @pytest.mark.parametrize("passes", [(), (GPTQ(static_groups=False),)], ids=["nearest", "scales chosen"])

@@ -26,7 +26,7 @@ from quark_fx.export.to_onnx.block_functions import DOMAIN
 from quark_fx.export.to_onnx.blocks import stored_weight
 from quark_fx.export.to_onnx.export_onnx import _lowered
 from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions
-from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8
+from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8, parse_format
 from quark_fx.numbers.ops import dequantize, dynamic_qparams
 from quark_fx.numbers.ops import quantize as to_codes
 from quark_fx.numbers.scales import E8M0_FLOOR, FLOAT32
@@ -192,6 +192,22 @@ def test_every_preset_rounds_every_value_to_the_same_codes(preset: str, name: st
         assert all(value.steps <= (bound if i else 0) for i, value in enumerate(values))
         # Sums of at most 288 products in another order, in a 255th of the range.
         assert output.steps <= 255 * 288 * 2**-24
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "int4"])
+def test_square_blocks_are_standard_operators(fmt: str, tmp_path: Path) -> None:
+    """The last block of 48 outputs is not full; `MatMulNBits` has no 8-bit floats."""
+    weight = TensorSpec(format=parse_format(fmt), granularity=Granularity.GROUP, group_size=32, group_rows=32)
+    qmodel = quantize(seeded(nn.Linear(96, 48)), QuantConfig(weight=weight), [rand(2, 96)])
+    path = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert {(node.domain, node.op_type) for node in onnx.load(path).graph.node} == {
+        ("", "DequantizeLinear"),
+        ("", "Gemm"),
+    }
+    assert qfx.verify(qmodel, path, [rand(3, 96)]).max_steps <= 255 * 96 * 2**-24
+    if fmt == "fp8_e4m3":
+        with pytest.raises(qfx.ExportError, match="its codes are float8e4m3fn"):
+            qfx.check(seeded(nn.Linear(96, 48)), QuantConfig(weight=weight), [rand(2, 96)], export="matmul_nbits")
 
 
 def stored(path: Path) -> int:

@@ -57,6 +57,17 @@ def test_a_checkpoint_computes_what_the_graph_computes(here: None, checkpoint: P
     assert qfx.verify(quantized(CONFIG), checkpoint, BATCHES).max_steps > 1
 
 
+def test_a_checkpoint_that_needs_a_later_reader_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["version"]
+    for installed, message in (("0.9.11", f"needs compressed-tensors {needed}, and 0.9.11 is installed"), (needed, "")):
+        monkeypatch.setattr("quark_fx.export.runtime.transformers_runner.version", lambda _, found=installed: found)
+        if message:
+            with pytest.raises(ExportError, match=message):
+                TransformersRunner(checkpoint)
+        else:
+            TransformersRunner(checkpoint)
+
+
 def test_a_gguf_file_computes_what_the_graph_computes(here: None, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     path = qfx.export.gguf(quantized(CONFIG), tmp_path / "model.gguf")

@@ -122,24 +122,40 @@ def test_what_reads_one_value_in_another_module_or_decides_is_apart() -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (QuantConfig(weight=TensorSpec(format=INT8)), r"q: vLLM needs integer weights per channel or group"),
         (FP8_STATIC.replace(weight=TensorSpec(format=FP8_E4M3)), r"down: vLLM rounds FP8 weights per tensor again"),
         (
-            QuantConfig(weight=W4.weight, input=TOKEN),
-            r"o: vLLM cannot multiply int4 weights per group by int8 activations",
+            QuantConfig(weight=W4.weight, input=TOKEN.replace(format=FP8_E4M3)),
+            r"o: vLLM cannot multiply int4 group 16 weights by fp8_e4m3 token .*; .* int8 token dynamic",
         ),
         (
             QuantConfig(weight=CHANNEL, input=TOKEN.replace(format=FP8_E4M3)),
-            r"o: vLLM cannot multiply int8 weights per channel by fp8_e4m3 activations",
+            r"o: vLLM cannot multiply int8 channel weights by fp8_e4m3 token dynamic activations",
+        ),
+        (
+            QuantConfig(weight=MXFP4, input=GROUPS),
+            r"o: 32 inputs are not a multiple of the group size 128; exclude it",
+        ),
+        (
+            QuantConfig(weight=W4.weight.replace(symmetry="asymmetric"), input=TOKEN),  # type: ignore[union-attr]
+            r"o: weights must not have zero points if activations are rounded",
+        ),
+        (
+            QuantConfig(weight=W4.weight, input=TOKEN.replace(symmetry="asymmetric")),
+            r"o: activations must not have zero points beside packed weights",
         ),
         (QuantConfig(weight=SQUARE, input=GROUPS), r"o: its outputs or inputs are not a multiple of 128; exclude it"),
-        (QuantConfig(weight=CHANNEL, input=GROUPS), r"o: vLLM cannot multiply int8 weights .* activations per group"),
+        (
+            QuantConfig(
+                weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),
+                input=MXFP8_E4M3.replace(dynamic=True),
+            ),
+            r"o: vLLM cannot multiply fp8_e4m3 channel weights by fp8_e4m3 group 32 e8m0_even dynamic activations",
+        ),
         (
             QuantConfig(weight=CHANNEL.replace(symmetry="asymmetric"), input=TOKEN),
-            r"o: weights must not have zero points if activations are integers; set symmetry='symmetric'",
+            r"o: weights must not have zero points if activations are rounded; set symmetry='symmetric'",
         ),
     ],
-    ids=["int8 per tensor", "fp8 per tensor", "W4A8", "int8 and fp8", "blocks", "int8 and groups", "zero points"],
 )
 def test_weights_without_a_kernel_beside_their_activations_are_named(config: QuantConfig, why: str) -> None:
     with pytest.raises(qfx.ConfigError, match=why):
@@ -150,7 +166,9 @@ def test_weights_without_a_kernel_beside_their_activations_are_named(config: Qua
 def test_square_blocks_are_multiplied_by_activations_in_groups(target: str) -> None:
     model, x = nn.Sequential(nn.Linear(256, 128)).eval(), [torch.randn(4, 256)]
     for read in (None, GROUPS.replace(granularity="token", group_size=None)):
-        with pytest.raises(qfx.ConfigError, match="multiplies square blocks by activations in groups; set input="):
+        with pytest.raises(
+            qfx.ConfigError, match=r"group 128x128 weights by .*; beside these weights they are fp8_e4m3 group 128"
+        ):
             qfx.quantize(model, QuantConfig(weight=SQUARE, input=read, target=target), x)  # type: ignore[arg-type]
     config = QuantConfig(weight=SQUARE, input=GROUPS, target=target)  # type: ignore[arg-type]
     for inputs, outputs in ((64, 128), (200, 128), (128, 200)):
@@ -161,23 +179,33 @@ def test_square_blocks_are_multiplied_by_activations_in_groups(target: str) -> N
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "integers per tensor": ({"weight": TensorSpec(format=INT8)}, "not support weights in int8; use int2 to int8 per"),
     "5 and 2": ({"weight": TensorSpec(format=FP8_E5M2)}, "not support weights in fp8_e5m2"),
     "MXFP6": ({"weight": MXFP6_E2M3}, "not support weights in fp6_e2m3"),
     "16 bits": ({"weight": TensorSpec(format=INT16)}, "not support weights in int16"),
     "blocks of 64": (
         {"weight": MXFP4.replace(group_size=64)},
-        "not support weights in fp4_e2m1 with such scales or offsets",
+        "not support weights in fp4_e2m1 group 64",
     ),
     "other square blocks": ({"weight": SQUARE.replace(group_size=64)}, "fp8_e4m3 .in blocks, of 128x128"),
-    "offsets": ({"weight": Q4_1}, "not support weights in uint4 with such scales or offsets"),
+    "offsets": ({"weight": Q4_1}, "not support weights in uint4 group 32 offset"),
     "int16 read": ({"weight": CHANNEL, "input": TensorSpec(format=INT16)}, "not support activations in int16"),
-    "measured for all": ({"weight": CHANNEL, "input": TensorSpec(format=INT8, dynamic=True)}, "one calibrated scale"),
+    "measured for all": (
+        {"weight": CHANNEL, "input": TensorSpec(format=INT8, dynamic=True)},
+        "activations in int8 dynamic; it",
+    ),
     "E8M0": (
         {"weight": SQUARE, "input": GROUPS.replace(scale=E8M0_EVEN)},
-        "float32 scales per token, or per group of 128 in fp8_e4m3; .* drop scale",
+        "activations in fp8_e4m3 group 128 e8m0_even dynamic; it reads .* fp8_e4m3 group 128 dynamic",
     ),
-    "one E8M0": ({"weight": CHANNEL, "input": TensorSpec(format=INT8, scale=E8M0_EVEN)}, "one calibrated scale"),
-    "groups of 64": ({"weight": SQUARE, "input": GROUPS.replace(group_size=64)}, "per group of 128 in fp8_e4m3"),
+    "one E8M0": (
+        {"weight": CHANNEL, "input": TensorSpec(format=INT8, scale=E8M0_EVEN)},
+        "activations in int8 e8m0_even; it",
+    ),
+    "groups of 64": (
+        {"weight": SQUARE, "input": GROUPS.replace(group_size=64)},
+        "activations in fp8_e4m3 group 64 dynamic",
+    ),
     "rounded results": (
         {"weight": CHANNEL, "input": TensorSpec(format=INT8), "output": TensorSpec(format=INT8)},
         "not outputs or biases",
@@ -202,7 +230,7 @@ def test_what_vllm_has_is_taken() -> None:
         assert preset.replace(target="vllm").target is VLLM
     for weight in (MXFP4, MXFP8_E4M3, NVFP4, TensorSpec(format=FP8_E4M3)):
         assert QuantConfig(weight=weight, target=VLLM, kv_cache=TensorSpec(format=FP8_E4M3))
-    with pytest.raises(qfx.ConfigError, match="not support activations in int4"):
+    with pytest.raises(qfx.ConfigError, match="measures the whole range at run time"):
         W4A4_DYNAMIC.replace(target="vllm")
 
 

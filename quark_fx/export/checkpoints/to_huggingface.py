@@ -43,12 +43,12 @@ from quark_fx.export.packing import (
     unsigned,
 )
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.model.rounded_modules import UNROTATED
+from quark_fx.model.rounded_modules import UNROTATED, Activation
 from quark_fx.model.stored_weights import computed_leaves
-from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, parse_format
+from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, Format, parse_format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.scales import E4M3_SCALES, FLOAT32
+from quark_fx.numbers.scales import E4M3_SCALES, E8M0_CEIL, E8M0_EVEN, scale_format
 from quark_fx.system.isolation import isolated, quiet, warn
 from quark_fx.system.names import unknown
 from quark_fx.system.options import checked_call
@@ -71,7 +71,8 @@ def huggingface(
 
     Scales stay float32 in compressed-tensors; GPTQ and AWQ store float16. For an activation whose range is measured at
     run time, the checkpoint records only this fact: transformers divides the largest magnitude by 127.5
-    (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16.
+    (`symmetry="symmetric_full"`), other readers by 127, and readers choose exponents of MXFP8 by `"e8m0_ceil"`. Small
+    floats in groups are read in bfloat16.
 
     Weights of experts are stored separately, one matrix per projection of each; transformers 5.23 dequantizes them at
     load time. Experts that stay in float are stored in their stacks, because transformers would not find them next to
@@ -83,9 +84,9 @@ def huggingface(
     Args:
         qmodel: Result of `quantize`.
         directory: Directory to write, created if needed; an earlier quantized checkpoint in it is replaced.
-        format: `"compressed-tensors"` (integers up to 8 bits, 8-bit floats, activations; weights in FP8 E4M3 in square
-            blocks, NVFP4, MXFP4, MXFP6 E2M3, and MXFP8 E4M3), `"gptq"`, `"gptq_v2"`, or `"awq"` (integers, weights
-            only, all with one group size).
+        format: `"compressed-tensors"` (integers up to 8 bits, FP8 E4M3 also in square blocks, NVFP4, MXFP4, MXFP6 E2M3,
+            and MXFP8 E4M3; activations in all of these, but for NVFP4), `"gptq"`, `"gptq_v2"`, or `"awq"`
+            (integers, weights only, all with one group size).
         tokenizer: Tokenizer to save in the same directory.
         model: Float model of the same architecture, if `qmodel` was loaded.
 
@@ -284,6 +285,7 @@ class Schemes:
         dequantized = {"dequantize": True} if _has_zero_points(schemes) else {}
         return {
             "quant_method": "compressed-tensors",
+            "version": _needs(schemes.values()),
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": groups,
@@ -305,12 +307,8 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     """Write https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
     schemes = Schemes(checkpoint.layers)
     tensors = each_layer(checkpoint.layers, lambda layer: compressed(layer, schemes.add(layer)), shelf)
-    if any(_divides_by_127(layer) for layer in checkpoint.layers):
-        warn(
-            "transformers divides the largest magnitude of a token by 127.5, this model by 127 as other readers do: "
-            "there its int8 activations are rounded differently; for equal results in transformers set "
-            "symmetry='symmetric_full' on `input`"
-        )
+    for message in dict.fromkeys(filter(None, map(_measured_otherwise, checkpoint.layers))):
+        warn(message)
     _share_global_scales(tensors)
     schemes.require_readable()
     scales, cache = _cache(checkpoint)
@@ -388,11 +386,29 @@ def _cache(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]:
     (fmt,) = formats
     if fmt != str(FP8_E4M3):
         warn(f"vLLM has caches in {FP8_E4M3} alone; this checkpoint's is in {fmt}, as compressed-tensors reads it")
-    return tensors, _arguments(8, fmt == str(FP8_E4M3), True, "tensor", False)
+    return tensors, _arguments(parse_format(fmt), True, "tensor")
 
 
 _CACHES = (str(FP8_E4M3), str(INT8))
 """Formats of keys and values that `kv_cache_scheme` supports."""
+
+
+_VERSIONS = {
+    ("mxfp4-pack-quantized", 4): "0.16.0",
+    ("mxfp6-pack-quantized", 6): "0.20.0",
+    ("mxfp8-quantized", 8): "0.15.0",
+    ("nvfp4-pack-quantized", 4): "0.14.0",
+    **{("pack-quantized", bits): "0.18.0" for bits in (3, 5, 6, 7)},
+}
+"""Oldest versions of compressed-tensors that decompress a form with so many bits, if later than `_OLDEST`."""
+
+_OLDEST = "0.13.0"
+
+
+def _needs(schemes: Iterable[dict[str, Any]]) -> str:
+    """Return the oldest version of compressed-tensors that reads all schemes."""
+    needed = [_VERSIONS.get((scheme["format"], scheme["weights"]["num_bits"]), _OLDEST) for scheme in schemes]
+    return max(needed)
 
 
 def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
@@ -419,11 +435,26 @@ def _has_zero_points(schemes: Mapping[str, dict[str, Any]]) -> bool:
     return not all(scheme["weights"]["symmetric"] for scheme in schemes.values())
 
 
-def _divides_by_127(layer: Layer) -> bool:
-    """Tell whether a layer measures the scales of int8 activations differently from transformers."""
+def _measured_otherwise(layer: Layer) -> str:
+    """Return how transformers measures the scales of a layer's activations, if it does so differently."""
     activation = layer.input
-    measured = activation is not None and activation.scale is None and activation.format == str(INT8)
-    return measured and activation is not None and activation.symmetry == Symmetry.SYMMETRIC
+    if activation is None or activation.scale is not None or activation.cast is not None:
+        return ""
+    fmt, kind = parse_format(activation.format), scale_format(activation.scale_type)
+    if fmt.is_integer and activation.symmetry == Symmetry.SYMMETRIC:
+        most = 2 ** (fmt.bits - 1) - 1
+        return (
+            f"transformers divides the largest magnitude of a token by {most}.5, this model by {most} as other readers "
+            f"do: there its {fmt} activations are rounded differently; for equal results in transformers set "
+            "symmetry='symmetric_full' on `input`"
+        )
+    rule = E8M0_CEIL if fmt == FP8_E4M3 else E8M0_EVEN
+    if kind.rule is None or kind == rule:
+        return ""
+    return (
+        f"readers measure scales of {fmt} activations by the rule {rule}, this model by {kind}: they round some blocks "
+        f"differently; for equal results set scale='{rule}' on `input`"
+    )
 
 
 def _scheme(layer: Layer) -> dict[str, Any]:
@@ -438,45 +469,63 @@ def _scheme(layer: Layer) -> dict[str, Any]:
             "zero points, which it holds for weights of linear layers per channel or group, beside float activations "
             "and of no experts; use symmetry='symmetric'"
         )
-    weights = _arguments(weight.format.bits, not integer, weight.is_symmetric, strategy, False)
+    weights = _arguments(weight.format, weight.is_symmetric, strategy)
     weights["group_size"] = size
-    micro = size == 32 and are_exponents(weight.scale)
-    groups = activation.block_size if activation is not None and activation.block_size > 0 else None
+    inputs = None if activation is None else _inputs(activation, weight.codes.shape[1])
+    grouped = inputs is not None and inputs["group_size"] == weight.layout.block
     # One scale per output and one per block of all inputs look the same; grouped activations imply blocks.
-    blocks = (size or groups) and weight.format == FP8_E4M3 and dense and not micro
+    blocks = (
+        (size or grouped) and weight.format == FP8_E4M3 and dense and not (size == 32 and are_exponents(weight.scale))
+    )
     square = weight.layout.block if blocks and block_scales(weight) is not None else None
     if square:
         weights |= {"strategy": "block", "group_size": None, "block_structure": [square, square]}
+        if inputs is not None and inputs["group_size"] != square:
+            raise ExportError(
+                f"activations in other groups than weights in blocks of {square}x{square}; it holds fp8_e4m3 in square "
+                "blocks beside float32 scales per group of as many channels"
+            )
     elif not integer and (size or weight.format.bits < 8):
-        return _block_scheme(layer, weights)
+        weights, kind = _block_weights(layer, weights)
+        return {"weights": weights, "input_activations": inputs, "format": kind}
     if not integer and weight.format != FP8_E4M3:
         raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
-    if activation is None:
-        # transformers fails to find the `weight` of an embedding with packed codes.
-        plain = not integer or not layer.is_linear
-        kind = "naive-quantized" if plain else "pack-quantized"
-        return {"weights": weights, "input_activations": None, "format": kind}
+    if not integer and activation is not None:
+        kind = "float-quantized"
+    elif not integer or not layer.is_linear:
+        kind = "naive-quantized"  # transformers fails to find the `weight` of an embedding with packed codes
+    else:
+        # Servers read integers beside activations packed, except 8 bits per channel.
+        kind = "pack-quantized" if activation is None or size or weight.format.bits < 8 else "int-quantized"
+    return {"weights": weights, "input_activations": inputs, "format": kind}
+
+
+def _inputs(activation: Activation, channels: int) -> dict[str, Any]:
+    """Return the arguments of an activation with so many channels."""
     fmt = parse_format(activation.format) if activation.format else None
-    bits = (weight.format.bits, fmt.bits) if fmt is not None and fmt.is_integer else ()
-    if fmt is None or not (bits == (8, 8) if integer else fmt == FP8_E4M3):
-        raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
-    if groups != square or activation.scale_type != str(FLOAT32):
+    if fmt is None or not (str(fmt) in _FLOATS or (fmt.is_integer and fmt.bits <= 8 and not fmt.sign_magnitude)):
         raise ExportError(
-            "activations in groups, or with scales of 8 bits; it holds float32 scales per tensor or token, and beside "
-            "fp8_e4m3 in square blocks per group of as many channels"
+            f"activations in {fmt or activation.cast}; it holds integers of at most 8 bits, and {', '.join(_FLOATS)}"
+        )
+    size, kind = max(activation.block_size, 0) or None, scale_format(activation.scale_type)
+    if size and channels % size:
+        raise ExportError(f"activations of {channels} channels, which are not a multiple of their groups of {size}")
+    if kind.is_8_bit and not (kind.rule and size == 32 and not fmt.is_integer):
+        raise ExportError(
+            f"activations with scales in {kind}; it holds float32, or E8M0 for small floats in groups of 32"
         )
     if activation.ratio != 1:
         raise ExportError("activations in a share of the range at run time; drop the observer Adjusted")
     zero = activation.zero_point
     symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == fmt.middle
-    per = "group" if groups else "token" if activation.per_token else "tensor"
-    inputs = _arguments(8, not integer, symmetric or not integer, per, activation.scale is None)
-    inputs["group_size"] = groups
-    kind = "int-quantized" if integer else "float-quantized"
-    return {"weights": weights, "input_activations": inputs, "format": kind}
+    per = "group" if size else "token" if activation.per_token else "tensor"
+    inputs = _arguments(fmt, symmetric or not fmt.is_integer, per, dynamic=activation.scale is None)
+    return inputs | {"group_size": size} | ({"scale_dtype": str(torch.uint8)} if kind.is_8_bit else {})
 
 
 _MXFP8 = "mxfp8-quantized"
+
+_FLOATS = (str(FP4_E2M1), str(FP6_E2M3), str(FP8_E4M3))
 
 _MICROSCALING = {
     str(FP4_E2M1): "mxfp4-pack-quantized",
@@ -489,14 +538,11 @@ _NVFP4 = "nvfp4-pack-quantized"
 _BLOCK_FORMS = {*_MICROSCALING.values(), _NVFP4}
 
 
-def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the scheme of small floats in groups."""
+def _block_weights(layer: Layer, weights: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the arguments and the form of small floats in groups."""
     weight = layer.weight
-    if layer.input is not None or not layer.is_linear:
-        raise ExportError(
-            f"{weight.format} in groups, which it holds for linear layers with float activations; use input=None, as "
-            "the presets named weight_only do"
-        )
+    if not layer.is_linear:
+        raise ExportError(f"{weight.format} in groups, which it holds for linear layers; exclude it")
     if group_size(weight) == 16 and weight.format == FP4_E2M1:
         form, strategy, scales = _NVFP4, "tensor_group", torch.float8_e4m3fn
     elif group_size(weight) == 32 and str(weight.format) in _MICROSCALING:
@@ -508,8 +554,7 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
         )
     if layer.stack and form in (_NVFP4, _MXFP8):
         raise ExportError(f"experts in {form}, which transformers reads wrongly; leave them in float, or use MXFP4")
-    weights |= {"strategy": strategy, "scale_dtype": str(scales)}
-    return {"weights": weights, "input_activations": None, "format": form}
+    return weights | {"strategy": strategy, "scale_dtype": str(scales)}, form
 
 
 def _blocks(weight: QuantizedTensor, form: str, unit: float | None) -> dict[str, Tensor]:
@@ -547,9 +592,9 @@ def _share_global_scales(tensors: dict[str, Tensor]) -> None:
             tensors |= {name: shared.clone(), scale: wanted.to(torch.float8_e4m3fn)}
 
 
-def _arguments(bits: int, is_float: bool, symmetric: bool, strategy: str, dynamic: bool) -> dict[str, Any]:
-    kind = "float" if is_float else "int"
-    return {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
+def _arguments(fmt: Format, symmetric: bool, strategy: str, *, dynamic: bool = False) -> dict[str, Any]:
+    kind = "int" if fmt.is_integer else "float"
+    return {"num_bits": fmt.bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
 
 
 def compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:

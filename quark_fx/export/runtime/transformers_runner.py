@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ class TransformersRunner(Runner):
         path: Checkpoint written by `quark_fx.export.huggingface` or `gguf`.
 
     Raises:
-        ExportError: If it is not such a checkpoint, or omits its rotations.
+        ExportError: If it is not such a checkpoint, omits its rotations, or needs a later compressed-tensors.
     """
 
     runtime = "transformers"
@@ -55,9 +58,11 @@ class TransformersRunner(Runner):
             )
         if path.is_dir():
             try:
-                require_unrotated(read_configuration(path), path)
+                config = read_configuration(path)
+                require_unrotated(config, path)
             except CheckpointError as error:
                 raise ExportError(str(error)) from error
+            _require_version(config, path)
         self.path = path
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
@@ -75,6 +80,23 @@ class TransformersRunner(Runner):
             ExportError: If transformers does not load or run the checkpoint.
         """
         yield from _results(self.path, [split_batch(batch) for batch in batches])
+
+
+def _require_version(config: dict[str, Any], path: Path) -> None:
+    """Raise `ExportError` if the installed compressed-tensors is older than a checkpoint needs."""
+    told = config.get("quantization_config")
+    with suppress(PackageNotFoundError):  # transformers says that it is missing
+        if isinstance(told, dict) and told.get("quant_method") == "compressed-tensors":
+            needed, installed = str(told.get("version") or "0"), version("compressed-tensors")
+            if _numbers(installed) < _numbers(needed):
+                raise ExportError(
+                    f"{path} needs compressed-tensors {needed}, and {installed} is installed; run: "
+                    f"pip install 'compressed-tensors>={needed}'"
+                )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part[:9]) for part in re.findall(r"\d+", text)[:3]]
 
 
 def _results(path: Path, batches: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[dict[str, Tensor]]:

@@ -1,0 +1,241 @@
+"""The 32 schemes of compressed-tensors: written, decompressed by its own code, and loaded in a fresh process.
+
+    python -m benchmarks.schemes [--model smollm2] [--only mxfp4 nvfp4] [--write]
+
+Each row quantizes a model to nearest with the configuration of `quark_fx.presets.SCHEMES`, writes the checkpoint, and
+compares
+
+- *as asked*: the arguments in `config.json` with those of compressed-tensors' own scheme of that name;
+- *decompressed*: each weight that compressed-tensors decompresses with the eager model's, bit for bit. Where it makes
+  bfloat16, the eager model's weights are rounded to it first. A number counts the values that differ;
+- *loaded*: logits of transformers in another process with those of the quantized graph. It measures int8 and int4
+  activations with half a step more, and computes with small floats in groups in bfloat16;
+- *KL*, or *dB* with `--model tiny`: the quantized model's error against the float model's predictions.
+
+`--model tiny` is a Llama with random weights. Groups of 128 become groups of 64 where a model's channels need it. The
+last columns are the least compute capabilities of NVIDIA GPUs on which servers load a scheme. `--write` updates
+`benchmarks/results/schemes.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import quark_fx as qfx
+from benchmarks.common import environment, one_thread, publish, sqnr, table
+from quark_fx.export.runtime import checkpoint_process
+from quark_fx.presets import SCHEMES
+from quark_fx.targets.servers import capability
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to quantize.
+
+    Attributes:
+        session: its capture.
+        batches: batches to calibrate on.
+        window: a batch whose logits are compared.
+        error: what the last column calls the error, and the function that returns it for a quantized model.
+    """
+
+    session: qfx.Session
+    batches: list[dict[str, Tensor]]
+    window: dict[str, Tensor]
+    error: tuple[str, Callable[[qfx.QuantizedModel], str]]
+
+
+def tiny() -> Model:
+    """Return a Llama of two layers with random weights."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=256)).eval()
+    ids = torch.randint(256, (3, 32))
+    batches, window = [{"input_ids": ids[:2]}], {"input_ids": ids[2:]}
+    with torch.no_grad():
+        exact = model(**window).logits
+    error = "dB", lambda qmodel: f"{sqnr(exact, qmodel(**window).logits):.1f}"
+    return Model(qfx.Session(model, batches), batches, window, error)
+
+
+def smollm2() -> Model:
+    """Return SmolLM2-135M-Instruct, judged on two windows of 512 tokens."""
+    from benchmarks.real import smollm2 as real
+
+    found = real.load(calibration=4, judged=4)
+    window = {"input_ids": found.judged[0]["input_ids"][:1, :64]}
+    error = "KL", lambda qmodel: f"{found.judge(qmodel)['KL']:.4f}"
+    return Model(qfx.Session(found.model, found.calibration), found.calibration, window, error)
+
+
+MODELS: Mapping[str, Callable[[], Model]] = {"tiny": tiny, "smollm2": smollm2}
+
+
+def fitted(config: qfx.QuantConfig, channels: int) -> qfx.QuantConfig:
+    """Return a configuration whose groups divide the channels."""
+
+    def smaller(spec: qfx.TensorSpec | None) -> qfx.TensorSpec | None:
+        if spec is None or spec.group_size is None or channels % spec.group_size == 0:
+            return spec
+        return spec.replace(group_size=64, group_rows=min(spec.group_rows, 64))
+
+    return config.replace(weight=smaller(config.weight), input=smaller(config.input))
+
+
+def decompressed(directory: Path) -> dict[str, Tensor]:
+    """Return the quantized weights of a checkpoint as compressed-tensors decompresses them, by module."""
+    told = json.loads((directory / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    (group,) = told["config_groups"].values()
+    scheme = QuantizationScheme.model_validate(group)
+    compressor = BaseCompressor.get_value_from_registry(group["format"])
+    stored = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in stored.items():
+        path, _, leaf = name.rpartition(".")
+        states.setdefault(path, {})[leaf] = tensor
+    found = {path: state for path, state in states.items() if "weight_scale" in state}
+    return {path: compressor.decompress(state, scheme)["weight"] for path, state in found.items()}
+
+
+def differing(qmodel: qfx.QuantizedModel, directory: Path) -> int:
+    """Return how many weights differ from the eager model's."""
+    ours, found = qmodel.eager(), decompressed(directory)
+    modules: dict[str, Any] = dict(ours.named_modules())
+    return sum(int((modules[path].weight.to(weight.dtype) != weight).sum()) for path, weight in found.items())
+
+
+def as_asked(name: str, directory: Path, size: int | None) -> bool:
+    """Tell whether the scheme in `config.json` is compressed-tensors' own, but for groups of another size."""
+    told = json.loads((directory / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    (group,) = told["config_groups"].values()
+    found, wanted = QuantizationScheme.model_validate(group), preset_name_to_scheme(name, group["targets"])
+    same = True
+    for part in ("weights", "input_activations"):
+        ours, theirs = getattr(found, part), getattr(wanted, part)
+        if ours is None or theirs is None:
+            same &= ours is theirs
+            continue
+        fields = ("num_bits", "type", "symmetric", "strategy", "dynamic", "scale_dtype")
+        same &= all(getattr(ours, field) == getattr(theirs, field) for field in fields)
+        same &= ours.group_size == theirs.group_size or (theirs.group_size == 128 and ours.group_size == size)
+    return same
+
+
+HEADER = ("scheme", "stored as", "needs", "as asked", "decompressed", "error", "vLLM", "SGLang", "loaded")
+
+
+def measure(name: str, model: Model, directory: Path) -> tuple[list[str], Tensor]:
+    """Write the checkpoint of a scheme; return its line but for the last cell, and the quantized graph's logits."""
+    channels: int = model.session.model.config.hidden_size  # type: ignore[union-attr, assignment]
+    config = fitted(SCHEMES[name], channels)
+    qmodel = qfx.quantize(model.session, config, progress=False)
+    qfx.export.huggingface(qmodel, directory)
+    told = json.loads((directory / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    differs = differing(qmodel, directory)
+    size = None if channels % 128 == 0 else 64
+    line = [
+        name.upper(),
+        told["format"],
+        told["version"],
+        "yes" if as_asked(name, directory, size) else "no",
+        f"{differs} differ" if differs else "equal",
+        model.error[1](qmodel),
+        *(capability(server, SCHEMES[name].weight, SCHEMES[name].input) or "–" for server in ("vLLM", "SGLang")),
+    ]
+    return line, qmodel(**model.window).logits
+
+
+_LOAD = """
+import runpy, sys, torch
+from pathlib import Path
+answers, folder = runpy.run_path(sys.argv[1])["answers"], Path(sys.argv[2])
+batch = ((), torch.load(folder / "window.pt"))
+for path in sys.argv[3:]:
+    try:
+        found = answers(folder / path, [batch])[0]["logits"]
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    torch.save(found, folder / f"{path}.pt")
+"""
+
+
+def loaded(names: list[str], window: dict[str, Tensor], folder: Path) -> dict[str, Tensor | str]:
+    """Return the logits of transformers in a fresh process for each checkpoint, or its error."""
+    torch.save(window, folder / "window.pt")
+    subprocess.run([sys.executable, "-c", _LOAD, checkpoint_process.__file__, str(folder), *names], check=True)
+    return {name: torch.load(folder / f"{name}.pt") for name in names}
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--only", nargs="+", default=[name.lower() for name in PRESET_SCHEMES if name != "UNQUANTIZED"])
+    parser.add_argument("--write", action="store_true", help="update benchmarks/results/schemes.md")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    with one_thread(), tempfile.TemporaryDirectory() as name:
+        folder, model, lines, logits = Path(name), MODELS[arguments.model](), {}, {}
+        for scheme in arguments.only:
+            lines[scheme], logits[scheme] = measure(scheme, model, folder / scheme)
+            print(" | ".join(lines[scheme]), file=sys.stderr, flush=True)
+        for scheme, read in loaded(list(lines), model.window, folder).items():
+            ours = logits[scheme]
+            equal = isinstance(read, Tensor) and torch.equal(read, ours)
+            lines[scheme].append(
+                read if isinstance(read, str) else "equal" if equal else f"{sqnr(ours, read.float()):.0f} dB"
+            )
+    header = [model.error[0] if title == "error" else title for title in HEADER]
+    publish(page(header, list(lines.values()), arguments.model), "schemes.md" if arguments.write else None)
+
+
+def page(header: list[str], lines: list[list[str]], model: str) -> str:
+    """Return the page."""
+    return f"""# Schemes of compressed-tensors
+
+`qfx.presets.SCHEMES` has the 32 schemes of compressed-tensors by its names in lower case; `quantize` takes them like
+presets, and `export.huggingface` writes them:
+
+``` {{.python}}
+qmodel = qfx.quantize(llm, "mxfp6a8", token_batches)
+qfx.export.huggingface(qmodel, "llm-mxfp6a8")
+```
+
+Weights are rounded to nearest; add passes of a preset such as `w4a16_gptq` for accuracy. `python -m benchmarks.schemes
+--model {model} --write` measures this; its docstring defines the columns. *needs* is the oldest version of
+compressed-tensors that decompresses the weights (`"version"` in `config.json`).
+
+{table(header, lines)}
+
+- Transformers computes with small floats in groups in bfloat16: there the decompressed weights are the proof, and
+  *loaded* only shows that the checkpoint runs.
+- Servers: compute capabilities of NVIDIA GPUs by the code of vLLM 0.32 and SGLang 0.5.23; no GPU was used. In brackets
+  is the least on which activations are rounded, too; below, a server multiplies by float activations. vLLM has the
+  products of `w4afp8` for 9.0 alone. Where there is none (–), the target refuses the scheme before calibration.
+- `fp8` has one scale per tensor, which servers round again when they fuse layers; their targets ask for `fp8_static`.
+- Checkpoints say that activations have E8M0 scales, not by which rule. Readers round exponents by `e8m0_even`, and of
+  FP8 by `e8m0_ceil`; the export warns of other rules.
+
+{environment()}
+"""
+
+
+if __name__ == "__main__":
+    main()
