@@ -167,7 +167,7 @@ JOURNEYS: Mapping[str, Journey] = {
     ),
     "network": Journey(
         "A network of one's own, for a processor without VNNI",
-        *("docs/command_line.md", 1, "cli,onnx,vision,report,search", bring_network, run_elsewhere),
+        *("docs/command_line.md", 1, "cli,onnx,vision,report", bring_network, run_elsewhere),
     ),
 }
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("onnx", "hf")
-TOOLS = ("pytest", "hypothesis", "scipy", "torchvision")
+TOOLS = ("pytest", "hypothesis", "torchvision")
 """What the sample imports besides the package."""
 SAMPLE = (
     *(

@@ -25,7 +25,6 @@ EXTRAS = {
     "executorch": ("programs of export.pt2e in ExecuTorch", ("executorch",)),
     "genai": ("folders of export.genai in ONNX Runtime GenAI", ("onnxruntime-genai",)),
     "report": ("pages of charts: --html", ("matplotlib",)),
-    "search": ("the integer program of search", ("scipy",)),
     "vision": ("folders of images, torchvision's models", ("torchvision", "pillow", "scikit-learn")),
     "cli": ("this command", ("typer", "rich")),
 }

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-
-from quark_fx.errors import QuarkError
 
 _CUTS = 32
 """Number of choices to forbid one by one; the solver computes in floats and may exceed a limit by its tolerance."""
@@ -33,9 +30,6 @@ def choose(
 
     Returns:
         One option per group; `None` if no choice meets the limit.
-
-    Raises:
-        QuarkError: If scipy is not installed.
     """
     lightest = [min(range(len(row)), key=lambda i: (math.isinf(costs[g][i]), row[i])) for g, row in enumerate(weights)]
     if _total(weights, lightest) > limit or math.isinf(_total(costs, lightest)):
@@ -62,7 +56,9 @@ def _solved(
     gap: float,
     cuts: Sequence[Sequence[int]],
 ) -> list[int] | None:
-    milp, linear, sparse = find_solver()
+    from scipy import sparse
+    from scipy.optimize import LinearConstraint, milp
+
     flat, weight = (np.concatenate([np.asarray(row, dtype=np.float64) for row in rows]) for rows in (costs, weights))
     allowed = np.isfinite(flat) & np.isfinite(weight)
     owner = np.repeat(np.arange(len(costs)), [len(row) for row in costs])
@@ -78,9 +74,9 @@ def _solved(
         integrality=np.ones(len(flat)),
         bounds=(0, allowed.astype(np.float64)),
         constraints=[
-            linear(one_each, 1, 1),
-            linear(weight[None] / unit, -np.inf, limit / unit),
-            *([linear(forbidden, -np.inf, len(costs) - 1)] if cuts else []),
+            LinearConstraint(one_each, 1, 1),
+            LinearConstraint(weight[None] / unit, -np.inf, limit / unit),
+            *([LinearConstraint(forbidden, -np.inf, len(costs) - 1)] if cuts else []),
         ],
         options={"mip_rel_gap": gap, "time_limit": _SECONDS},
     )
@@ -89,18 +85,4 @@ def _solved(
     return [int(part.argmax()) for part in np.split(found.x, starts[1:])]
 
 
-def find_solver() -> tuple[Any, Any, Any]:
-    """Return `milp`, `LinearConstraint`, and `sparse` of scipy.
-
-    Raises:
-        QuarkError: If it is not installed.
-    """
-    try:
-        from scipy import sparse
-        from scipy.optimize import LinearConstraint, milp
-    except ImportError as error:
-        raise QuarkError("a search needs scipy: pip install 'quark_fx[search]'") from error
-    return milp, LinearConstraint, sparse
-
-
-__all__ = ["choose", "find_solver"]
+__all__ = ["choose"]

@@ -22,7 +22,7 @@ from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.mixed_precision.budget import Budget
 from quark_fx.mixed_precision.candidates import candidates_of
 from quark_fx.mixed_precision.latency import Clock, operator_latencies, quietly, require_timed
-from quark_fx.mixed_precision.program import choose, find_solver
+from quark_fx.mixed_precision.program import choose
 from quark_fx.mixed_precision.result import MIXED, Search, Verified
 from quark_fx.mixed_precision.space import Space, least
 from quark_fx.mixed_precision.written import written_size
@@ -108,7 +108,6 @@ def search(
         ConfigError: If candidates are incompatible or their outputs are not finite, or no mixture meets the budget; see
             also `analyze`.
         CalibrationError: If data is missing, no validation data is left, or outputs of the float model are not finite.
-        QuarkError: If scipy is not installed (`pip install 'quark_fx[search]'`).
     """
     start = time.perf_counter()
     require_usable(resources, "search", OF_SESSION)
@@ -127,7 +126,6 @@ def search(
         raise ConfigError(
             "timed_batch= is the batch for timing a budget of latency; give such a budget, or leave it out"
         )
-    find_solver()
     missing = "search compares outputs on data; pass data, batches of real inputs"
     batches, held_out = _divided(data, validation_data)
     if not isinstance(model, Session) or data is not None:

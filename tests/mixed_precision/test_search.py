@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -824,12 +823,6 @@ def test_a_mistake_is_named(name: str) -> None:
     call, error, message = MISTAKES[name]
     with pytest.raises(error, match=message):
         call()
-
-
-def test_without_scipy_the_extra_is_named_before_anything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(QuarkError, match=r"quark_fx\[search\]"):
-        run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=8.0))
 
 
 @pytest.mark.parametrize("output", ["onnx", "saved"])

@@ -9,11 +9,12 @@ Source: AMD Quark for ONNX, `quark.onnx.refine` (`adjust_quantize_info`), on the
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 Name = Any
 """Hashable identifier of a tensor."""
@@ -28,7 +29,7 @@ FREE_BITS = 16
 """Bits of a 24-bit accumulator above the bias's 8: a bias may have this many more fractional bits than the output."""
 
 _FAR = 1 << 8
-"""A position below all positions of floats; if lowering reaches it, it does not terminate."""
+"""Bound on positions, beyond those of all floats. Tensors that would lower each other forever exceed it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,20 @@ class Product:
     output: Name
     leaky: bool = False
 
+    def limits(self, rules: frozenset[str]) -> Iterator[Limit]:
+        """Yield the limits of the shifts that `rules` restrict."""
+        factors = (self.input, self.weight)
+        if "cut" in rules:
+            yield Limit("cut", (self.output,), factors, -CUT[0])
+            yield Limit("cut", factors, (self.output,), CUT[1])
+        if self.bias is not None and "bias" in rules:
+            yield Limit("bias", factors, (self.bias,), BIAS)
+            yield Limit("bias", (self.bias,), (self.output,), FREE_BITS)
+            if "cut" in rules:  # the sum of the two limits between which the weight is
+                yield Limit("bias", (self.output,), (self.bias,), BIAS - CUT[0])
+            if self.leaky:
+                yield Limit("bias", (self.bias,), factors, 0)
+
 
 @dataclass
 class System:
@@ -97,241 +112,141 @@ class Settled:
 
 
 def settle(system: System) -> Settled:
-    """Return positions near the calibrated ones that satisfy all constraints of `system`.
+    """Return the positions nearest the calibrated ones that satisfy all constraints of `system`.
 
-    A position is lowered, which costs bits but saturates nothing, wherever that satisfies a limit, and never further
-    than needed given all other positions. A position is raised if it is below a floor or is kept up by one; so are
-    weights and biases if the output cannot be lowered, because it is tied to the input, has a floor, or feeds back into
-    the input, so that lowering would not terminate. If limits among activations form such a cycle (a tensor tied to a
-    result computed from it), the factors of their products get floors of zero, with which lowering terminates.
+    They solve an integer program with four objectives, each subject to the ones before it:
 
-    The algorithm terminates: positions only decrease, each time by at least one, until all constraints hold or a
-    position is below the range of floats. In that case, among the outputs that were lowered last because of their
-    weights, the coarsest weight is raised by a bit, which is undone later if it was not needed. If there is none, the
-    factors get their floors, which happens once. A system that satisfies all constraints does not change.
+    1. Activations are raised by as few bits as possible. Floors require it, and so do limits on a tensor that is tied
+       to a result computed from it, which lowering would never satisfy.
+    2. Weights and biases are raised by as few bits as possible: where lowering the output satisfies a limit, too, it is
+       lowered, which costs bits but saturates nothing.
+    3. Activations are lowered by as few bits as possible.
+    4. Weights and biases change by as few bits as possible, weights rather than biases.
+
+    Of equal solutions, one that raises positions below 0 is preferred, then one that changes finer tensors. A factor of
+    a product of activations that has to be raised is raised to 0 at least, where the other factor alone bounds the
+    product; if no solution of 1. leaves the biases as they are, all factors are. A system that satisfies all
+    constraints does not change.
     """
-    chased, bits = False, Counter[int]()
-    while (settling := _settled(system, chased, bits)).stuck:
-        if settling.chasing:
-            weights = {n: system.positions[system.products[n].weight] + bits[n] for n in settling.chasing}
-            bits[min(weights, key=lambda n: weights[n])] += 1
-        else:
-            chased = True
-    for index in list(bits):
-        while bits[index] and not (other := _settled(system, chased, bits - Counter([index]))).stuck:
-            bits, settling = bits - Counter([index]), other
-    settling.raise_again()
-    for product in system.products:
-        settling.settle_product(product)
-    return settling.result()
+    if not system.positions:
+        return Settled({}, {})
+    program = _Program(system)
+    position = program.calibrated + program.changes()
+    positions = {tensor: int(position[g]) for tensor, g in program.group.items()}
+    reasons = {}
+    for tensor in (tensor for tensor in positions if positions[tensor] != system.positions[tensor]):
+        g = program.group[tensor]
+        rules = [rule for rule, tied in system.ties if tensor in tied]
+        rules = rules if system.positions[tensor] > program.calibrated[g] else []
+        reasons[tensor] = tuple(dict.fromkeys([*rules, *program.broken(g, position)]))
+    return Settled(positions, reasons)
 
 
-def _settled(system: System, chased: bool, bits: Counter[int]) -> _Settling:
-    settling = _Settling(system, chased, bits)
-    settling.settle_activations()
-    return settling
+class _Program:
+    """The integer program of `settle`, on groups of tied tensors.
 
-
-class _Settling:
-    """The state of `settle`: positions of groups of tied tensors.
+    The unknowns of a group are three numbers of bits, each at least 0: down, up to position 0, and up beyond it.
 
     Attributes:
-        chased: True if factors of products of activations have floors.
-        bits: Number of bits to raise weights by, per index of the product.
-        stuck: True if lowering did not terminate.
-        chasing: Indices of products with outputs that were lowered last because of their weights.
+        group: Number of each tensor's group.
+        calibrated: Lowest calibrated position of each group.
+        limits: Rule, coefficients of groups, and bound of every constraint but the ties.
     """
 
-    def __init__(self, system: System, chased: bool, bits: Counter[int]) -> None:
-        self.system, self.chased, self.bits = system, chased, bits
-        self.stuck, self.chasing = False, set[int]()
+    def __init__(self, system: System) -> None:
         self.group = _groups(system)
-        self.calibrated = {g: min(system.positions[v] for v in vs) for g, vs in _members(self.group).items()}
-        self.position = dict(self.calibrated)
-        self.reasons: dict[Name, list[str]] = {}
-        self.floor: dict[Name, int] = {}
-        self.limits = [self._cancelled(limit) for limit in system.limits]
-        floors = [(rule, self.group[v], bound) for rule, v, bound in system.floors]
-        if chased:
-            sides = [(limit.rule, side) for limit in self.limits for side in (limit.plus, limit.minus)]
-            floors += [(rule, g, 0) for rule, side in sides if len(side) > 1 for g in side]
-        for rule, g, bound in floors:
-            self._hold(g, bound, rule)
-        if any(self._excess(limit) > 0 for limit in self.limits) or any(self._finer_outputs()):
-            self._spread_floors()
+        self.calibrated = np.full(max(self.group.values()) + 1, _FAR)
+        np.minimum.at(self.calibrated, list(self.group.values()), list(system.positions.values()))
+        activations = [self._of_groups(limit) for limit in system.limits]
+        self.factors = {g for _, s, _ in activations for g in s if sum(abs(f) for f in s.values() if f * s[g] > 0) > 1}
+        floors = [Limit(rule, (), (tensor,), -bound) for rule, tensor, bound in system.floors]
+        products = [limit for product in system.products for limit in product.limits(system.rules)]
+        self.limits = [*map(self._of_groups, (*floors, *products)), *activations]
+        self.weights = np.zeros(len(self.calibrated), bool)
+        self.biases, self.free_biases = self.weights.copy(), self.weights.copy()
+        for product in system.products:
+            self.weights[self.group[product.weight]] = True
+            if product.bias is not None:
+                self.biases[self.group[product.bias]] = True
+                # Lowering the output does not replace raising this bias.
+                self.free_biases[self.group[product.bias]] |= self.group[product.input] == self.group[product.output]
 
-    def _cancelled(self, limit: Limit) -> Limit:
-        """Return a limit on groups, without groups that are on both sides."""
-        plus, minus = (Counter(self.group[v] for v in side) for side in (limit.plus, limit.minus))
-        return Limit(limit.rule, tuple((plus - minus).elements()), tuple((minus - plus).elements()), limit.bound)
+    def _of_groups(self, limit: Limit) -> tuple[str, dict[int, int], int]:
+        sums = Counter(self.group[tensor] for tensor in limit.plus)
+        sums.subtract(self.group[tensor] for tensor in limit.minus)
+        return limit.rule, {g: factor for g, factor in sums.items() if factor}, limit.bound
 
-    def _hold(self, g: Name, bound: int, rule: str) -> bool:
-        """Set the floor of a group; return whether it is higher than before."""
-        if g in self.floor and self.floor[g] >= bound:
-            return False
-        self.floor[g] = bound
-        if self.position[g] < bound:
-            self._move(g, bound, rule)
-        return True
+    def broken(self, g: int, position: np.ndarray) -> list[str]:
+        """Return the rules that the calibrated position of a group breaks, given the positions of all others.
 
-    def _spread_floors(self) -> None:
-        """Propagate floors to groups whose lowering would violate a limit on a group with a floor.
-
-        Floors may raise positions that nothing would lower, so call it only if something must be lowered. It
-        terminates, because floors never exceed the highest initial one, at most 7, and factors at 0 satisfy 0.
+        For an activation, rules that a weight or bias could satisfy at no cost to activations do not count.
         """
-        news = True
-        while news:
-            news = False
-            for limit in self.limits:
-                if not all(g in self.floor for g in limit.plus) or not limit.minus:
-                    continue
-                needed = sum(self.floor[g] for g in limit.plus) - limit.bound
-                if sum(self.floor.get(g, -math.inf) for g in limit.minus) >= needed:
-                    continue
-                others = sorted(limit.minus, key=lambda g: (g not in self.floor, self.position[g]))
-                for g in others[:-1]:
-                    news |= self._hold(g, min(0, needed), limit.rule)
-                held = sum(self.floor[g] for g in others[:-1])
-                count = others.count(others[-1])
-                last = needed - held if count == 1 else -(-needed // count)
-                news |= self._hold(others[-1], last, limit.rule)
+        trial, constant = position.copy(), self.weights | self.biases
+        trial[g] = self.calibrated[g]
+        lowered = position[g] < trial[g]
+        return [
+            rule
+            for rule, sums, bound in self.limits
+            if g in sums
+            and sum(f * trial[h] for h, f in sums.items()) > bound
+            and (constant[g] or not any(constant[h] and (f > 0 or not lowered) for h, f in sums.items()))
+        ]
 
-    def _move(self, g: Name, position: int, rule: str) -> None:
-        self.position[g] = position
-        reasons = self.reasons.setdefault(g, [])
-        if rule not in reasons:
-            reasons.append(rule)
+    def changes(self) -> np.ndarray:
+        """Solve the program; return the change of each group in bits."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array, hstack
 
-    def settle_activations(self) -> None:
-        """Lower activations until all their limits hold, and outputs until they fit their products."""
-        self.stuck = not self._lower_all()
-        while not self.stuck and (lowered := self._coarsen_outputs()):
-            # Raising a weight does not help an output that was lowered because of its bias.
-            self.chasing = {index for index, rule in lowered.items() if rule == "cut"}
-            self.stuck = not self._lower_all() or min(self.position.values()) < -_FAR
+        calibrated, count = self.calibrated, len(self.calibrated)
+        entries = [(row, g, f) for row, (_, sums, _) in enumerate(self.limits) for g, f in sums.items()]
+        rows, columns, coefficients = np.array(entries, int).reshape(-1, 3).T
+        sums = coo_array((coefficients, (rows, columns)), (len(self.limits), count)).tocsr()
+        room = np.array([bound for *_, bound in self.limits], int) - sums @ calibrated
+        if (room >= 0).all():
+            return np.zeros(count, int)
+        limits = LinearConstraint(hstack([-sums, sums, sums]), -np.inf, room)
 
-    def _lower_all(self) -> bool:
-        """Lower until all limits hold; return whether that terminated. With floors on all factors, it always does."""
-        while sum(self._lower(limit) for limit in self.limits):
-            if not self.chased and min(self.position.values()) < -_FAR:
-                return False
-        return True
+        upper = np.stack([calibrated + _FAR, np.maximum(-calibrated, 0), _FAR - np.maximum(calibrated, 0)])
+        lower = np.zeros_like(upper)
+        finest_first = np.argsort(np.argsort(-calibrated, kind="stable")) / count
+        price = 1 + 1e-3 * finest_first + np.array([[0], [0], [1e-2]])
+        price[:, self.biases] *= 2
 
-    def _coarsen_outputs(self) -> dict[int, str]:
-        """Lower outputs that are finer than their products; return the products' indices, and the rules."""
-        lowered = {}
-        for index, fitting, rule in self._finer_outputs():
-            self._move(self.group[self.system.products[index].output], fitting, rule)
-            lowered[index] = rule
-        return lowered
+        def solve(which: np.ndarray) -> np.ndarray | None:
+            """Return the unknowns with the least sum of those in `which`, or None if the limits have no solution."""
+            cost, bounds = np.where(which, price, 0).ravel(), Bounds(lower.ravel(), upper.ravel())
+            for integer in (False, True):  # without products of activations, corners are integers anyway
+                # With presolve, HiGHS 1.12 returns worse integer solutions, and calls them optimal.
+                options = {"mip_rel_gap": 0, "presolve": not integer}
+                x = milp(cost, integrality=int(integer), bounds=bounds, constraints=limits, options=options).x
+                if x is None or np.abs(x - x.round()).max() < 1e-6:
+                    break
+            return None if x is None else np.asarray(x).round().astype(int).reshape(lower.shape)
 
-    def _finer_outputs(self) -> Iterator[tuple[int, int, str]]:
-        """Yield products whose output has meaningless bits, the position it should be lowered to, and the rule."""
-        for index, product in enumerate(self.system.products):
-            o = self.group[product.output]
-            fitting, rule = self._fitting_output(index)
-            fitting = max(fitting, self.floor.get(o, fitting))
-            if fitting < self.position[o]:
-                yield index, int(fitting), rule
-
-    def _fitting_output(self, index: int) -> tuple[float, str]:
-        """Return the highest position of an output at which weight and bias need no raising, and the rule."""
-        product = self.system.products[index]
-        i, w, o = (self.group[v] for v in (product.input, product.weight, product.output))
-        if "cut" not in self.system.rules or i == o:
-            return math.inf, "cut"  # no output position helps
-        fitting = self.position[w] + self.bits[index] + self.position[i] - CUT[0], "cut"
-        if product.bias is None or "bias" not in self.system.rules:
-            return fitting
-        return min(fitting, (self.position[self.group[product.bias]] + BIAS, "bias"))
-
-    def raise_again(self) -> None:
-        """Raise positions that are lower than the others require; terminates at the calibrated positions."""
-        limits: dict[Name, list[Limit]] = {}
-        for limit in self.limits:
-            for g in set(limit.plus):
-                limits.setdefault(g, []).append(limit)
-        makers: dict[Name, list[int]] = {}
-        for index, product in enumerate(self.system.products):
-            makers.setdefault(self.group[product.output], []).append(index)
-        raised = True
-        while raised:
-            raised = False
-            for g, position in self.position.items():
-                rooms = [self.calibrated[g] - position]
-                rooms += [-self._excess(limit) // limit.plus.count(g) for limit in limits.get(g, ())]
-                rooms += [self._fitting_output(index)[0] - position for index in makers.get(g, ())]
-                if (room := min(rooms)) > 0:
-                    self.position[g] += int(room)
-                    raised = True
-
-    def _lower(self, limit: Limit) -> bool:
-        changed = False
-        while (excess := self._excess(limit)) > 0:
-            free = [g for g in limit.plus if g not in self.floor or self.position[g] > self.floor[g]]
-            assert free, "floors are spread so that they contradict no limit"
-            g = max(free, key=lambda g: self.position[g])
-            lowered = self.position[g] - -(-excess // limit.plus.count(g))
-            self._move(g, max(lowered, self.floor.get(g, lowered)), limit.rule)
-            changed = True
-        return changed
-
-    def _excess(self, limit: Limit) -> int:
-        plus, minus = (sum(self.position[g] for g in side) for side in (limit.plus, limit.minus))
-        return int(plus - minus - limit.bound)
-
-    def settle_product(self, product: Product) -> None:
-        """Choose the positions of weight and bias; they exist for any positions of input and output."""
-        i, w, o = (self.group[v] for v in (product.input, product.weight, product.output))
-        b = None if product.bias is None or "bias" not in self.system.rules else self.group[product.bias]
-        read, made = self.position[i], self.position[o]
-        low, high = (made - read + cut for cut in CUT) if "cut" in self.system.rules else (-math.inf, math.inf)
-        if b is not None:
-            # With a bias coarser than this, no weight satisfies both the limit of the bias and the cut.
-            self._clamp(b, low + read - BIAS, made + FREE_BITS, "bias")
-            self._clamp(w, low, high, "cut")
-            self._clamp(w, -math.inf, BIAS + self.position[b] - read, "bias")
-            if product.leaky:
-                self._clamp(b, -math.inf, self.position[w] + read, "bias")
-        else:
-            self._clamp(w, low, high, "cut")
-
-    def _clamp(self, g: Name, low: float, high: float, rule: str) -> None:
-        if not low <= self.position[g] <= high:
-            self._move(g, int(max(low, min(high, self.position[g]))), rule)
-
-    def result(self) -> Settled:
-        before, after = self.system.positions, {v: self.position[g] for v, g in self.group.items()}
-        lowest = {g: min(before[v] for v in vs) for g, vs in _members(self.group).items()}
-        reasons = {}
-        for v, g in self.group.items():
-            tied = [rule for rule, group in self.system.ties if v in group and before[v] > lowest[g]]
-            if after[v] != before[v]:
-                reasons[v] = tuple(dict.fromkeys([*tied, *self.reasons.get(g, [])]))
-        return Settled(after, reasons)
+        up, constant = np.array([[False], [True], [True]]), self.weights | self.biases
+        below = np.isin(np.arange(count), list(self.factors)) & (calibrated < 0)
+        free = upper.copy()
+        upper[1:, self.biases & ~self.free_biases] = 0
+        while (bits := solve(up & ~constant)) is not None and (low := below & (bits[1] > lower[1])).any():
+            upper[0, low], lower[1, low] = 0, -calibrated[low]
+        if bits is None:
+            upper, free[0, below], lower[1, below] = free, 0, -calibrated[below]
+        for which in (up & ~constant, up & constant & ~self.free_biases, ~up & ~constant, np.full(lower.shape, True)):
+            bits = solve(which)
+            assert bits is not None, "activations at 7, and weights and biases at 0, satisfy all constraints"
+            lower[which] = upper[which] = bits[which]
+        return np.asarray(lower[1] + lower[2] - lower[0])
 
 
-def _groups(system: System) -> dict[Name, Name]:
-    """Return the representative of each tensor's group of tied tensors."""
-    leader = {v: v for v in system.positions}
+def _groups(system: System) -> dict[Name, int]:
+    """Return the number of each tensor's group of tied tensors."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-    def find(v: Name) -> Name:
-        while leader[v] != v:
-            leader[v] = v = leader[leader[v]]
-        return v
-
-    for _, group in system.ties:
-        for v in group[1:]:
-            leader[find(v)] = find(group[0])
-    return {v: find(v) for v in leader}
-
-
-def _members(group: dict[Name, Name]) -> dict[Name, list[Name]]:
-    members: dict[Name, list[Name]] = {}
-    for v, g in group.items():
-        members.setdefault(g, []).append(v)
-    return members
+    index = {tensor: i for i, tensor in enumerate(system.positions)}
+    pairs = [(index[tied[0]], index[tensor]) for _, tied in system.ties for tensor in tied[1:]]
+    graph = coo_array((np.ones(len(pairs)), np.array(pairs, int).reshape(-1, 2).T), (len(index), len(index)))
+    return dict(zip(index, connected_components(graph, directed=False)[1].tolist(), strict=True))
 
 
 def sum_limits(inputs: Iterable[Name], output: Name | None, rules: frozenset[str]) -> list[Limit]:
