@@ -19,6 +19,7 @@ from quark_fx.conversion.plan import Conversion
 from quark_fx.engine.activation_cache import CacheBudget
 from quark_fx.engine.prediction import Prediction
 from quark_fx.engine.resources import Resources
+from quark_fx.engine.rules import graph_rule
 from quark_fx.errors import (
     CalibrationError,
     CaptureError,
@@ -85,6 +86,7 @@ __all__ = [
     "formats",
     "gguf_types",
     "graph_pass",
+    "graph_rule",
     "inspect",
     "load",
     "observers",

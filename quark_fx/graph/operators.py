@@ -214,7 +214,7 @@ CLAMPS = {
 }
 """Operators that limit values."""
 
-_AVERAGES = frozenset(
+AVERAGES = frozenset(
     {
         *("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default"),
         "aten.mean.dim",
@@ -298,7 +298,7 @@ def permutation(node: Node) -> tuple[int, ...] | None:
 
 def is_average(node: Node) -> bool:
     """Tell whether the node is a mean or a pool of averages."""
-    return target_name(node) in _AVERAGES
+    return target_name(node) in AVERAGES
 
 
 def argument(node: Node, position: int) -> Any:

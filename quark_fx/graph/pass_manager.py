@@ -273,7 +273,7 @@ def is_ours(value: Any) -> bool:
     Other code may read globals, closures, or files that change between two calls.
     """
     if isinstance(value, FunctionType):
-        return _in_package(value) and value.__closure__ is None
+        return _in_package(value) and all(is_ours(cell.cell_contents) for cell in value.__closure__ or ())
     if isinstance(value, tuple):
         return all(map(is_ours, value))
     if not is_dataclass(value):

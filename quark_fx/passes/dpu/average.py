@@ -7,12 +7,10 @@ import math
 import torch
 from torch.fx import GraphModule, Node
 
-from quark_fx.engine.context import Context
+from quark_fx.engine.rules import graph_rule
 from quark_fx.errors import Declined
 from quark_fx.graph.nodes import call, static_size, target_name, value_of
-from quark_fx.graph.operators import argument, is_average
-from quark_fx.graph.pass_manager import Change, graph_pass
-from quark_fx.plan.placement import module_name
+from quark_fx.graph.operators import AVERAGES, argument
 
 _SQUARES = {3: (7, 6), 5: (10, 8), 6: (7, 8), 7: (21, 10), 14: (21, 12)}
 """Approximation `a / 2**b` of `1 / side**2` for square kernels, by their side."""
@@ -21,8 +19,8 @@ _WIDEST = 255
 """Largest side with a known factor."""
 
 
-@graph_pass(exact=False, after=("pool_means", "SplitLargePools"))
-def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
+@graph_rule(*AVERAGES, exact=False, after=("pool_means", "SplitLargePools"))
+def use_dpu_averages(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
     """Multiply every average of `n` values by `n * a / 2**b`, because a DPU multiplies their sum by `a / 2**b`.
 
     The factor is within 1 % of 1 for common kernels: 63/64 for 3×3, 1029/1024 for 7×7.
@@ -30,38 +28,21 @@ def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
     The factor depends on the kernel alone: for windows that extend over the border, where `count_include_pad=False` or
     `ceil_mode` divide by fewer values, it is an approximation, the same as in Quark.
 
-    Returns the number of rewritten averages. Others are reported, with the reason.
+    Other averages are reported, with the reason.
 
     Source:
         AMD Quark for ONNX, `ConvertAvgPoolToDPUVersion` and `ConvertReduceMeanToDPUVersion`.
     """
-    done = 0
-    for node in list(gm.graph.nodes):
-        if not is_average(node) or [target_name(user) for user in node.users] == ["aten.mul.Scalar"]:
-            continue
-        try:
-            factor, what = _factor(gm, node), ""
-        except Declined as declined:
-            factor, what = 1.0, f"skipped: {declined.reason}"
-        if context is not None:
-            context.note(Change(module_name(node), what or f"multiplied by {factor}", not what))
-        if not what:
-            with gm.graph.inserting_after(node):
-                scaled = call(gm, torch.ops.aten.mul.Scalar, node, factor, like=node)
-            node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
-            done += 1
-    return done
-
-
-def _factor(gm: GraphModule, node: Node) -> float:
-    """Return the ratio of a DPU's average to the exact one; raise `Declined` if the average stays."""
+    if [target_name(user) for user in node.users] == ["aten.mul.Scalar"]:
+        return None
     factor = _ratio(gm, node)
     if factor == 1.0:
         raise Declined("it is exact")
-    return factor
+    return call(gm, torch.ops.aten.mul.Scalar, node, factor, like=node), f"multiplied by {factor}"
 
 
 def _ratio(gm: GraphModule, node: Node) -> float:
+    """Return the ratio of a DPU's average to the exact one; raise `Declined` if it has none."""
     shape = [static_size(size) for size in value_of(gm, argument(node, 0)).shape]
     name = target_name(node)
     if name == "aten.mean.dim":

@@ -8,43 +8,31 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from quark_fx.engine.context import Context
-from quark_fx.graph.nodes import call, cast, target_name, value_of
+from quark_fx.engine.rules import graph_rule
+from quark_fx.graph.nodes import call, cast, value_of
 from quark_fx.graph.operators import argument
-from quark_fx.graph.pass_manager import Change, graph_pass
-from quark_fx.plan.placement import module_name
 
 _aten = torch.ops.aten
 _COEFFICIENTS = (0.21875, 0.486328125, 1.0, 1.0)
 """Coefficients of `exp` on `[0, log 2)`, from the third power down."""
 
 
-@graph_pass(exact=False)
-def use_dpu_softmax(gm: GraphModule, context: Context | None = None) -> int:
+@graph_rule("aten.softmax.int", exact=False)
+def use_dpu_softmax(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
     """Compute every softmax as `2**n * polynomial(x - n log 2)` over its sum, each step rounded to bfloat16.
 
     `n = floor(x / log 2)`. The maximum is not subtracted first: inputs above 88 overflow, but rarely occur in a network
     rounded to 8 bits. Every step, and the constant `log 2`, has 8 bits of precision: an exponential has a relative
-    error of up to `|x| / 2**7`. Returns the number of rewritten ones; a softmax inside
-    `scaled_dot_product_attention`, or of another type than float32, is left alone.
+    error of up to `|x| / 2**7`. A softmax inside `scaled_dot_product_attention`, or of another type than float32, is
+    left alone.
 
     Source:
         AMD Quark for ONNX, `ConvertSoftmaxToDPUVersion` (`SimulateDPUSoftmax`), off by default.
     """
-    done = 0
-    for node in list(gm.graph.nodes):
-        if target_name(node) != "aten.softmax.int" or value_of(gm, node).dtype != torch.float32:
-            continue
-        if value_of(gm, node.args[0]).dtype != torch.float32:
-            continue
-        with gm.graph.inserting_before(node):
-            result = _softmax(gm, node, node.args[0], argument(node, 1))
-        node.replace_all_uses_with(result)
-        gm.graph.erase_node(node)
-        if context is not None:
-            context.note(Change(module_name(result), "exponential by a polynomial, in bfloat16"))
-        done += 1
-    return done
+    if any(value_of(gm, value).dtype != torch.float32 for value in (node, node.args[0])):
+        return None
+    result = _softmax(gm, node, node.args[0], argument(node, 1))
+    return result, "exponential by a polynomial, in bfloat16"
 
 
 def _softmax(gm: GraphModule, like: Node, x: Any, dim: int) -> Node:
