@@ -180,6 +180,7 @@ def test_the_public_list_is_pinned() -> None:
         "formats",
         "gguf_types",
         "graph_pass",
+        "graph_rule",
         "inspect",
         "load",
         "observers",

@@ -26,10 +26,10 @@ def graph_rule(*targets: str, **promise: Any) -> Callable[[Any], Any]:
     - `node` itself, if the rule has changed it in place;
     - None, if `node` stays as it is.
 
-    With a text after the node, as `(node, "slope 0.1 → 0.102")`, the report shows the text; without, it shows both
-    operators. A rule that raises `quark_fx.errors.Declined` leaves the node as it is, and the report shows the reason.
-    The pass erases replaced nodes that nothing reads, and returns the number of rewritten ones. On a dataclass of
-    options, the rule is `__call__`.
+    If the rule returns a node and a text, `(node, "slope 0.1 → 0.102")`, the report shows the text; otherwise it shows
+    both operators. If the rule raises `quark_fx.errors.Declined`, the node stays as it is, and the report shows the
+    reason. The pass erases replaced nodes that nothing reads, and returns the number of rewritten ones. On a dataclass
+    of options, the rule is `__call__`.
 
     Args:
         targets: Names of operators; none for all operators.

@@ -36,12 +36,12 @@ def choose(
         return None
     cuts: list[list[int]] = []
     while costs and len(cuts) <= _CUTS:
-        found = _solved(costs, weights, limit * (1 - _SLACK * (len(cuts) == _CUTS)), gap, cuts)
-        if found is None:
+        solution = _solved(costs, weights, limit * (1 - _SLACK * (len(cuts) == _CUTS)), gap, cuts)
+        if solution is None:
             break
-        if _total(weights, found) <= limit:
-            return found
-        cuts.append(found)
+        if _total(weights, solution) <= limit:
+            return solution
+        cuts.append(solution)
     return lightest
 
 
@@ -69,7 +69,7 @@ def _solved(
         row[starts + np.asarray(cut)] = 1
     # The tolerances of the solver are designed for numbers near 1.
     (cost, weight), unit = np.where(allowed, (flat, weight), 0.0), limit or 1.0
-    found = milp(
+    solution = milp(
         cost / (np.abs(cost).max() or 1.0),
         integrality=np.ones(len(flat)),
         bounds=(0, allowed.astype(np.float64)),
@@ -80,9 +80,9 @@ def _solved(
         ],
         options={"mip_rel_gap": gap, "time_limit": _SECONDS},
     )
-    if found.x is None:
+    if solution.x is None:
         return None
-    return [int(part.argmax()) for part in np.split(found.x, starts[1:])]
+    return [int(part.argmax()) for part in np.split(solution.x, starts[1:])]
 
 
 __all__ = ["choose"]

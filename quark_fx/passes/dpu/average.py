@@ -47,10 +47,10 @@ def _ratio(gm: GraphModule, node: Node) -> float:
     name = target_name(node)
     if name == "aten.mean.dim":
         sizes = [shape[dim] for dim in argument(node, 1) or range(len(shape))]
-        known = [size for size in sizes if size is not None]
-        if len(known) < len(sizes):
+        fixed = [size for size in sizes if size is not None]
+        if len(fixed) < len(sizes):
             raise Declined("the size varies")
-        return nearest_shift(math.prod(known))
+        return nearest_shift(math.prod(fixed))
     if name == "aten.avg_pool2d.default":
         kernel, divisor = argument(node, 1), argument(node, 6)
         if divisor not in (None, kernel[0] * kernel[-1]):
