@@ -43,7 +43,7 @@ def graph_rule(*targets: str, **promise: Any) -> Callable[[Any], Any]:
             def call_all(self: Any, gm: GraphModule, context: Context | None = None) -> int:
                 return _apply(targets, lambda gm, node: method(self, gm, node), gm, context)
 
-            rule.__call__ = call_all  # type: ignore[assignment]
+            rule.__call__ = call_all  # type: ignore[method-assign]
             return graph_pass(**promise)(rule)
 
         def rewrite_all(gm: GraphModule, context: Context | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,16 +36,17 @@ class SplitLargePools:
 
     largest: PositiveInt = 512
 
-    def __call__(self, gm: GraphModule, node: Node) -> tuple[Node, str] | None:
+    def __call__(self, gm: GraphModule, node: Node) -> Any:
         """Split the pool `node`."""
-        height, width = (static_size(size) for size in value_of(gm, node.args[0]).shape[-2:])
+        image = argument(node, 0)
+        height, width = (static_size(size) for size in value_of(gm, image).shape[-2:])
         small = height is not None and width is not None and height * width <= self.largest
         if small or list(argument(node, 1)) != [1, 1]:
             return None
         windows = self._windows(height, width)
         with gm.graph.inserting_before(node):
-            pool = call(gm, torch.ops.aten.avg_pool2d.default, node.args[0], windows, windows, like=node)
-        node.replace_input_with(node.args[0], pool)
+            pool = call(gm, torch.ops.aten.avg_pool2d.default, image, windows, windows, like=node)
+        node.replace_input_with(image, pool)
         return node, f"pool {height}×{width} split into windows of {'×'.join(map(str, windows))}"
 
     def _windows(self, height: int | None, width: int | None) -> list[int]:

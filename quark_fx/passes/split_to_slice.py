@@ -23,7 +23,7 @@ def slice_splits(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
     if None in sizes or not all(is_getitem(user) for user in node.users):
         return None
     for user in node.users:
-        index = int(user.args[1]) % len(sizes)
+        index: int = argument(user, 1) % len(sizes)
         start = sum(size for size in sizes[:index] if size)
         end = start + (sizes[index] or 0)
         user.replace_all_uses_with(call(gm, torch.ops.aten.slice.Tensor, node.args[0], dim, start, end, like=node))

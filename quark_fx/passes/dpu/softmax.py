@@ -29,9 +29,10 @@ def use_dpu_softmax(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
     Source:
         AMD Quark for ONNX, `ConvertSoftmaxToDPUVersion` (`SimulateDPUSoftmax`), off by default.
     """
-    if any(value_of(gm, value).dtype != torch.float32 for value in (node, node.args[0])):
+    x = argument(node, 0)
+    if any(value_of(gm, value).dtype != torch.float32 for value in (node, x)):
         return None
-    result = _softmax(gm, node, node.args[0], argument(node, 1))
+    result = _softmax(gm, node, x, argument(node, 1))
     return result, "exponential by a polynomial, in bfloat16"
 
 
