@@ -662,6 +662,31 @@ def test_no_operator_has_the_whole_graph_decomposed(name: str, tmp_path: Path, m
     qfx.export.onnx(quantize(seeded(model), "int8_weight_only", [batch]), tmp_path / "m.onnx")
 
 
+def test_only_operands_of_several_dtypes_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX multiplies values of one dtype; for the cast, torch computes a whole graph again."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x)) * torch.arange(6)
+
+    computed, call = [], torch.fx.Interpreter.call_function
+
+    def counted(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        computed.append(str(target))
+        return call(self, target, args, kwargs)
+
+    qmodel = quantize(seeded(Scaled()), "int8_static", [rand(4, 6)])
+    monkeypatch.setattr(torch.fx.Interpreter, "call_function", counted)
+    path, _ = exported(qmodel, tmp_path)
+    monkeypatch.undo()
+    assert computed == ["prims.convert_element_type.default", "aten.mul.Tensor"]
+    assert qfx.verify(qmodel, path, [rand(4, 6)]).max_steps <= 1
+
+
 def test_data_that_protobuf_does_not_hold_are_external(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quark_fx.export.to_onnx.edit.stored_bytes", lambda model: 2**31)
     qfx.export.onnx(quantize(mlp(), "int8_weight_only", tokens()), tmp_path / "model.onnx")

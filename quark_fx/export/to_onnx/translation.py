@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
 from quark_fx.system.registry import Registry
@@ -113,7 +114,7 @@ def _exporter() -> Callable[[ExportedProgram, list[str], list[str], int], Any] |
         names = ("_core", "_errors", "_fx_passes", "_ir_passes")
         core, errors, passes, names_of = (import_module(f"{internal}.exporter.{name}") for name in names)
         sizes: Any = import_module("torch.fx.experimental._config")
-        promote, clean = passes.insert_type_promotion_nodes, passes.remove_assertion_nodes
+        promote, clean = _promotion(), passes.remove_assertion_nodes
         to_model, failure = core._exported_program_to_onnx_program, errors.ConversionError
         convert = import_module(f"{internal}._lazy_import").onnxscript_apis.convert_version
         rename_inputs, rename_outputs = names_of.rename_inputs, names_of.rename_outputs
@@ -123,7 +124,8 @@ def _exporter() -> Callable[[ExportedProgram, list[str], list[str], int], Any] |
     def export(program: ExportedProgram, input_names: list[str], output_names: list[str], opset: int) -> Any:
         try:
             with sizes.patch(backed_size_oblivious=True):  # as in torch: sizes of 0 and 1 are not special
-                promote(program.graph_module)
+                for module in program.graph_module.modules():
+                    promote(module)
                 clean(program.graph_module)
             model = to_model(program, registry=_registry(opset, tuple(translation_table().items()))).model
         except Exception as error:
@@ -134,6 +136,32 @@ def _exporter() -> Callable[[ExportedProgram, list[str], list[str], int], Any] |
         return model
 
     return export
+
+
+def _promotion() -> Callable[[Any], None]:
+    """Return a function that inserts the casts of type promotion into a graph.
+
+    torch's pass computes every value of the graph again, which takes longer than the translation. Here, an operand has
+    the value that its node has from capture.
+    """
+    promotion = import_module("torch.onnx._internal.fx.passes.type_promotion")
+    interpreter: Any = promotion._TypePromotionInterpreter
+    rule_of, table = promotion.get_type_promotion_rule, promotion.TypePromotionTable()
+
+    class Known(interpreter):  # type: ignore[misc]
+        def run_node(self, n: Node) -> Any:
+            rule = rule_of(n, self.type_promotion_table)
+            if rule:
+                with self._set_current_node(n):
+                    self._maybe_promote_node(n, rule)
+            return n.meta["val"] if "val" in n.meta else Interpreter.run_node(self, n)
+
+    def promote(module: Any) -> None:
+        run = promotion.InsertTypePromotion(module, table)
+        run.interpreter = Known(module, table)
+        run.run()
+
+    return promote
 
 
 @functools.cache
