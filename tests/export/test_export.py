@@ -17,6 +17,7 @@ from onnx import TensorProto, numpy_helper
 from tiny import WHOLE_PRESETS, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import ZOO
 
@@ -312,14 +313,52 @@ def test_static_linears_over_sequences_become_integer_products(tmp_path: Path) -
     assert run["MatMul"] + run["Gemm"] == 0
 
 
-@pytest.mark.parametrize("shape", [(4, 16), (2, 3, 16)], ids=["matrix", "sequence"])
-def test_dynamic_linears_become_one_kernel_each(shape: tuple[int, ...], tmp_path: Path) -> None:
-    model = seeded(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8, bias=False)))
-    qmodel = quantize(model, "int8_dynamic", [rand(*shape)])
-    path, _ = exported(qmodel, tmp_path)
-    run = kernels(path)
-    assert run["DynamicQuantizeMatMul"] + run["MatMulIntegerToFloat"] == 2
-    assert run["MatMul"] + run["Gemm"] + run["DequantizeLinear"] == 0
+class Product(nn.Module):
+    """An operator of an activation, a weight, and a bias, and another one after it."""
+
+    def __init__(self, call: Callable[..., Tensor], *size: int) -> None:
+        super().__init__()
+        self.call, self.weight, self.bias = call, nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(8))
+        self.last = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.call(x, self.weight, self.bias)))
+        return y
+
+
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...], bool]] = {
+    "linear of a matrix": (F.linear, (8, 16), (4, 16), True),
+    "linear of a sequence": (F.linear, (8, 16), (2, 3, 16), True),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w), (16, 8), (4, 16), True),
+    "addmm of a factor": (lambda x, w, b: torch.addmm(b, x, w, alpha=2), (16, 8), (4, 16), False),
+    "addmm of a share of the bias": (lambda x, w, b: torch.addmm(b, x, w, beta=0.5), (16, 8), (4, 16), False),
+    "addmm of a transposed weight": (lambda x, w, b: torch.addmm(b, x, w.t()), (8, 16), (4, 16), True),
+    "mm": (lambda x, w, b: x.mm(w), (16, 8), (4, 16), True),
+    "matmul of a sequence": (lambda x, w, b: x @ w, (16, 8), (2, 3, 16), True),
+    "matmul of a transposed weight": (lambda x, w, b: x @ w.T, (8, 16), (2, 3, 16), True),
+    "linear of a transposed weight": (lambda x, w, b: F.linear(x, w.T), (16, 8), (4, 16), True),
+    "a weight that is read twice": (lambda x, w, b: F.linear(x, w) * F.linear(x + 1, w), (8, 16), (4, 16), False),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_dynamic_products_become_one_kernel_each(name: str, tmp_path: Path) -> None:
+    call, size, shape, integer = PRODUCTS[name]
+    x = rand(*shape)
+    qmodel = quantize(seeded(Product(call, *size)), "int8_dynamic", [x])
+    path, model = exported(qmodel, tmp_path)
+    run, written = kernels(path), Counter(node.op_type for node in model.graph.node)
+    assert written["MatMulInteger"] == run["DynamicQuantizeMatMul"] + run["MatMulIntegerToFloat"] == 1 + integer
+    assert written["MatMul"] + written["Gemm"] == (0 if integer else 1 + ("twice" in name))
+    assert written["QuantizeLinear"] == written["Transpose"] == 0
+    result = qfx.verify(qmodel, path, [x, rand(*shape, seed=1)], per_node=True)
+    assert [difference.name for difference in result.differences] == ["output"]  # codes are measured twice
+    assert result.max_steps <= 1
+    if "twice" not in name:  # the option does not support constants that are read twice
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("session.x64quantprecision", "1")
+        safe = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        np.testing.assert_allclose(safe.run(None, {"x": x.numpy()})[0], qmodel(x).detach(), rtol=0, atol=1e-4)
 
 
 def test_two_linears_of_one_input_measure_it_once(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ STATIC = "float xs = {0.02}, uint8 xz = {128}"
 MATRIX = "float[2,4] x"
 IMAGE = "float[1,2,5,5] x"
 CODES = "q = QuantizeLinear(x, xs, xz)  a = DequantizeLinear(q, xs, xz)"
-MEASURED = "q, xs, xz = DynamicQuantizeLinear(x)  a = DequantizeLinear(q, xs, xz)"
 
 
 def graph(text: str) -> ir.Model:
@@ -69,6 +68,12 @@ CASES = [
         ["Transpose:1 perm", "Relu:1"],
     ),
     (
+        "fold_initializer_transpose",
+        f"{MATRIX} | {ROWS}, float s = {{0.1}} |"
+        "t = Transpose<perm=[1, 0]>(w)  d = DequantizeLinear(t, s)  y = MatMul(x, d)",
+        ["DequantizeLinear:2", "MatMul:2"],
+    ),
+    (
         "transpose_weight",
         f"{MATRIX} | {ROWS}, float[3] s = {{0.1, 0.2, 0.3}} |"
         "d = DequantizeLinear<axis=0>(w, s)  t = Transpose<perm=[1, 0]>(d)  y = MatMul(x, t)",
@@ -79,23 +84,6 @@ CASES = [
         f"{MATRIX} | uint8[4,3] w = {{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}}, float[3] s = {{0.1, 0.2, 0.3}},"
         "uint8[3] z = {0, 0, 0} | d = DequantizeLinear(w, s, z)  y = MatMul(x, d)",
         ["DequantizeLinear:2", "MatMul:2"],
-    ),
-    (
-        "split_dynamic_gemm",
-        f"{MATRIX} | {ROWS}, float s = {{0.1}}, float[3] c = {{1, 2, 3}} |"
-        f"{MEASURED}  b = DequantizeLinear(w, s)  y = Gemm<transB=1>(a, b, c)",
-        ["DynamicQuantizeLinear:1", "DequantizeLinear:3", "DequantizeLinear:2", "MatMul:2", "Add:2"],
-    ),
-    (
-        "fuse_dynamic_quantization",
-        f"{MATRIX} | | unread, xs, xz = DynamicQuantizeLinear(x)  {CODES}  y = Relu(a)",
-        ["DynamicQuantizeLinear:1", "DequantizeLinear:3", "Relu:1"],
-    ),
-    (
-        "multiply_integers",
-        f"{MATRIX} | {WEIGHT}, float[3] s = {{0.1, 0.2, 0.3}} |"
-        f"{MEASURED}  b = DequantizeLinear<axis=1>(w, s)  y = MatMul(a, b)",
-        ["DynamicQuantizeLinear:1", "MatMulInteger:3", "Cast:1 to", "Mul:2", "Mul:2"],
     ),
     (
         "drop_default_attributes",
@@ -141,21 +129,17 @@ DECLINED = [
         "a float16 weight would become a float32 one",
     ),
     (
+        "fold_initializer_transpose",
+        f"{MATRIX} | {ROWS}, float s = {{0.1}} |"
+        "t = Transpose<perm=[1, 0]>(w)  d = DequantizeLinear(t, s)  p = MatMul(x, d)"
+        "e = DequantizeLinear(w, s)  y = MatMul(p, e)",
+        "something else reads the codes as they are",
+    ),
+    (
         "transpose_weight",
         f"{MATRIX} | {ROWS}, float s = {{0.1}} |"
         "d = DequantizeLinear(w, s)  t = Transpose<perm=[1, 0]>(d)  p = MatMul(x, t)  y = MatMul(p, d)",
         "something else reads the weight as it is",
-    ),
-    (
-        "split_dynamic_gemm",
-        f"{MATRIX} | {WEIGHT}, float s = {{0.1}} |{MEASURED}  b = DequantizeLinear(w, s)  y = Gemm<alpha=2.0>(a, b)",
-        "it transposes its activation, or multiplies the product or the bias by a number",
-    ),
-    (
-        "multiply_integers",
-        f"{MATRIX} | {WEIGHT}, float[4] s = {{0.1, 0.2, 0.3, 0.4}} |"
-        f"{MEASURED}  b = DequantizeLinear<axis=0>(w, s)  y = MatMul(a, b)",
-        "its weight has scales along the axis that is summed over",
     ),
 ]
 

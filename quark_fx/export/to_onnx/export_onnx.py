@@ -247,14 +247,22 @@ def _is_tensor(node: object) -> bool:
 
 
 def _name_codes(gm: GraphModule, model: ir.Model) -> None:
-    """Give quantized values the names of the graph, for `verify`; a decomposition may have renamed them."""
+    """Give quantized values the names of the graph, for `verify`; a decomposition may have renamed them.
+
+    Codes that are measured at run time get other names: `verify` does not compare them, because a runtime's zero point
+    may differ from torch's by one.
+    """
+    from quark_fx.export.to_onnx.edit import made_by
+    from quark_fx.export.to_onnx.lowering import QUANTIZED
+
     ours = [node.name for node in gm.graph.nodes if target_name(node) == QUANTIZE]
-    theirs = [node.outputs[0] for node in model.graph if node.op_type in ("QuantizeLinear", "QuantizeBlocks")]
+    theirs = [value for node in model.graph for value in node.outputs if value.meta.get(QUANTIZED)]
     if len(ours) == len(theirs):
         for name, value in zip(ours, theirs, strict=True):
-            # The codes of narrow integers are the result of a Clip.
-            clips = (use.node for use in value.uses() if use.node.op_type == "Clip")
-            next((clip.outputs[0] for clip in clips), value).name = name
+            value.name = name
+    for value in theirs:
+        if made_by(value, "DynamicQuantizeLinear"):
+            value.name = f"{value.name}_measured"
 
 
 def _name_tensors(gm: GraphModule, model: ir.Model) -> None:

@@ -14,9 +14,11 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript import opset21
+from onnxscript.function_libs.torch_lib.ops.core import aten_addmm
+from onnxscript.function_libs.torch_lib.ops.nn import aten_linear
 
 from quark_fx.export.to_onnx.blocks import block_scale, dequantize_blocks, quantize_blocks
-from quark_fx.export.to_onnx.edit import made_by
+from quark_fx.export.to_onnx.edit import made_by, permutation
 from quark_fx.export.to_onnx.recurrent import MEASURED
 from quark_fx.export.to_onnx.translation import lowers
 from quark_fx.numbers.formats import parse_format
@@ -34,17 +36,30 @@ def onnx_type(format: str) -> ir.DataType:
     return ir.DataType[names.get(format, format.upper())]
 
 
+QUANTIZED = "quantized"
+"""Key of the note on the result of `quantize`."""
+
+
 @lowers("quark_fx.quantize.default")
 def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None = None, block_size: int = 0) -> Any:
-    """Write `QuantizeLinear` in float32; the cast zero point sets the type of the codes.
+    """Write `QuantizeLinear` in float32, with a note on its result."""
+    codes = _codes(_float32(x), scale, zero_point, format, axis, block_size)
+    codes.meta[QUANTIZED] = True
+    return codes
+
+
+def _codes(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None, block_size: int) -> Any:
+    """Write the codes of a float32 value; the cast zero point sets their type.
 
     Codes narrower than a byte are stored in a byte and clipped: ONNX Runtime fuses 4-bit types into kernels that do
     not exist and rejects the file. The clip applies to the codes, not to the values before, so that the operator that
     makes the values can run in integers.
     """
-    x = _float32(x)
     if made_by(scale, "BlockScale"):
         return quantize_blocks(x, scale)
+    source = _measurement(scale)
+    if source is not None and source.inputs[0] is x:
+        return source.outputs[0]
     fmt = _activation_type(format)
     if block_size < 0:
         return _quantize_rows(x, scale, zero_point, format)
@@ -57,6 +72,11 @@ def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None 
         return codes
     limits = (op.Constant(value=ir.Tensor(np.asarray(limit, fmt.numpy()))) for limit in (narrow.qmin, narrow.qmax))
     return op.Clip(codes, *limits)
+
+
+def _measurement(scale: Any) -> Any:
+    """Return the `DynamicQuantizeLinear` that makes a scale, and also codes and a zero point; `None` for others."""
+    return made_by(scale, "DynamicQuantizeLinear")
 
 
 def _quantize_rows(x: Any, scale: Any, zero_point: Any, format: str) -> Any:
@@ -105,7 +125,9 @@ def dequantize(
             held = _activation_type(format)
         elif fmt.onnx_container.bits < 8 and codes.const_value is None:
             codes = op.Cast(codes, to=held)
-        y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=held), **attributes)
+        source = _measurement(scale)
+        zero_point = op.Cast(zero_point, to=held) if source is None else source.outputs[2]
+        y = op.DequantizeLinear(codes, scale, zero_point, **attributes)
     return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)
 
 
@@ -148,6 +170,56 @@ def dynamic_qparams(
         bounds = (op.Constant(value_float=float(v)) for v in (scheme.qmin, scheme.qmax))
         zero_point = op.Round(op.Clip(op.Sub(op.Constant(value_float=float(scheme.qmin)), op.Div(low, scale)), *bounds))
     return scale, op.Cast(zero_point, to=ir.DataType.INT32)
+
+
+@lowers("aten.linear.default")
+def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    """Write an integer product for codes measured at run time, otherwise torch's lowering."""
+    product = _integer_product(x, weight, bias, output_axis=0)
+    return aten_linear(x, weight, bias) if product is None else product
+
+
+@lowers("aten.addmm.default")
+def addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    """Write an integer product for codes measured at run time, otherwise torch's lowering."""
+    product = _integer_product(x, weight, bias, output_axis=1) if alpha == beta == 1 else None
+    return aten_addmm(bias, x, weight, beta=beta, alpha=alpha) if product is None else product
+
+
+@lowers("aten.mm.default")
+@lowers("aten.bmm.default")
+@lowers("aten.matmul.default")
+def matmul(x: Any, weight: Any) -> Any:
+    """Write an integer product for codes measured at run time, otherwise `MatMul`."""
+    product = _integer_product(x, weight, None, output_axis=1)
+    return op.MatMul(x, weight) if product is None else product
+
+
+def _integer_product(x: Any, weight: Any, bias: Any, *, output_axis: int) -> Any:
+    """Write `MatMulInteger(x, w) * (s_x * s_w)`, which ONNX Runtime runs as one kernel; it has no such `Gemm`.
+
+    Return `None` unless `x` has codes measured at run time, and `weight` stored 8-bit codes with common scales of sums.
+    """
+    transpose = made_by(weight, "Transpose")
+    if transpose is not None and permutation(transpose, weight.shape.rank()) == (1, 0):
+        weight, output_axis = transpose.inputs[0], 1 - output_axis
+    a, b = made_by(x, "DequantizeLinear"), made_by(weight, "DequantizeLinear")
+    if a is None or b is None or _measurement(a.inputs[1]) is None:
+        return None
+    codes, scale, zero_point = b.inputs
+    if codes.producer() is not None or codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
+        return None
+    if codes.shape.rank() != 2 and (scale.shape.rank() or output_axis == 0):
+        return None
+    if scale.shape.rank() and b.attributes["axis"].as_int() % 2 != output_axis:
+        return None
+    if output_axis == 0:
+        if any(len(read.meta["node"].users) > 1 for read in (b, codes)):
+            return None  # the file has the codes once, in the order of the other reader
+        codes = op.Transpose(codes, perm=[1, 0])
+    product = op.Cast(op.MatMulInteger(a.inputs[0], codes, a.inputs[2], zero_point), to=ir.DataType.FLOAT)
+    product = op.Mul(product, op.Mul(a.inputs[1], scale))
+    return product if bias is None else op.Add(product, bias)
 
 
 @lowers("quark_fx.rotate.default")

@@ -173,19 +173,18 @@ def drop_zero_bias(model: ir.Model, node: ir.Node) -> bool:
     return True
 
 
-@onnx_rule("Cast", "QuantizeLinear", "DynamicQuantizeLinear")
+@onnx_rule("Cast", "QuantizeLinear")
 def type_codes(model: ir.Model, node: ir.Node) -> bool:
     """Give the output of a node the type of its zero point or attribute: torch stores 4-bit codes in bytes.
 
     This includes codes from a cast, which quantizes with one scale per row.
     """
     made, zero_point = node.outputs[0], node.inputs[2] if len(node.inputs) > 2 else None
-    dtype = made.dtype or ir.DataType.UINT8  # of DynamicQuantizeLinear
     if node.op_type == "Cast":
         dtype = ir.DataType(node.attributes["to"].as_int())
-    elif node.op_type == "QuantizeLinear":
-        if zero_point is None or zero_point.dtype is None:
-            return False
+    elif zero_point is None or zero_point.dtype is None:
+        return False
+    else:
         dtype = zero_point.dtype
     changes = bool(made.dtype != dtype)
     made.dtype = dtype
@@ -226,6 +225,19 @@ def drop_idle_transpose(model: ir.Model, node: ir.Node) -> bool:
     return True
 
 
+@onnx_rule("Transpose")
+def fold_initializer_transpose(model: ir.Model, node: ir.Node) -> bool:
+    """Store codes in the order of the axes in which their only reader takes them."""
+    codes = operand(node)
+    if codes.const_value is None or not codes.const_value.dtype.is_integer() or node.outputs[0].is_graph_output():
+        return False
+    if not _may_transpose(codes):
+        raise Declined("something else reads the codes as they are")
+    _store_transposed(codes, permutation(node, shape_of(codes).rank()))
+    replace_node(node, codes)
+    return True
+
+
 @onnx_rule("Transpose", "Gemm")
 def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
     """Store a transposed weight transposed: `Transpose(DequantizeLinear(codes))` hides the codes from kernels.
@@ -234,7 +246,7 @@ def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
     """
     gemm = node.op_type == "Gemm"
     dequantize = made_by(node.inputs[1] if gemm else node.inputs[0], "DequantizeLinear")
-    if dequantize is None or not is_constant(dequantize):
+    if dequantize is None or any(value is not None and value.const_value is None for value in dequantize.inputs):
         return False
     if gemm and not (node.attributes.get_int("transB", 0) and dequantize.attributes.get_int("block_size", 0)):
         return False
@@ -247,14 +259,7 @@ def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
     return True
 
 
-def is_constant(dequantize: ir.Node) -> bool:
-    """Tell whether a node dequantizes a stored weight of known rank."""
-    stored = all(value is None or value.const_value is not None for value in dequantize.inputs)
-    codes = dequantize.inputs[0]
-    return stored and codes is not None and codes.shape is not None
-
-
-def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
+def transpose_dequantized(node: ir.Node, order: Sequence[int]) -> None:
     """Transpose the constants of a weight's `DequantizeLinear` in place.
 
     Args:
@@ -269,17 +274,21 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
         raise Declined("something else reads the weight as it is")
     rank = shape_of(constants[0]).rank()
     for value in constants:
-        tensor = value.const_value
-        assert tensor is not None
-        if rank > 1 and tensor.shape.rank() == rank:
-            transposed = np.ascontiguousarray(tensor.numpy().transpose(order))
-            value.const_value = ir.Tensor(transposed, dtype=tensor.dtype, name=tensor.name)
-            value.shape = ir.Shape(transposed.shape)
+        if rank > 1 and shape_of(value).rank() == rank:
+            _store_transposed(value, order)
     if "axis" in node.attributes:
         axis = node.attributes["axis"].as_int() % rank
         node.attributes["axis"] = ir.AttrInt64("axis", order.index(axis))
     if (shape := node.outputs[0].shape) is not None:
         node.outputs[0].shape = ir.Shape([shape[axis] for axis in order])
+
+
+def _store_transposed(value: ir.Value, order: Sequence[int]) -> None:
+    tensor = value.const_value
+    assert tensor is not None
+    transposed = np.ascontiguousarray(tensor.numpy().transpose(order))
+    value.const_value = ir.Tensor(transposed, dtype=tensor.dtype, name=tensor.name)
+    value.shape = ir.Shape(transposed.shape)
 
 
 def _may_transpose(value: ir.Value) -> bool:
@@ -311,103 +320,15 @@ def settle_zero_point(model: ir.Model, node: ir.Node) -> bool:
     return True
 
 
-# Products of values measured at run time ----------------------------------------------------------------------------
-
-
-@onnx_rule("Gemm")
-def split_dynamic_gemm(model: ir.Model, node: ir.Node) -> bool:
-    """Rewrite a `Gemm` of dynamically quantized activations as `MatMul` and `Add`, for `multiply_integers`.
-
-    ONNX Runtime does not have an integer `Gemm` with a float bias.
-    """
-    a, b = (made_by(value, "DequantizeLinear") for value in node.inputs[:2])
-    if a is None or b is None or not is_measured(a) or b.attributes.get_int("block_size", 0):
-        return False
-    if node.attributes.get_int("transA", 0) or any(node.attributes.get_float(f, 1.0) != 1 for f in ("alpha", "beta")):
-        raise Declined("it transposes its activation, or multiplies the product or the bias by a number")
-    if node.attributes.get_int("transB", 0):
-        if not is_constant(b):
-            raise Declined("its weight is not a constant matrix")
-        transpose_dequantized(b)
-    last = ir.node("MatMul", node.inputs[:2])
-    added = [last]
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        last = ir.node("Add", [last.outputs[0], node.inputs[2]])
-        added.append(last)
-    for new in added:
-        new.outputs[0].shape, new.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
-    model.graph.insert_before(node, added)
-    replace_node(node, last.outputs[0])
-    return True
-
-
-@onnx_rule("QuantizeLinear")
-def fuse_dynamic_quantization(model: ir.Model, node: ir.Node) -> bool:
-    """Reuse the codes that `DynamicQuantizeLinear` already computes instead of quantizing a second time."""
-    measured = made_by(node.inputs[1], "DynamicQuantizeLinear")
-    if measured is None or measured.inputs[0] is not node.inputs[0]:
-        return False
-    for use in list(node.outputs[0].uses()):
-        if use.node.op_type == "DequantizeLinear":
-            use.node.replace_input_with(2, measured.outputs[2])
-    replace_node(node, measured.outputs[0])
-    return True
-
-
-def is_measured(dequantize: ir.Node) -> bool:
-    """Tell whether the scale of a dequantizer comes from a `DynamicQuantizeLinear`."""
-    return (
-        dequantize.op_type == "DequantizeLinear" and made_by(dequantize.inputs[1], "DynamicQuantizeLinear") is not None
-    )
-
-
-@onnx_rule("MatMul")
-def multiply_integers(model: ir.Model, node: ir.Node) -> bool:
-    """Rewrite the product of dynamically quantized activations and an integer matrix as `MatMulInteger`.
-
-    `MatMul(DQ(a), DQ(b))` with scales `s_a` and `s_b` is `MatMulInteger(a, b) * (s_a * s_b)`, which ONNX
-    Runtime runs as one kernel.
-    """
-    a, b = (made_by(value, "DequantizeLinear") for value in node.inputs)
-    if a is None or b is None or not is_measured(a):
-        return False
-    _require_per_column(b)
-    product = ir.node("MatMulInteger", [a.inputs[0], b.inputs[0], a.inputs[2], *b.inputs[2:]])
-    real = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT})
-    scale = ir.node("Mul", [a.inputs[1], b.inputs[1]])
-    result = ir.node("Mul", [real.outputs[0], scale.outputs[0]])
-    product.outputs[0].dtype = ir.DataType.INT32
-    result.outputs[0].dtype = ir.DataType.FLOAT
-    real.outputs[0].dtype = scale.outputs[0].dtype = ir.DataType.FLOAT
-    model.graph.insert_before(node, [product, real, scale, result])
-    result.outputs[0].shape, result.outputs[0].dtype = node.outputs[0].shape, ir.DataType.FLOAT
-    replace_node(node, result.outputs[0])
-    return True
-
-
-def _require_per_column(dequantize: ir.Node) -> None:
-    """Raise `Declined` unless the node dequantizes a constant 8-bit matrix with one scale, or one per column."""
-    codes, scale = dequantize.inputs[:2]
-    if scale is None or codes is None or codes.const_value is None:
-        raise Declined("its weight is not constant")
-    if codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
-        raise Declined("its weight has no codes of 8 bits")
-    rank = scale.shape.rank() if scale.shape is not None else 0
-    if dequantize.attributes.get_int("block_size", 0) or (rank and dequantize.attributes.get_int("axis", 1) % 2 != 1):
-        raise Declined("its weight has scales along the axis that is summed over")
-
-
 TRANSLATED: tuple[OnnxRule, ...] = (
     fold_initializer_cast,
     fold_cast_like,
     drop_zero_bias,
     type_codes,
     drop_idle_transpose,
+    fold_initializer_transpose,
     transpose_weight,
     settle_zero_point,
-    split_dynamic_gemm,
-    fuse_dynamic_quantization,
-    multiply_integers,
     drop_default_attributes,
 )
 """Rules that run on a translated graph, before it is converted to a format, in order."""
