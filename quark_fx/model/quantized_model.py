@@ -67,7 +67,7 @@ class QuantizedModel(nn.Module):
         )
         about = {"model": type(source).__name__} if source is not None else {}
         about |= {"configuration": named, "target": config.target.name}
-        self._report = Report(tuple(rows), tuple(passes), tuple(histograms), about)
+        self._report = Report(tuple(dict.fromkeys(rows)), tuple(passes), tuple(histograms), about)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class QuantizedModel(nn.Module):
             return self(*args, **kwargs)
 
     def report(self) -> Report:
-        """Return one row per weighted operator: its quantization, or the reason why it stays in float."""
+        """Return one row per weight and use: its quantization, or the reason why it stays in float."""
         return self._report
 
     @checked_call

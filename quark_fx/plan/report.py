@@ -32,7 +32,9 @@ _WIDEST = 70
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One weighted operator, or a product of two activations.
+    """A weight in one use, or a product of two activations.
+
+    Operators that read a weight alike, such as the calls of a module that runs twice, are one row.
 
     Attributes:
         name: Module path.
@@ -126,7 +128,7 @@ class Page(Protocol):
 
 @dataclass(frozen=True)
 class Report:
-    """One row per weighted operator, the passes that ran, and totals. `str(report)` is a table.
+    """One row per weight and use, the passes that ran, and totals. `str(report)` is a table.
 
     Attributes:
         rows: Rows of the operators.
@@ -148,7 +150,7 @@ class Report:
 
     @property
     def labels(self) -> list[str]:
-        """Unique labels of the rows: the name of the operator, or of its weight if several weights share that name."""
+        """Labels of the rows: the name of the operator, or of its weight if several weights share that name."""
         weights: dict[str, set[str]] = {}
         for row in self.rows:
             weights.setdefault(row.name, set()).add(row.parameter)
@@ -340,5 +342,5 @@ def _shortened(text: str) -> str:
 
 
 def stored_size(rows: Iterable[Row]) -> int:
-    """Return the bytes of weights; a weight that several operators share counts once per format."""
-    return sum({(row.parameter, row.weight): row.bytes_after for row in rows}.values())
+    """Return the bytes of weights; a weight that several operators share counts once per format and scale."""
+    return sum({(r.parameter, r.weight, r.scale_min, r.scale_max): r.bytes_after for r in rows}.values())

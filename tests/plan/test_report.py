@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,19 +126,39 @@ def test_a_tied_weight_in_two_formats_counts_once_before_and_twice_after() -> No
     assert totals["bytes_after"] == (11 * 32 + 11 * 4) + (11 * 32 // 2 + 11 * 4)
 
 
-def test_a_module_called_twice_counts_once() -> None:
-    class Twice(nn.Module):
+def test_a_weight_has_one_row_per_use_that_differs(tmp_path: Path) -> None:
+    class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(4, 4)
+            self.conv, self.up = nn.Conv2d(2, 2, 3), nn.ConvTranspose2d(2, 2, 3)
+            self.linear, self.cell = nn.Linear(4, 4), nn.GRU(4, 4)
+            self.embed, self.table = nn.Embedding(11, 4), nn.Parameter(torch.randn(4, 4))
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.linear(torch.relu(self.linear(x)))
+        def forward(self, ids: Tensor, image: Tensor) -> Tensor:
+            x = self.linear(torch.relu(self.linear(self.embed(ids)))).tanh()
+            x, _ = self.cell(self.cell(x)[0])
+            x = torch.relu(x @ self.table) @ self.table.T
+            image = torch.relu(self.up(torch.relu(self.up(self.conv(torch.relu(self.conv(image)))))))
+            out: Tensor = nn.functional.linear(x, self.embed.weight).sum() + image
             return out
 
-    report = quantize(seeded(Twice()), INT8_STATIC, [rand(6, 4)]).report()
-    assert len(report) == 2
-    assert report.totals["bytes_before"] == 4 * 4 * 4
+    batch = torch.randint(0, 11, (2, 4)), rand(2, 2, 8, 8)
+    qmodel = quantize(seeded(Shared()), INT8_STATIC, [batch])
+    report = qmodel.report()
+    uses = [(row.parameter, row.kind) for row in report]
+    assert sorted(uses) == [
+        *(("cell.weight_hh_l0", "gru"), ("cell.weight_ih_l0", "gru"), ("conv.weight", "conv")),
+        *(("embed.weight", "embedding"), ("embed.weight", "linear"), ("linear.weight", "linear")),
+        *(("table", "linear"), ("table", "linear"), ("up.weight", "conv_transpose")),
+    ]
+    assert len(report.operators().rows) == len(report.to_dict()["rows"]) == report.totals["operators"] == len(report)
+    assert report.totals["bytes_before"] == 4 * sum(p.numel() for p in Shared().parameters() if p.dim() > 1)
+    codes = [x for name, x in qmodel.graph_module.state_dict().items() if "codes" in name and x.dtype == torch.int8]
+    assert sum(x.nbytes for x in codes) > report.totals["bytes_before"] // 4  # the table is stored twice
+    scales = report.totals["bytes_after"] - sum(x.nbytes for x in codes)
+    assert scales == 4 * (2 + 2 + 4 + 12 + 12 + 11 + 4 + 4)
+    qmodel.save(tmp_path)
+    assert [*qfx.load(tmp_path).report()] == [*report]
 
 
 def test_two_weights_of_one_module_both_count() -> None:
