@@ -6,6 +6,8 @@ import dis
 import functools
 import inspect
 import itertools
+import pickle
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,6 +28,11 @@ _OF_PROCESS = ("builtins", "logging", "quark_fx", "torch")
 
 _CONTAINERS = (dict, list, deque, set, Tensor)
 
+_DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
+
+_OF_PROCESS_DRAWS: tuple[tuple[str, Any], ...] = (("random", random.random), ("numpy.random", np.random.random))
+"""Functions that draw from the generators of the process, with the names of their modules."""
+
 _Cached = functools._lru_cache_wrapper
 """The type of functions that cache results."""
 
@@ -40,7 +47,9 @@ class ModelState:
     """The attributes of a model, and the contents of the dicts, lists, and sets that can be reached from them.
 
     Methods of the model's classes, and functions that the model holds, such as its hooks, are followed to the variables
-    that they read and write, and to functions of their file that cache results.
+    that they read and write, and to functions of their file that cache results. The generators of
+    random numbers of Python and NumPy count as variables, too. Those of the process, which other threads use, and
+    iterators are not restored.
 
     Attributes:
         tensors: Tensors of the model, keyed by identity.
@@ -54,9 +63,16 @@ class ModelState:
         self._variables: list[tuple[Any, str, Any]] = []
         self._caches: list[tuple[Any, int]] = []
         self._arrays: list[tuple[Any, Any]] = []
+        self._positions: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[Any, bytes]] = []
         self._names: dict[int, str] = {}
         self._classes: dict[type, dict[str, Any]] = {}
         seen, pending = set[int](), list[Any]([model])
+        for name, draw in _OF_PROCESS_DRAWS:
+            generator = draw.__self__
+            seen.add(id(generator))
+            self._names[id(generator)] = name
+            self._positions.append((generator, _position(generator)))
         while pending:
             item = pending.pop()
             if id(item) not in seen:
@@ -89,6 +105,12 @@ class ModelState:
             return [item.func, item.args, item.keywords]
         if isinstance(item, types.FunctionType):
             return self._parts_of_function(item)
+        if _is_iterator(item):
+            self._positions.append((item, _position(item)))
+            return _parts_of_iterator(item)
+        if isinstance(item, _DRAWING):
+            self._generators.append((item, _position(item)))
+            return []
         if isinstance(item, _Cached):
             self._caches.append((item, item.cache_info().misses))
             return [item.__wrapped__]
@@ -103,7 +125,7 @@ class ModelState:
         return [
             getattr(item, "__dict__", None),
             *self._values(slots),
-            *(x for values in of_classes for x in values if isinstance(x, (*_CONTAINERS, types.FunctionType, _Cached))),
+            *(x for values in of_classes for x in values if isinstance(x, types.FunctionType | _Cached) or _is_state(x)),
         ]
 
     def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
@@ -115,7 +137,7 @@ class ModelState:
             return []
         reads, writes = globals_of(function.__code__)
         variables = [function.__globals__.get(name) for name in reads]
-        own = [x for x in variables if isinstance(x, _CONTAINERS) or _is_of_the_file(x, function)]
+        own = [x for x in variables if _is_state(x) or _is_of_the_file(x, function)]
         self._names |= {id(function.__globals__.get(name)): name for name in reads}
         written = [(function.__globals__, name) for name in writes]
         cells = [(cell, "cell_contents") for cell in function.__closure__ or ()]
@@ -140,6 +162,10 @@ class ModelState:
         named = ([holders[id(own)]] if id(own) in holders else names for own, names, _ in self._changes())
         return list(dict.fromkeys(itertools.chain.from_iterable(named)))
 
+    def has_advanced(self) -> bool:
+        """Tell whether an iterator or a generator of the process has made values, which cannot be undone."""
+        return any(_position(iterator) != position for iterator, position in self._positions)
+
     def _changes(self) -> Iterator[tuple[Any, list[str], Callable[[], object]]]:
         """Yield each container with other contents now, the names in it, and a function that restores them."""
         for own, items in self._dicts:
@@ -152,6 +178,13 @@ class ModelState:
         for array, copy in self._arrays:
             if not np.array_equal(array, copy, equal_nan=array.dtype.kind in "fc"):
                 yield array, ["an array"], functools.partial(array.__setitem__, ..., copy)
+        for iterator, position in self._positions:
+            if _position(iterator) != position:
+                yield iterator, ["an iterator"], lambda: None
+        for generator, drawn in self._generators:
+            if _position(generator) != drawn:
+                restored = functools.partial(_set_random_state, generator, pickle.loads(drawn))  # noqa: S301
+                yield generator, ["a random number generator"], restored
         for group, members in self._sets:
             if group != members:
                 yield group, ["a set"], functools.partial(_refill, group, members)
@@ -192,6 +225,56 @@ def _refill(container: Any, contents: Any) -> None:
             container[key] = value
     else:
         container.update(contents) if isinstance(container, set) else container.extend(contents)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, (*_CONTAINERS, *_DRAWING)) or _is_iterator(value)
+
+
+def _is_iterator(value: Any) -> bool:
+    """Tell whether a value is a generator or another iterator of Python, whose position no attribute shows."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+def _parts_of_iterator(iterator: Any) -> list[Any]:
+    """Return what determines the values that an iterator has left."""
+    if isinstance(iterator, types.GeneratorType):
+        return [] if iterator.gi_frame is None else [iterator.gi_frame.f_lasti, *iterator.gi_frame.f_locals.values()]
+    try:
+        _, arguments, *state = iterator.__reduce__()
+    except (RuntimeError, TypeError):  # a dict changed its size; itertools since Python 3.14
+        return [repr(iterator)]
+    return [*arguments, *(part for one in state for part in (one if isinstance(one, tuple) else (one,)))]
+
+
+def _position(iterator: Any) -> Any:
+    """Return a value that differs once an iterator or a generator of random numbers has made another value."""
+    if isinstance(iterator, _DRAWING):
+        return pickle.dumps(_random_state(iterator))
+    return [
+        _position(part) if _is_iterator(part) else part if isinstance(part, int | str) else _size(part) or id(part)
+        for part in _parts_of_iterator(iterator)
+    ]
+
+
+def _size(value: Any) -> int:
+    """Return the length of a list or tuple, which iterators of dicts make anew; 0 for other values."""
+    return len(value) if isinstance(value, list | tuple) else 0
+
+
+def _random_state(generator: Any) -> Any:
+    return generator.getstate() if isinstance(generator, random.Random) else _bits(generator).state
+
+
+def _set_random_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        _bits(generator).state = state
+
+
+def _bits(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator._bit_generator
 
 
 def _is_of_the_user(defined: type | types.FunctionType) -> bool:

@@ -120,7 +120,7 @@ def quantize(
     parts, totals = grouped(parts_of(qmodel.report())), qmodel.report().totals
     idle = qmodel.report().idle
     data = plan.to_dict() | {"operators": [asdict(part) for part in parts], "totals": totals, "idle": idle}
-    data["written"] = written
+    data |= {"draws": dict(qmodel.report().draws), "written": written}
     show(
         json,
         data,
@@ -128,6 +128,7 @@ def quantize(
         f"{totals['quantized']} of {totals['operators']} operators quantized; weights "
         f"{bytes_text(totals['bytes_before'])} → {bytes_text(totals['bytes_after'])}",
         *(f"{name} changed nothing: {reason}" for name, reason in idle.items()),
+        *qmodel.report().random,
         *(_line(one) for one in written),
     )
 

@@ -25,7 +25,7 @@ from quark_fx.mixed_precision.latency import Clock, operator_latencies, quietly,
 from quark_fx.mixed_precision.program import choose
 from quark_fx.mixed_precision.result import MIXED, Search, Verified
 from quark_fx.mixed_precision.space import Space, least
-from quark_fx.mixed_precision.written import written_size
+from quark_fx.mixed_precision.written import require_room_for_trials, written_size
 from quark_fx.plan.report import stored_size
 from quark_fx.session import Session, divisible, flat_batches, peek
 from quark_fx.system.isolation import isolated
@@ -126,6 +126,8 @@ def search(
         raise ConfigError(
             "timed_batch= is the batch for timing a budget of latency; give such a budget, or leave it out"
         )
+    if budget.output != "report":
+        require_room_for_trials(budget.nbytes or 0)
     missing = "search compares outputs on data; pass data, batches of real inputs"
     batches, held_out = _divided(data, validation_data)
     if not isinstance(model, Session) or data is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from quark_fx.errors import ExportError
@@ -28,10 +32,25 @@ def written_size(qmodel: QuantizedModel, output: str) -> int:
     Raises:
         QuarkError: If the export refuses the model, or it does not fit the temporary directory.
     """
+    with _temporary_folder() as folder:
+        with without_warnings():
+            _WRITERS[output](qmodel, folder / "model")
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def require_room_for_trials(size: int) -> None:
+    """Raise `ExportError` if the temporary directory cannot hold a written model of `size` bytes."""
+    with _temporary_folder() as folder:
+        (folder / "model").write_bytes(bytes(4096))
+        if (free := shutil.disk_usage(folder).free) < size:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free:,} bytes are free, {size:,} wanted")
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
     try:
-        with tempfile.TemporaryDirectory() as folder, without_warnings():
-            _WRITERS[output](qmodel, Path(folder, "model"))
-            return sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
     except OSError as error:
         raise ExportError(
             f"the directory of temporary files, where a model is written to measure its size, cannot be used: {error}; "
@@ -39,4 +58,4 @@ def written_size(qmodel: QuantizedModel, output: str) -> int:
         ) from error
 
 
-__all__ = ["written_size"]
+__all__ = ["require_room_for_trials", "written_size"]

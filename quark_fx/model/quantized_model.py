@@ -16,6 +16,7 @@ from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import own_tensors
 from quark_fx.graph.pass_manager import PassRecord, copy_graph
+from quark_fx.graph.random_draws import random_draws
 from quark_fx.graph.sample import Sample
 from quark_fx.graph.signature import Signature, split_batch
 from quark_fx.graph.straight_through import records_gradients, run_with_gradients
@@ -67,7 +68,8 @@ class QuantizedModel(nn.Module):
         )
         about = {"model": type(source).__name__} if source is not None else {}
         about |= {"configuration": named, "target": config.target.name}
-        self._report = Report(tuple(dict.fromkeys(rows)), tuple(passes), tuple(histograms), about)
+        draws = random_draws(graph_module, signature.output_names)
+        self._report = Report(tuple(dict.fromkeys(rows)), tuple(passes), tuple(histograms), about, draws)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -135,12 +135,14 @@ class Report:
         passes: Records of the passes, in the order they ran.
         histograms: Histograms of activations whose observers count values; a stored model has none.
         about: Facts about the run for the page, such as the model's class and the configuration.
+        draws: Nodes that draw the random numbers that outputs depend on, by output.
     """
 
     rows: tuple[Row, ...]
     passes: tuple[PassRecord, ...] = ()
     histograms: tuple[Histogram, ...] = field(default=(), compare=False)
     about: Mapping[str, str] = field(default_factory=dict, compare=False)
+    draws: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -181,6 +183,18 @@ class Report:
         return {name: max(found, key=found.count) for name, found in reasons.items() if found and name not in changed}
 
     @property
+    def random(self) -> list[str]:
+        """One sentence per node that draws random numbers, with the outputs that depend on it."""
+        outputs: dict[str, list[str]] = {}
+        for name, where in self.draws.items():
+            outputs.setdefault(where, []).append(name)
+        return [
+            f"{where} draws random numbers, so each call has other values of {', '.join(names)}; make the numbers an "
+            "input of the model to compare its results"
+            for where, names in outputs.items()
+        ]
+
+    @property
     def totals(self) -> dict[str, Any]:
         """Number of operators, number of quantized ones, bytes before and after, and their ratio."""
         quantized = [row for row in self.rows if not row.reason]
@@ -195,11 +209,12 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return rows, passes, and totals as plain data."""
+        """Return rows, passes, totals, and what draws random numbers as plain data."""
         return {
             "rows": self.to_rows(),
             "passes": [asdict(record) for record in self.passes],
             "totals": self.totals,
+            "draws": dict(self.draws),
         }
 
     def to_rows(self) -> list[dict[str, Any]]:
@@ -250,6 +265,7 @@ class Report:
             "quantized": f"{t['quantized']} of {t['operators']} operators",
             "weights": f"{t['bytes_before'] / 1024:,.1f} KiB → {t['bytes_after'] / 1024:,.1f} KiB ({t['ratio']:.2f}×)",
         }
+        facts |= {"random numbers": "; ".join(self.random)} if self.draws else {}
         figures, tables = [*self.figures().values()], self.tables()
         if analysis is not None:
             facts = analysis.facts() | facts
@@ -281,7 +297,7 @@ class Report:
         )
         computed = [f"{row.name} is computed from {row.computed_from}" for row in self.rows if row.computed_from]
         done = [_summary(record) for record in self.passes if record.changes]
-        return "\n".join([*lines, summary, *dict.fromkeys(computed), *done])
+        return "\n".join([*lines, summary, *dict.fromkeys(computed), *self.random, *done])
 
 
 def _range(row: Row) -> str | None:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.config.quant_config import TensorSpec
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime.rounding_noise import RoundingNoise, disturbed_outputs, random_draws
+from quark_fx.export.runtime.rounding_noise import RoundingNoise, disturbed_outputs
 from quark_fx.export.runtime.runners import OnnxRuntimeRunner
 from quark_fx.export.runtime.verification import Difference, Verification
 from quark_fx.graph.nodes import tensor_of
+from quark_fx.graph.random_draws import random_draws
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC
 

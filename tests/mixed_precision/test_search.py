@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -825,11 +825,19 @@ def test_a_mistake_is_named(name: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("output", ["onnx", "saved"])
-def test_a_full_disk_for_temporary_files_is_named(
-    output: Literal["onnx", "saved"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_for_temporary_files_is_named_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    qmodel = quantize(mlp(), "int8_static", tokens(4))
+    def asked(size: str) -> None:
+        run(mlp(), [INT4, INT8], [], budget=Budget(size=size, output="onnx"))
+
+    said = r"where a model is written .*{}.*; make room, or set TMPDIR"
+    with pytest.raises(QuarkError, match=said.format("bytes are free, 1,.* wanted")):
+        asked("1000000GiB")
+    with pytest.raises(QuarkError, match="search compares outputs on data"):
+        asked("1KiB")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(QuarkError, match=r"where a model is written .*missing.*; make room, or set TMPDIR"):
-        written_size(qmodel, output)
+    with pytest.raises(QuarkError, match=said.format("missing")):
+        asked("1KiB")
+    with pytest.raises(QuarkError, match=said.format("missing")):
+        written_size(quantize(mlp(), "int8_weight_only", tokens(4)), "saved")

@@ -211,6 +211,36 @@ def test_a_report_is_iterable_and_plain_data() -> None:
     json.dumps(data)
 
 
+def test_a_report_names_what_draws_random_numbers(tmp_path: Path) -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.cell = nn.Linear(8, 8), nn.LSTM(8, 8, 2, dropout=0.5)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.linear(x)
+            torch.rand_like(y)
+            self.cell.training = True
+            return {
+                "noise": y + torch.rand_like(y),
+                "mask": y * torch.bernoulli(torch.full_like(y, 0.5)),
+                "slope": nn.functional.rrelu(y, training=True),
+                "cell": self.cell(y[None])[0],
+                "attention": nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.3),
+                "quiet": nn.functional.rrelu(y, training=False),
+            }
+
+    qmodel = quantize(seeded(Draws()), INT8_STATIC, [rand(4, 8)])
+    report = qmodel.report()
+    assert set(report.draws) == {"noise", "mask", "slope", "cell", "attention"}
+    assert "aten.rand_like.default at %rand_like_1" in report.draws["noise"]
+    assert all(line in str(report).splitlines() for line in report.random)
+    assert len(report.random) == 5
+    assert report.to_dict()["draws"] == report.draws
+    qmodel.save(tmp_path)
+    assert set(qfx.load(tmp_path).report().draws) == set(report.draws)
+
+
 def test_a_model_without_weights_has_an_empty_report() -> None:
     qmodel = qfx.quantize(nn.ReLU().eval(), "int8_static", [rand(3, 4)], progress=False)
     assert len(qmodel.report()) == 0

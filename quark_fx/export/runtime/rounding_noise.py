@@ -1,19 +1,19 @@
-"""Effect of rounding noise on the outputs of a model, and values that depend on random numbers."""
+"""Effect of rounding noise on the outputs of a model, and outputs that depend on the order of equal values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from quark_fx.checkpoints.files import is_float
-from quark_fx.graph.nodes import describe, results_of, target_name
-from quark_fx.graph.operators import named_argument
+from quark_fx.graph.nodes import target_name
+from quark_fx.graph.random_draws import sources_of
 from quark_fx.plan.roles import CHOOSING, PLACES
 
 _UNITS = 4
@@ -65,17 +65,9 @@ def disturbed_outputs(gm: GraphModule, leaves: Sequence[Any], seed: int) -> list
             return list(gm(*inputs))
 
 
-def random_draws(gm: GraphModule, output_names: Sequence[str], nodes: Collection[str] = ()) -> dict[str, str]:
-    """Return the node that draws the random numbers that each named output or node depends on.
-
-    An output takes precedence over a node of the same name.
-    """
-    return _sources(gm, output_names, nodes, _draws)
-
-
 def orderings(gm: GraphModule, output_names: Sequence[str]) -> dict[str, str]:
     """Return, for each output that depends on the order of equal values, the operator that orders them."""
-    return _sources(gm, output_names, (), lambda node: target_name(node) in _ORDERING)
+    return sources_of(gm, output_names, (), lambda node: target_name(node) in _ORDERING)
 
 
 _ORDERING = (
@@ -85,29 +77,3 @@ _ORDERING = (
     | {"aten.mode.default"}
 )
 """Operators whose indices depend on the order of equal values; runtimes choose differently."""
-
-
-def _sources(
-    gm: GraphModule, output_names: Sequence[str], nodes: Collection[str], is_source: Callable[[Node], bool]
-) -> dict[str, str]:
-    """Return the first source, if any, that each named value depends on."""
-    sources: dict[str, str] = {}
-    for node in gm.graph.nodes:
-        before = next((sources[one.name] for one in node.all_input_nodes if one.name in sources), "")
-        if where := before or (describe(node) if is_source(node) else ""):
-            sources[node.name] = where
-    results = {name: sources.get(name) for name in nodes}
-    for name, node in zip(output_names, results_of(gm), strict=True):
-        results[name] = sources.get(node.name) if isinstance(node, Node) else None
-    return {name: where for name, where in results.items() if where is not None}
-
-
-def _draws(node: Node) -> bool:
-    """Tell whether a node draws random numbers; operators with dropout draw only if it is on."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    options = {argument.name for argument in node.target._schema.arguments}
-    switches = options & {"dropout_p", "dropout", "train", "training"}
-    return all(named_argument(node, name) for name in switches)

@@ -20,12 +20,13 @@ from quark_fx.engine.calibration_data import first_sample, with_nan
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
-from quark_fx.export.runtime.rounding_noise import disturbed_outputs, orderings, random_draws
+from quark_fx.export.runtime.rounding_noise import disturbed_outputs, orderings
 from quark_fx.export.runtime.runners import FileInput, FileRunner, OnnxRuntimeRunner, OpenVinoRunner, Runtime
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits
 from quark_fx.export.runtime.transformers_runner import TransformersRunner, is_checkpoint
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, device_of, parameter, results_of, static_size, target_name
 from quark_fx.graph.operators import argument
+from quark_fx.graph.random_draws import random_draws
 from quark_fx.graph.signature import split_batch
 from quark_fx.model.qat import QATModel
 from quark_fx.model.quantized_model import QuantizedModel
