@@ -107,7 +107,7 @@ class ModelState:
             return self._parts_of_function(item)
         if _is_iterator(item):
             self._positions.append((item, _position(item)))
-            return _parts_of_iterator(item)
+            return [part for part in _variables_of(item) if not _is_iterator(part)]
         if isinstance(item, _DRAWING):
             self._generators.append((item, _position(item)))
             return []
@@ -125,7 +125,12 @@ class ModelState:
         return [
             getattr(item, "__dict__", None),
             *self._values(slots),
-            *(x for values in of_classes for x in values if isinstance(x, types.FunctionType | _Cached) or _is_state(x)),
+            *(
+                x
+                for values in of_classes
+                for x in values
+                if isinstance(x, types.FunctionType | _Cached) or _is_state(x)
+            ),
         ]
 
     def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
@@ -183,7 +188,7 @@ class ModelState:
                 yield iterator, ["an iterator"], lambda: None
         for generator, drawn in self._generators:
             if _position(generator) != drawn:
-                restored = functools.partial(_set_random_state, generator, pickle.loads(drawn))  # noqa: S301
+                restored = functools.partial(_set_random_state, generator, pickle.loads(drawn))
                 yield generator, ["a random number generator"], restored
         for group, members in self._sets:
             if group != members:
@@ -236,30 +241,30 @@ def _is_iterator(value: Any) -> bool:
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
-def _parts_of_iterator(iterator: Any) -> list[Any]:
-    """Return what determines the values that an iterator has left."""
-    if isinstance(iterator, types.GeneratorType):
-        return [] if iterator.gi_frame is None else [iterator.gi_frame.f_lasti, *iterator.gi_frame.f_locals.values()]
-    try:
-        _, arguments, *state = iterator.__reduce__()
-    except (RuntimeError, TypeError):  # a dict changed its size; itertools since Python 3.14
-        return [repr(iterator)]
-    return [*arguments, *(part for one in state for part in (one if isinstance(one, tuple) else (one,)))]
+def _variables_of(iterator: Any) -> list[Any]:
+    """Return the variables of a generator; none for other iterators."""
+    frame = iterator.gi_frame if isinstance(iterator, types.GeneratorType) else None
+    return [] if frame is None else list(frame.f_locals.values())
 
 
-def _position(iterator: Any) -> Any:
+def _position(source: Any) -> Any:
     """Return a value that differs once an iterator or a generator of random numbers has made another value."""
-    if isinstance(iterator, _DRAWING):
-        return pickle.dumps(_random_state(iterator))
-    return [
-        _position(part) if _is_iterator(part) else part if isinstance(part, int | str) else _size(part) or id(part)
-        for part in _parts_of_iterator(iterator)
-    ]
+    if isinstance(source, _DRAWING):
+        return pickle.dumps(_random_state(source))
+    if isinstance(source, types.GeneratorType):
+        parts = [source.gi_frame and source.gi_frame.f_lasti, *_variables_of(source)]
+    else:
+        try:
+            _, arguments, *state = source.__reduce__()
+        except (RuntimeError, TypeError):  # a dict changed its size; itertools since Python 3.14
+            return repr(source)
+        parts = [*arguments, *(part for one in state for part in (one if isinstance(one, tuple) else (one,)))]
+    return [_position(part) if _is_iterator(part) else _identity(part) for part in parts]
 
 
-def _size(value: Any) -> int:
-    """Return the length of a list or tuple, which iterators of dicts make anew; 0 for other values."""
-    return len(value) if isinstance(value, list | tuple) else 0
+def _identity(part: Any) -> Any:
+    """Return a number, the length of a list, which iterators of dicts make anew, or the identity of another value."""
+    return part if isinstance(part, int | float | str) else len(part) if isinstance(part, list) else id(part)
 
 
 def _random_state(generator: Any) -> Any:

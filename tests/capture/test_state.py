@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -512,6 +514,52 @@ def test_python_state_of_earlier_calls_is_refused(compute: Callable[[Any, Tensor
     assert held == (0, [], False, None, 0, [])
 
 
+def halves() -> Iterator[float]:
+    value = 0.0
+    while True:
+        yield value
+        value += 0.5
+
+
+_TURNS = itertools.count()
+
+_DRAWS = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("held", "draw", "name"),
+    [
+        (itertools.count, next, "held"),
+        (halves, next, "held"),
+        (lambda: (float(i) for i in itertools.count()), next, "held"),
+        (lambda: itertools.cycle([1.0, 2.0, 3.0]), next, "held"),
+        (lambda: map(float, itertools.count()), next, "held"),
+        (lambda: zip(range(50), itertools.count(), strict=False), lambda held: next(held)[1], "held"),
+        (lambda: iter([0.0, 1.0] * 25), next, "held"),
+        (lambda: iter(dict.fromkeys(range(50))), next, "held"),
+        (lambda: random.Random(0), lambda held: held.random(), "held"),
+        (lambda: np.random.RandomState(0), lambda held: float(held.rand()), "held"),
+        (list, lambda _: next(_TURNS), "_TURNS"),
+        (list, lambda _: float(_DRAWS.random()), "_DRAWS"),
+        (list, lambda _: random.random(), "random"),
+        (list, lambda _: float(np.random.rand()), r"numpy\.random"),
+    ],
+)
+def test_iterators_and_random_numbers_of_python_are_refused(
+    held: Callable[[], Any], draw: Callable[[Any], float], name: str
+) -> None:
+    def compute(model: Any, x: Tensor) -> Tensor:
+        result: Tensor = model.linear(x) + draw(model.held)
+        return result
+
+    model: Any = seeded(Remembers(compute))
+    model.held = held()
+    with pytest.raises(qfx.CaptureError, match=rf"returns different values .* forward changes {name} at each call"):
+        qfx.capture_graph(model, rand(3, 4))
+    if isinstance(model.held, random.Random):
+        assert model.held.random() == held().random()
+
+
 def counts_and_logs(model: Any, x: Tensor) -> Tensor:
     model.step += 1
     model.history.append(x)
@@ -525,6 +573,12 @@ def counts_and_draws(model: Any, x: Tensor) -> Tensor:
     return result
 
 
+def numbers_its_calls(model: Any, x: Tensor) -> Tensor:
+    model.step = next(_TURNS)
+    result: Tensor = model.linear(x)
+    return result
+
+
 def makes_a_table(model: Any, x: Tensor) -> Tensor:
     model.step += 1
     if model.table is None:
@@ -533,7 +587,7 @@ def makes_a_table(model: Any, x: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("compute", [counts_and_logs, counts_and_draws, makes_a_table])
+@pytest.mark.parametrize("compute", [counts_and_logs, counts_and_draws, numbers_its_calls, makes_a_table])
 def test_python_state_that_outputs_do_not_depend_on_is_captured(compute: Callable[[Any, Tensor], Tensor]) -> None:
     model, x = seeded(Remembers(compute)), rand(3, 4)
     before = torch.get_rng_state()
