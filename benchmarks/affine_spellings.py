@@ -104,6 +104,7 @@ SPELLINGS: dict[str, Callable[[Map, Tensor, Any], Any]] = {
     "buffer": lambda m, x, s: torch.add(s(m.shift), x.mul(s(m.factor))),
     "in place": lambda m, x, s: x.mul_(s(m.factor)).add_(s(m.offset)),
     "lerp": lambda m, x, s: torch.lerp(s(m.mean), x, 0.5) * s(2 * m.factor) + s(2 * m.offset),
+    "einsum": lambda m, x, s: torch.einsum("bc...,c->bc...", x, m.factor) + s(m.offset),
     "unsqueezed": lambda m, x, s: x * m.factor[(..., *[None] * (x.dim() - 2))] + s(m.offset),
     "channels last": _channels_last,
     "expanded": _expanded,

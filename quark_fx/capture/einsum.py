@@ -1,4 +1,4 @@
-"""Rewrite of `einsum` with a parameter as `matmul`, so that the parameter is a weight."""
+"""Rewrite of `einsum` with a parameter as `matmul`, so that the parameter is a weight, or as `mul`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _aten = torch.ops.aten
 
 
 def spell_out_products(gm: GraphModule) -> None:
-    """Rewrite each `einsum` of an activation and a value computed from parameters as a `matmul`.
+    """Rewrite each `einsum` of an activation and a value computed from parameters as a `matmul`, or as a `mul`.
 
     Indices that both operands and the result have select matrices of a stack; at most one is supported. Indices of the
-    parameter alone are output channels. Other equations stay.
+    parameter alone are output channels. An equation that scales each element of the activation is a `mul`. Others stay.
     """
     constants = computed_constants(gm.graph)
     for node in list(gm.graph.nodes):
@@ -48,12 +48,7 @@ def _product(gm: GraphModule, node: Node, constants: Collection[Node]) -> Node |
     stacked = [i for i in own if i in weights and i in result]
     summed = [i for i in own if i in weights and i not in result]
     rows, channels = ([i for i in a if i not in b] for a, b in ((own, weights), (weights, own)))
-    if not summed or len(stacked) > 1 or not {*rows, *channels} <= {*result} or (stacked and not rows):
-        return None
     sizes = dict(zip(weights, w.meta["val"].shape, strict=True))
-    given = dict(zip(own, map(static_size, x.meta["val"].shape), strict=True))
-    if any(given[i] != sizes[i] for i in (*summed, *stacked)):
-        return None  # an operand is broadcast along it
 
     def step(target: Any, *args: Any) -> Node:
         return call(gm, target, *args, like=node)
@@ -62,6 +57,14 @@ def _product(gm: GraphModule, node: Node, constants: Collection[Node]) -> Node |
         order = [have.index(i) for i in want]
         return value if order == sorted(order) else step(_aten.permute.default, value, order)
 
+    if not summed and not channels and {*own} == {*result}:
+        w = step(_aten.reshape.default, ordered(w, weights, stacked), [sizes.get(i, 1) for i in own])
+        return ordered(step(_aten.mul.Tensor, x, w), own, result)
+    if not summed or len(stacked) > 1 or not {*rows, *channels} <= {*result} or (stacked and not rows):
+        return None
+    given = dict(zip(own, map(static_size, x.meta["val"].shape), strict=True))
+    if any(given[i] != sizes[i] for i in (*summed, *stacked)):
+        return None  # an operand is broadcast along it
     outer = [*rows[:-1], *stacked, *rows[-1:]]
     x = ordered(x, own, [*outer, *summed])
     if len(summed) > 1:

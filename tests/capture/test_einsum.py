@@ -47,6 +47,26 @@ def test_a_product_with_a_parameter_is_a_product_with_a_weight(
 
 
 @pytest.mark.parametrize(
+    ("equation", "shape", "given", "first"),
+    [
+        ("bchw,c->bchw", (4,), (2, 4, 3, 5), False),
+        ("c,b...c->b...c", (4,), (2, 3, 4), True),
+        ("btc,ct->bct", (4, 3), (2, 3, 4), False),
+        ("bc,c->bc", (4,), (2, 1), False),
+    ],
+)
+def test_a_factor_per_channel_is_a_product_of_elements(
+    equation: str, shape: tuple[int, ...], given: tuple[int, ...], first: bool
+) -> None:
+    model, x = Written(equation, shape, first).eval(), rand(*given)
+    gm = qfx.capture_graph(model, x, dynamic_shapes={"x": {}}).module
+    torch.testing.assert_close(gm(x)[0], model(x), rtol=0, atol=0)
+    names = [target_name(node) for node in gm.graph.nodes]
+    assert "aten.mul.Tensor" in names
+    assert "aten.einsum.default" not in names
+
+
+@pytest.mark.parametrize(
     ("equation", "shape", "given"),
     [("bi,oi->bio", (6, 8), (3, 8)), ("bii,io->bo", (8, 4), (3, 8, 8)), ("bi,io->b", (8, 4), (3, 8))],
 )
