@@ -118,15 +118,23 @@ _CAPTURING = (
 
 @pytest.fixture(scope="module", autouse=True)
 def captured_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Share captures among all sessions of a process (`tests/captured_once.py`)."""
+    """Share captures among all sessions and tests of a process (`tests/captured_once.py`).
+
+    What torch stores of each operator that it traces is found again in deep models. In networks of two or three layers,
+    storing takes longer: a fifth of a capture.
+    """
     parts = request.path.relative_to(Path(__file__).parent).parts
     if parts[0] != "tests" or parts[1] in _CAPTURING:
         yield
         return
+    import torch._dynamo.config
     from captured_once import CAPTURES
 
+    import quark_fx
     from quark_fx import session
 
-    with pytest.MonkeyPatch.context() as patch:
+    nothing_stored = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    with nothing_stored, pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "capture_graph", CAPTURES)
+        patch.setattr(quark_fx, "capture_graph", CAPTURES)
         yield

@@ -1,8 +1,8 @@
 """Shared captures for tests: capture takes most of the time to quantize a small network.
 
-The fixture `captured_once` of `conftest.py` covers every session in a process. Models of the same structure and code
-share a capture: it runs on fake tensors, which have no values. A graph that has constants of its own, such as tables
-that the model computes, is shared by models and batches of equal values.
+The fixture `captured_once` of `conftest.py` covers every session and call of `qfx.capture_graph` in a process. Models
+of the same structure and code share a capture: it runs on fake tensors, which have no values. A graph that has
+constants of its own, such as tables that the model computes, is shared by models and batches of equal values.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def _put(graph: nn.Module, tensors: dict[str, Tensor]) -> None:
 class _Pickler(pickle.Pickler):
     """Pickles each tensor as a digest of its layout, the index of its storage, and, if they are read, its values.
 
-    The folder that a model was loaded from is left out: each test has its own.
+    The folder that a model was loaded from, and the files that it opens, are left out: each test has its own.
     """
 
     def __init__(self, file: io.BytesIO, unread: Iterable[Tensor], folders: frozenset[str]) -> None:
@@ -131,7 +132,8 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
-            return "folder" if isinstance(obj, str) and obj in self._folders else None
+            located = isinstance(obj, Path) or (isinstance(obj, str) and obj in self._folders)
+            return "folder" if located else None
         place = self._places.setdefault((obj.untyped_storage().data_ptr(), obj.storage_offset()), len(self._places))
         layout = (type(obj).__name__, obj.dtype, tuple(obj.shape), obj.stride(), obj.requires_grad, str(obj.device))
         if id(obj) in self._unread:

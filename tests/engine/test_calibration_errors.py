@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import quark_fx as qfx
-from quark_fx.capture.capture import capture_graph
 from quark_fx.engine import calibration
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers import MinMax, Percentile
@@ -344,7 +343,7 @@ def test_a_mask_that_leaves_out_everything_is_refused() -> None:
 
 
 def test_ranks_that_saw_ranges_which_do_not_go_together_are_told_where() -> None:
-    gm = capture_graph(mlp(), tokens(4)[0]).module
+    gm = qfx.capture_graph(mlp(), tokens(4)[0]).module
     node = next(n for n in gm.graph.nodes if n.op == "call_function")
     observer = Percentile(grid="onnxruntime", bins=32)
     first = torch.tensor([[-1.0, 0.4, 1.0]])

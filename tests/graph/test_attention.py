@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quark_fx.capture.capture import capture_graph
+import quark_fx as qfx
 from quark_fx.graph.attention import Attention, find_attentions
 
 HEADS, CHANNELS = 4, 8
@@ -72,7 +72,7 @@ def in_batches(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attentions(model: nn.Module, *inputs: Tensor) -> list[Attention]:
-    return list(find_attentions(capture_graph(model.eval(), inputs).module.graph))
+    return list(find_attentions(qfx.capture_graph(model.eval(), inputs).module.graph))
 
 
 FORMS: dict[str, tuple[Any, int]] = {

@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
 from quark_fx.analysis.trials import METRICS, Trials, parts_of
-from quark_fx.capture.capture import capture_graph
 from quark_fx.engine.block_walk import relative_error
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.mixed_precision import latency
@@ -81,7 +80,7 @@ class Cross(nn.Module):
 
 
 def names(model: nn.Module, batch: Tensor) -> list[tuple[str, ...]]:
-    return [group.names for group in groups_of(capture_graph(model.eval(), batch).module)[1]]
+    return [group.names for group in groups_of(qfx.capture_graph(model.eval(), batch).module)[1]]
 
 
 def test_what_a_server_fuses_and_what_shares_a_weight_is_a_group() -> None:
@@ -111,7 +110,7 @@ class Experts(nn.Module):
 
 
 def test_a_stack_of_experts_is_one_operator() -> None:
-    _, groups = groups_of(capture_graph(seeded(Experts()), rand(4, 8)).module)
+    _, groups = groups_of(qfx.capture_graph(seeded(Experts()), rand(4, 8)).module)
     assert [group.weights for group in groups] == [{"shared.weight": 64}, {"experts": 192}]
 
 
@@ -433,7 +432,7 @@ def test_a_faster_mixture_follows_one_that_fits_only_once(monkeypatch: pytest.Mo
 
 
 def test_operators_that_do_the_same_are_one_model_with_the_inputs_of_the_first() -> None:
-    captured = capture_graph(seeded(Tied()), tokens()[0])
+    captured = qfx.capture_graph(seeded(Tied()), tokens()[0])
     operators, _ = groups_of(captured.module)
     nodes = {op.name: op.node for op in operators if op.name != "embed"}
     found = isolate_operators(captured.module, nodes.values(), tokens()[:1])
@@ -565,14 +564,14 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("chosen", [(0, 0, 1, 1), (0, 1, 0, 1), (2, 0, 2, 0), (1, 2, 2, 0), (2, 2, 2, 1)])
 def test_a_mixture_gives_each_operator_its_candidate_whatever_its_name(chosen: tuple[int, ...]) -> None:
     candidates = candidates_of([INT8, "int4", FLOAT])
-    operators, _ = groups_of(capture_graph(seeded(Odd()), rand(4, 8)).module)
+    operators, _ = groups_of(qfx.capture_graph(seeded(Odd()), rand(4, 8)).module)
     report = quantize(seeded(Odd()), mixed(candidates, operators, chosen), [rand(4, 8)]).report()
     assert [row.weight for row in report] == [("int8 channel", "int4 channel", "")[i] for i in chosen]
 
 
 def test_modules_that_differ_in_numbers_alone_share_a_pattern() -> None:
     candidates = candidates_of([INT8, "int4", FLOAT])
-    operators, groups = groups_of(capture_graph(seeded(Tied()), tokens()[0]).module)
+    operators, groups = groups_of(qfx.capture_graph(seeded(Tied()), tokens()[0]).module)
     downs = [next(g for g in groups if g.names == (f"layers.{i}.down",)).places for i in range(2)]
     chosen = [1 if (i,) in downs else 2 if (i + 1,) in downs[:1] else 0 for i in range(len(operators))]
     config = mixed(candidates, operators, chosen)
