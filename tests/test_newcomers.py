@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_program
 from tiny import cnn, images, quantize, rand
 from torch import Tensor, nn
 from torch.export import Dim
@@ -219,7 +218,7 @@ print(sorted(q(input_ids=torch.randint(1, 64, (2, 8)))))
 def test_a_wrapped_model_of_transformers_needs_none_to_be_quantized_before_it() -> None:
     """As a PeftModel wraps one: in a fresh process nothing has told torch of its cache."""
     pytest.importorskip("transformers")
-    done = subprocess.run([sys.executable, "-c", _WRAPPED], capture_output=True, text=True, check=False)
+    done = run_program(_WRAPPED)
     assert done.stdout.strip() == "['logits']", done.stderr[-2000:]
 
 

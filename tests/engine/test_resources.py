@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_program
 from networks import Encoder
 from test_resume import assert_same, outcome
 from tiny import mlp, quantize, rand, seeded
@@ -24,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import quark_fx as qfx
 from quark_fx import QuantConfig, graph_pass
-from quark_fx.capture.capture import capture_graph
 from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.calibration_data import CalibrationData
@@ -52,7 +49,7 @@ class Chain(nn.Module):
 
 
 def sizes(model: nn.Module, x: Tensor, config: qfx.QuantConfig = INT8_STATIC, batches: int = 3) -> Sizes:
-    gm = capture_graph(model.eval(), x).module
+    gm = qfx.capture_graph(model.eval(), x).module
     return Sizes(gm, plan_quantization(gm, config).operators, batches)
 
 
@@ -229,9 +226,9 @@ print(json.dumps([memory if job == "tight" else 0, highest[0]]))
 
 
 def _ask(preset: str, job: str) -> list[int]:
-    command = [sys.executable, "-c", _MEASURE, preset, job]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    found: list[int] = json.loads(subprocess.check_output(command, text=True, env=environ))
+    done = run_program(_MEASURE, preset, job)
+    assert done.returncode == 0, done.stderr
+    found: list[int] = json.loads(done.stdout)
     return found
 
 

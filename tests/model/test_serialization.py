@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import onnxruntime
 import pytest
 import torch
 from devices import on_devices
+from forked import run_program
 from safetensors.torch import load_file
 from stored import edit, replace_tensors
 from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
@@ -126,7 +126,7 @@ def test_a_hugging_face_output_survives(tmp_path: Path) -> None:
     assert isinstance(qfx.load(tmp_path)(rand(3, 4)), outputs.BaseModelOutput)
     # A process that has not seen transformers yet.
     code = f"import quark_fx; print(quark_fx.load({str(tmp_path)!r}).signature.output_names)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_program(code)
     assert done.stdout.strip() == str(qmodel.signature.output_names), done.stderr
     for name in ("transformers.modeling_outputs.NoOutput", "transformers.models.none.modeling_none.NoOutput"):
         edit(tmp_path, lambda d, name=name: d["signature"]["out_structure"].update(name=name))  # type: ignore[misc]
@@ -695,7 +695,7 @@ qfx.quantize(linear, config, [torch.randn(4, 8)], progress=False).save(sys.argv[
 
 
 def test_a_model_needs_no_code_of_what_made_it(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", OWN, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = run_program(OWN, tmp_path)
     assert not done.returncode, done.stderr
     loaded = qfx.load(tmp_path)
     x = rand(3, 8)

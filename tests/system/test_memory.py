@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
+from forked import run_program
 from tiny import quantize
 from torch import nn
 
@@ -29,8 +29,7 @@ print(occupied() - before >> 20)
 
 def kept(*arguments: str) -> int:
     """Return the MiB that products of 400 shapes leave in a process of their own."""
-    command = [sys.executable, "-c", _PRODUCTS, *arguments]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return int(run_program(_PRODUCTS, *arguments).stdout)
 
 
 def test_kernels_of_shapes_that_do_not_come_again_are_dropped_where_memory_is_short() -> None:
@@ -74,8 +73,7 @@ def test_samples_that_stay_do_not_cost_the_values_that_they_are_of() -> None:
 
     Each sample and each range used to keep a value: more than 800 MiB. A forward pass itself takes some 60.
     """
-    done = subprocess.run([sys.executable, "-c", _SAMPLED], check=True, capture_output=True, text=True)
-    assert int(done.stdout) < 150
+    assert int(run_program(_SAMPLED).stdout) < 150
 
 
 def test_what_lies_in_slabs_is_apart() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked import run_program
 from safetensors import SafetensorError
 
 from quark_fx.errors import ExportError
@@ -134,8 +134,7 @@ for last in range(1, 1000):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="directories are exchanged in one step on Linux")
 def test_a_writer_that_is_killed_leaves_the_old_directory_or_the_new_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILL, str(tmp_path), str(Path(__file__).parent)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = run_program(KILL, tmp_path, Path(__file__).parent)
     assert run.returncode == 0, run.stderr
     found = [line == str(NEW) for line in run.stdout.splitlines()]
     assert all(line in (str(OLD), str(NEW)) for line in run.stdout.splitlines())
