@@ -550,14 +550,14 @@ def step_triton(place: Place) -> Result:
         try:
             scale = (weight.abs().amax(-1, keepdim=True) / (7.0 if name == "int4" else 6.0)).float()
             grid = grid_for(Grid, fmt, scale)
-            rounded = partial(error_feedback.round_with_feedback, weight, factor, grid)
+            rounded = partial(error_feedback.gptq_round, weight, factor, grid)
             kernel = rounded()
-            runs = error_feedback._runs
-            error_feedback._runs = lambda like, grid: (error_feedback.round_run, error_feedback._LEAF)
+            runs = error_feedback._block_function
+            error_feedback._block_function = lambda like, grid: (error_feedback.quantize_block, error_feedback._BLOCK)
             try:
                 loop, loop_seconds = rounded(), median_seconds(rounded, 3)
             finally:
-                error_feedback._runs = runs
+                error_feedback._block_function = runs
             seconds = median_seconds(rounded, 3)
             same = float((kernel == loop).double().mean())
             found[name] = {"same codes": same, "kernel seconds": seconds, "loop seconds": loop_seconds}

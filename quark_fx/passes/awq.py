@@ -40,7 +40,7 @@ class AWQ(ScalingSolver):
     Source:
         Lin et al. 2024 (AWQ), section 3.2, where `a` is the mean magnitude, `q` is 0, and the objective is the error of
         a block; squares are the proper weights for the error of an operator. llm-compressor's "duo" scales have
-        `q = 1 - r`. `feedback` is ours (`quark_fx.solvers.error_feedback.Factor.left_over`).
+        `q = 1 - r`. `feedback` is ours (`quark_fx.solvers.error_feedback.Factor.residual_curvature`).
     """
 
     trial: ClassVar = HessianTrial

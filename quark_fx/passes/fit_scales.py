@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quark_fx.engine.sizes import Matrices
-from quark_fx.solvers.error_feedback import at_once, working_bytes
+from quark_fx.solvers.error_feedback import stack_chunks, working_bytes
 from quark_fx.solvers.folds import InputHessian
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
@@ -52,7 +52,7 @@ class FitScales(Solver):
         tried = RATIOS if weight.scheme.format.is_integer else around(weight.scheme)
         ratio = [
             fit_scales(weight.real[some].float(), seen.h[some], weight.grid(some), columns, allowed, tried)
-            for some in at_once(seen.h)
+            for some in stack_chunks(seen.h)
         ]
         return Proposal(weight.with_scales(torch.cat(ratio)).nearest(), seen.unguided)
 

@@ -1,9 +1,21 @@
-"""Round a weight column by column; each column compensates for the errors of earlier columns (the solver of GPTQ).
+"""GPTQ: round a weight column by column; each column compensates for the errors of earlier columns.
 
-The squared error of an operator's output is `tr((W - Q) H (W - Q)')`, where `H` is the sum of `x x'`. With the factor
-`H = R R'`, `R` upper triangular, it is a sum over columns: column `k` of `(W - Q) R` depends only on the errors of
-columns up to `k`. Rounding `w_k` plus the errors that earlier columns pass on minimizes that column. `H` is never
-inverted, rows are independent, and most of the work is in matrix products.
+The squared error of an operator's output is `tr((W - Q) H (W - Q)')`, where `H` is the sum of `x x'`. The steps are
+those of the paper:
+
+1. Damping, column order, and Cholesky: `factor`. The paper factors the inverse of `H`. Here, `H` itself is
+   factored as `(I + F) D (I + F)'`, `F` strictly upper triangular, and never inverted. The error is then a sum over
+   columns: column `k` of `(W - Q) (I + F)`, squared, times `D_k`. It depends only on the errors of columns up to `k`.
+2. Error feedback: `quantize_block` rounds `w_k` plus the errors of earlier columns times column `k` of `F`, which
+   minimizes the error of that column. The paper passes on the errors of updated columns, times rows of its Cholesky
+   factor; the values to round are the same.
+3. Blocks, with lazy batch updates: `gptq_round` applies the feedback within a block column by column, and the feedback
+   of a block on later blocks as one matrix product.
+
+Rows of the weight are independent, and so are the matrices of a stack (groups).
+
+Source:
+    Frantar et al. 2023 (GPTQ), algorithm 1. The triangular form is LDLQ of Chee et al. 2023 (QuIP), theorem 6.
 """
 
 from __future__ import annotations
@@ -23,10 +35,10 @@ from quark_fx.system import accelerator
 DAMPING = 0.01
 """Fraction of a Hessian's mean diagonal that is added to the diagonal before factoring; passes can override it."""
 
-_LEAF = 16
-"""Columns rounded one by one before one matrix product adds their errors to later columns."""
+_BLOCK = 16
+"""Columns of the smallest block, which are rounded one by one."""
 
-_AT_ONCE = 1 << 21
+_CHUNK = 1 << 21
 """Approximate number of weights rounded together on a processor; more would need memory and miss its caches. A GPU
 takes 128 times as many, and five copies of them are a few gigabytes."""
 
@@ -34,7 +46,7 @@ _FACTORED = 1 << 22
 """Approximate number of Hessian elements that are factored together."""
 
 _ARRAYS = 6
-"""Arrays of the size of a piece that exist at once while it is rounded."""
+"""Arrays of the size of a chunk that exist at once while it is rounded."""
 
 _ROWS = 64
 """Rows of a Hessian that are permuted at once."""
@@ -48,29 +60,29 @@ _DAMPING_STEP = 10.0
 
 @dataclass(frozen=True)
 class Factor:
-    """Factors of the damped `H`, in rounding order: `(I + feedback) diag(curvature) (I + feedback)'`.
+    """Factors of the damped `H`, in rounding order: `(I + feedback) diag(pivots) (I + feedback)'`.
 
     Attributes:
         order: Columns of the weight in the order of rounding, shape (groups, inputs).
         feedback: Strictly upper triangular matrices: `feedback[j, k]` is the fraction of column `j`'s error that is
             added to column `k`.
-        curvature: Squared error of the output per squared error of a column, shape (groups, inputs).
+        pivots: Squared error of the output per squared error of a column, shape (groups, inputs).
         damping: Damping of each matrix, as a fraction of its mean diagonal, shape (groups,).
         level: Largest damping, on the host.
     """
 
     order: Tensor
     feedback: Tensor
-    curvature: Tensor
+    pivots: Tensor
     damping: Tensor
     level: float = 0.0
 
     @property
-    def curvature_by_input(self) -> Tensor:
-        """The curvature in the order of the weight's columns."""
-        return torch.empty_like(self.curvature).scatter_(-1, self.order, self.curvature)
+    def pivots_by_input(self) -> Tensor:
+        """The pivots in the order of the weight's columns."""
+        return torch.empty_like(self.pivots).scatter_(-1, self.order, self.pivots)
 
-    def left_over(self, *others: Tensor) -> list[Tensor]:
+    def residual_curvature(self, *others: Tensor) -> list[Tensor]:
         """Return the squared error of the output, on some data, per squared rounding error of a column.
 
         The rounding errors `u`, taken after feedback, change the weight by `u (I + feedback)^-1`. If they are
@@ -82,14 +94,16 @@ class Factor:
         Returns:
             A tensor for each Hessian, shape (groups, inputs), in the order of the weight's columns.
         """
-        one = torch.eye(self.order.shape[-1], device=self.order.device, dtype=torch.float32).expand_as(self.feedback)
-        off = torch.linalg.solve_triangular(self.feedback, one, upper=True, unitriangular=True)
-        ordered, found = torch.empty_like(off), list[Tensor]()
+        identity = torch.eye(self.order.shape[-1], device=self.order.device, dtype=torch.float32)
+        inverse = torch.linalg.solve_triangular(
+            self.feedback, identity.expand_as(self.feedback), upper=True, unitriangular=True
+        )
+        ordered, curvatures = torch.empty_like(inverse), list[Tensor]()
         for h in others:
             _permute(h, self.order, ordered)
-            left = torch.cat([(some @ ordered).mul_(some).sum(-1) for some in off.split(_ROWS, -2)], -1)
-            found.append(torch.empty_like(left).scatter_(-1, self.order, left))
-        return found
+            diagonal = torch.cat([(rows @ ordered).mul_(rows).sum(-1) for rows in inverse.split(_ROWS, -2)], -1)
+            curvatures.append(torch.empty_like(diagonal).scatter_(-1, self.order, diagonal))
+        return curvatures
 
 
 def factor(
@@ -113,56 +127,53 @@ def factor(
 
     Raises:
         CalibrationError: If `h` is not finite, or not positive definite even when damped.
-
-    Source:
-        Frantar et al. 2023 (GPTQ), section 3.3; the triangular form is LDLQ of Chee et al. 2023 (QuIP), theorem 6.
     """
     diagonal = h.diagonal(dim1=-2, dim2=-1)
-    infinite = ~torch.isfinite(diagonal).all()
-    if by_activation:
-        order = diagonal.argsort(dim=-1, descending=True, stable=True)
-    else:
-        order = torch.arange(h.shape[-1], device=h.device).expand_as(diagonal)
-    if sharing is not None:
-        order = _together_in(order, sharing, diagonal if by_activation else None)
-    mean = _mean(diagonal)
-    # Reversing the order of rows and columns turns the lower triangle into the upper one.
-    turned = order.flip(-1)
-    diagonal = diagonal.gather(-1, turned)
+    infinite, mean = ~torch.isfinite(diagonal).all(), _mean(diagonal)
+    order = _order(diagonal, by_activation, sharing)
+    # The lower triangular factor of the reversed matrix, reversed, is the upper triangular factor.
+    backward = order.flip(-1)
+    diagonal = diagonal.gather(-1, backward)
     level, share = damping, torch.full_like(mean, damping)
     # Matrices of this size dominate memory, so there is only one besides `h`.
-    found = torch.empty_like(h, memory_format=torch.contiguous_format)
-    failed = torch.empty(h.shape[:-2], dtype=torch.int32, device=h.device)
+    matrix = torch.empty_like(h, memory_format=torch.contiguous_format)
+    errors = torch.empty(h.shape[:-2], dtype=torch.int32, device=h.device)
     while True:
-        _permute(h, turned, found)
-        found.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
+        _permute(h, backward, matrix)
+        matrix.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
         # LAPACK stores matrices by columns: the lower triangle of this matrix, stored by rows, is its upper triangle.
-        torch.linalg.cholesky_ex(found.mT, upper=True, out=(found.mT, failed))
-        bad = failed.bool().unsqueeze(-1)
+        torch.linalg.cholesky_ex(matrix.mT, upper=True, out=(matrix.mT, errors))
+        indefinite = errors.bool().unsqueeze(-1)
         if failures is not None:
-            failures.append(infinite | bad.any())
+            failures.append(infinite | indefinite.any())
             break
-        is_infinite, is_bad = torch.stack((infinite, bad.any())).tolist()
+        is_infinite, is_indefinite = torch.stack((infinite, indefinite.any())).tolist()
         if is_infinite:
             raise CalibrationError("its input on the calibration data is not finite")
-        if not is_bad:
+        if not is_indefinite:
             break
         if level >= 1:
             raise CalibrationError("the Hessian of its input is not positive definite even when damped")
         level = min(1.0, max(level, 1e-4) * _DAMPING_STEP)
-        share = torch.where(bad, level, share)
-    _reverse(found.flatten(-2))
-    pivot = found.diagonal(dim1=-2, dim2=-1).clone()
-    return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share.squeeze(-1), level)
+        share = torch.where(indefinite, level, share)
+    _reverse(matrix.flatten(-2))
+    root = matrix.diagonal(dim1=-2, dim2=-1).clone()
+    return Factor(order, matrix.div_(root.unsqueeze(-2)).triu_(1), root.square(), share.squeeze(-1), level)
 
 
-def _together_in(order: Tensor, sharing: Columns, matters: Tensor | None) -> Tensor:
-    """Return `order` with the columns of each scale together; `matters` sorts scales by its sums over their columns."""
-    numbers = sharing.spread(torch.arange(sharing.count, device=order.device))
-    if matters is not None:
-        ranked = sharing.gather(matters).sum(-1).argsort(dim=-1, descending=True, stable=True)
-        numbers = sharing.spread(ranked.argsort(-1))
-    return order.gather(-1, numbers.expand_as(order).gather(-1, order).argsort(dim=-1, stable=True))
+def _order(diagonal: Tensor, by_activation: bool, sharing: Columns | None) -> Tensor:
+    """Return the columns in the order of rounding, those of a scale together if `sharing` is given."""
+    if by_activation:
+        order = diagonal.argsort(dim=-1, descending=True, stable=True)
+    else:
+        order = torch.arange(diagonal.shape[-1], device=diagonal.device).expand_as(diagonal)
+    if sharing is None:
+        return order
+    rank = sharing.spread(torch.arange(sharing.count, device=order.device))
+    if by_activation:
+        scales = sharing.gather(diagonal).sum(-1).argsort(dim=-1, descending=True, stable=True)
+        rank = sharing.spread(scales.argsort(-1))
+    return order.gather(-1, rank.expand_as(order).gather(-1, order).argsort(dim=-1, stable=True))
 
 
 def damped(h: Tensor, share: Tensor) -> Tensor:
@@ -172,10 +183,10 @@ def damped(h: Tensor, share: Tensor) -> Tensor:
         h: Hessians.
         share: Fraction of the mean diagonal, shape (groups,).
     """
-    found = h.clone()
-    diagonal = found.diagonal(dim1=-2, dim2=-1)
+    matrix = h.clone()
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     diagonal += share.unsqueeze(-1) * _mean(diagonal)
-    return found
+    return matrix
 
 
 def _mean(diagonal: Tensor) -> Tensor:
@@ -189,156 +200,109 @@ def _permute(h: Tensor, order: Tensor, out: Tensor) -> None:
     """Write the rows and columns of `h` in `order` to `out`, a few rows at a time."""
     for first in range(0, h.shape[-1], _ROWS):
         rows = order[..., first : first + _ROWS, None]
-        some = h.gather(-2, rows.expand(*rows.shape[:-1], h.shape[-1]))
-        out[..., first : first + _ROWS, :] = some.gather(-1, order.unsqueeze(-2).expand_as(some))
+        part = h.gather(-2, rows.expand(*rows.shape[:-1], h.shape[-1]))
+        out[..., first : first + _ROWS, :] = part.gather(-1, order.unsqueeze(-2).expand_as(part))
 
 
 def _reverse(x: Tensor) -> None:
     """Reverse the elements along the last dimension in place, a few at a time."""
-    size, some = x.shape[-1], _ROWS << 10
-    for first in range(0, size // 2, some):
-        last = min(first + some, size // 2)
+    size, step = x.shape[-1], _ROWS << 10
+    for first in range(0, size // 2, step):
+        last = min(first + step, size // 2)
         front, back = x[..., first:last], x[..., size - last : size - first]
-        kept = front.flip(-1)
+        swapped = front.flip(-1)
         front.copy_(back.flip(-1))
-        back.copy_(kept)
+        back.copy_(swapped)
 
 
-def at_once(h: Tensor) -> list[slice]:
+def stack_chunks(h: Tensor) -> list[slice]:
     """Split a stack `h`, shape (groups, inputs, inputs), into slices to factor together."""
     groups, inputs, _ = h.shape
     most = max(1, accelerator.values_at_once(h, _FACTORED, 6) // inputs**2)
     return [slice(first, first + most) for first in range(0, groups, most)]
 
 
-def _together(inputs: int) -> int:
-    return max(1, _FACTORED // inputs**2)
-
-
-def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Choose codes for `weight`, column by column.
+def gptq_round(weight: Tensor, factor: Factor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return codes for `weight`, of its shape, rounded column by column with error feedback.
 
     Args:
         weight: Weight of shape (groups, outputs, inputs).
         factor: Factors of the Hessian of the operator's input.
         grid: Scales, zero points, and format of the codes; fixed while rounding (static groups).
         dtype: Dtype of the result; it must hold all codes.
-
-    Returns:
-        Codes of the shape of `weight`.
-
-    Source:
-        Frantar et al. 2023 (GPTQ), algorithm 1.
     """
     codes = torch.empty_like(weight, dtype=dtype)
-    room: list[Tensor] = []  # reused for all pieces, because the system zeroes newly allocated memory
-    for groups, rows in pieces(weight):
-        piece = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
-        room = room or [weight.new_empty(piece[0].numel(), dtype=torch.float32) for _ in range(4)]
+    buffers: list[Tensor] = []  # reused for all chunks, because the system zeroes newly allocated memory
+    for groups, rows in chunks(weight):
+        parts = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
+        buffers = buffers or [weight.new_empty(parts[0].numel(), dtype=torch.float32) for _ in range(4)]
         order, feedback = factor.order[groups].unsqueeze(-2), factor.feedback[groups]
-        codes[groups, rows] = _round_piece(piece, order, feedback, grid, room)
+        codes[groups, rows] = _round_chunk(parts, order, feedback, grid, buffers)
     return codes
 
 
-def pieces(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
-    """Yield ranges of groups and rows to round together; ranges are independent of each other.
-
-    Args:
-        weight: Weight of shape (groups, outputs, inputs).
-        least: Values that a row takes, if more than its inputs.
-    """
-    groups, rows, inputs = weight.shape
-    inputs = max(inputs, least)
-    most = accelerator.values_at_once(weight, _AT_ONCE, 7)
-    matrices, lines = max(1, most // (rows * inputs)), max(1, most // inputs)
-    for group in range(0, groups, matrices):
-        for row in range(0, rows, lines if matrices == 1 else rows):
-            yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
-
-
-def working_bytes(groups: int, outputs: int, inputs: int, tried: int = 0) -> int:
-    """Return the bytes needed on a processor to round a weight of this shape, in addition to the Hessian.
-
-    Args:
-        groups, outputs, inputs: Shape of the weight.
-        tried: Number of scales tried per group of inputs, if more than one.
-    """
-    together, values = min(groups, _together(inputs)), outputs * inputs
-    # The factor, expanded scales, codes as computed and as stored, and the piece being rounded.
-    at_work = min(together * values, _AT_ONCE) + min(together * values * tried, _AT_ONCE)
-    return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * at_work
-
-
-def _round_piece(
-    piece: Sequence[Tensor], order: Tensor, feedback: Tensor, grid: Grid, room: Sequence[Tensor]
+def _round_chunk(
+    parts: Sequence[Tensor], order: Tensor, feedback: Tensor, grid: Grid, buffers: Sequence[Tensor]
 ) -> Tensor:
-    """Return the codes of one piece.
+    """Return the codes of some rows.
 
     Args:
-        piece: Weight, scale, and zero point, each of shape (groups, rows, inputs).
+        parts: Weight, scale, and zero point, each of shape (groups, rows, inputs).
         order: Columns in the order of rounding, shape (groups, 1, inputs).
         feedback: Feedback of the columns in that order.
         grid: Format of the codes.
-        room: Four float32 vectors, each at least as large as the piece, overwritten.
+        buffers: Four float32 vectors, each at least as large as the weight, overwritten.
     """
-    groups, rows, inputs = piece[0].shape
+    groups, rows, inputs = parts[0].shape
     # Inputs first: a column of the weight is then contiguous.
-    columns = [part[: groups * inputs * rows].view(groups, inputs, rows) for part in room]
+    columns = [buffer[: groups * inputs * rows].view(groups, inputs, rows) for buffer in buffers]
     wanted, real, *_ = columns
-    for column, part in zip(columns[1:], piece, strict=True):
+    for column, part in zip(columns[1:], parts, strict=True):
         column.copy_(part.gather(-1, order.expand_as(part)).mT)
     wanted.copy_(real)
-    round_run, longest = _runs(wanted, grid)
+    quantize, longest = _block_function(wanted, grid)
 
-    def rounded(run: slice) -> None:
-        round_run([part[:, run] for part in columns], feedback[:, run, run], grid)
+    def quantize_columns(block: slice) -> None:
+        quantize([part[:, block] for part in columns], feedback[:, block, block], grid)
 
-    in_runs(wanted, feedback, rounded, longest)
-    return real.mT.gather(-1, order.argsort(-1).expand_as(piece[0]))  # `real` now holds the codes
+    feed_back_blocks(wanted, feedback, quantize_columns, longest)
+    return real.mT.gather(-1, order.argsort(-1).expand_as(parts[0]))  # `real` now holds the codes
 
 
-def in_runs(
+def feed_back_blocks(
     wanted: Tensor,
     feedback: Tensor,
-    round_run: Callable[[slice], None],
+    quantize: Callable[[slice], None],
     longest: int,
     whole: int = 1,
-    some: tuple[int, int] | None = None,
+    columns: tuple[int, int] | None = None,
 ) -> None:
-    """Round columns in runs, and add the errors of each run to later columns.
+    """Quantize columns in blocks, and add the errors of each block to later ones.
+
+    The first half of the columns is quantized, then its errors are added to the second half in one matrix product; each
+    half is treated in the same way. These are the paper's lazy batch updates with blocks of every size.
 
     Args:
         wanted: Values to round, shape (groups, columns, outputs); overwritten with the weight minus its rounded values.
         feedback: Feedback between the columns, shape (groups, columns, columns).
-        round_run: Function that rounds a run of columns in place, after the errors of earlier columns were added.
-        longest: Largest number of columns in a run.
-        whole: Number of columns that must be in one run; divides `longest` and the number of columns.
-        some: First column and the one after the last; default: all.
+        quantize: Function that rounds a block in place, after the errors of earlier columns were added.
+        longest: Largest number of columns in a block.
+        whole: Number of columns that must be in one block; divides `longest` and the number of columns.
+        columns: First column and the one after the last; default: all.
     """
-    first, last = some or (0, wanted.shape[1])
+    first, last = columns or (0, wanted.shape[1])
     if last - first <= longest:
-        round_run(slice(first, last))
+        quantize(slice(first, last))
         return
     middle = (first + last) // 2 // whole * whole
     # A nested function that calls itself would keep all tensors alive until garbage collection.
-    in_runs(wanted, feedback, round_run, longest, whole, (first, middle))
+    feed_back_blocks(wanted, feedback, quantize, longest, whole, (first, middle))
     wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, wanted[:, first:middle])
-    in_runs(wanted, feedback, round_run, longest, whole, (middle, last))
+    feed_back_blocks(wanted, feedback, quantize, longest, whole, (middle, last))
 
 
-def _runs(like: Tensor, grid: Grid) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
-    """Return the function that rounds a run of columns on the device of `like`, and the longest run it takes."""
-    # The kernel computes the nearest code: it uses no lookup table, and sums of at most 22 bits.
-    fmt, largest = grid.format, max(map(abs, grid.limits))
-    computed = fmt.is_float or (fmt.is_integer and largest < _LARGEST_CODE)
-    if computed and like.is_cuda and importlib.util.find_spec("triton") is not None:
-        kernel = importlib.import_module("quark_fx.solvers.error_feedback_kernel")
-        return kernel.round_run, kernel.COLUMNS
-    return round_run, _LEAF
-
-
-def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
-    """Round a run of columns in place, one by one.
+def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
+    """Round a block of columns in place, one by one, and add the error of each to the later ones.
 
     Args:
         columns: Values to round, weight, scale, and zero point, each float32, shape (groups, columns, outputs). The
@@ -347,23 +311,55 @@ def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
         grid: Format of the codes; its scales are not used.
     """
     wanted, real, scale, zero_point = columns
+    is_integer, (low, high) = grid.format.is_integer, grid.limits
     # real - (code - zero_point) * scale, a single product to subtract
     offset = torch.addcmul(real, zero_point, scale)
     parts = (wanted, real, scale.reciprocal(), zero_point, offset, scale)
     for k, (want, code, inverse, zero, start, step) in enumerate(zip(*(p.unbind(1) for p in parts), strict=True)):
-        grid.round_(torch.addcmul(zero, want, inverse, out=code))
+        torch.addcmul(zero, want, inverse, out=code)
+        if is_integer:  # `grid.round_`, inlined because it runs for every column
+            code.round_().clamp_(low, high)
+        else:
+            grid.round_(code)
         torch.addcmul(start, code, step, value=-1, out=want)
         if k + 1 < wanted.shape[1]:
             wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], wanted[:, k : k + 1])
 
 
-def made_up_for(target: Tensor, value: Tensor, factor: Factor) -> Tensor:
+def _block_function(like: Tensor, grid: Grid) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
+    """Return the function that rounds a block on the device of `like`, and the longest block it takes."""
+    # The kernel computes the nearest code: it uses no lookup table, and sums of at most 22 bits.
+    fmt, largest = grid.format, max(map(abs, grid.limits))
+    computed = fmt.is_float or (fmt.is_integer and largest < _LARGEST_CODE)
+    if computed and like.is_cuda and importlib.util.find_spec("triton") is not None:
+        kernel = importlib.import_module("quark_fx.solvers.error_feedback_kernel")
+        return kernel.quantize_block, kernel.COLUMNS
+    return quantize_block, _BLOCK
+
+
+def chunks(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of groups and rows to round together; ranges are independent of each other.
+
+    Args:
+        weight: Weight of shape (groups, outputs, inputs).
+        least: Values that a row takes, if more than its inputs.
+    """
+    groups, rows, inputs = weight.shape
+    inputs = max(inputs, least)
+    most = accelerator.values_at_once(weight, _CHUNK, 7)
+    matrices, lines = max(1, most // (rows * inputs)), max(1, most // inputs)
+    for group in range(0, groups, matrices):
+        for row in range(0, rows, lines if matrices == 1 else rows):
+            yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
+
+
+def compensated_weight(target: Tensor, value: Tensor, factor: Factor) -> Tensor:
     """Return the values that were rounded: the target plus, in each column, the feedback of earlier columns.
 
     Args:
         target: Weight to approximate, shape (groups, outputs, inputs).
         value: Dequantized codes, of the same shape.
-        factor: Factors that `round_with_feedback` used.
+        factor: Factors that `gptq_round` used.
     """
     columns = factor.order.unsqueeze(-2).expand_as(target)
     lost = (target - value).gather(-1, columns)
@@ -377,22 +373,35 @@ def solve(factor: Factor, right: Tensor) -> Tensor:
     # X (I + F) D (I + F)' = B
     x = torch.linalg.solve_triangular(upper.mT, right.gather(-1, columns), upper=False, left=False, unitriangular=True)
     x = torch.linalg.solve_triangular(
-        upper, x / factor.curvature.unsqueeze(-2), upper=True, left=False, unitriangular=True
+        upper, x / factor.pivots.unsqueeze(-2), upper=True, left=False, unitriangular=True
     )
     return torch.empty_like(x).scatter_(-1, columns, x)
+
+
+def working_bytes(groups: int, outputs: int, inputs: int, tried: int = 0) -> int:
+    """Return the bytes needed on a processor to round a weight of this shape, in addition to the Hessian.
+
+    Args:
+        groups, outputs, inputs: Shape of the weight.
+        tried: Number of scales tried per group of inputs, if more than one.
+    """
+    together, values = min(groups, max(1, _FACTORED // inputs**2)), outputs * inputs
+    # The factor, expanded scales, codes as computed and as stored, and the chunk being rounded.
+    at_work = min(together * values, _CHUNK) + min(together * values * tried, _CHUNK)
+    return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * at_work
 
 
 __all__ = [
     "DAMPING",
     "Factor",
-    "at_once",
+    "chunks",
+    "compensated_weight",
     "damped",
     "factor",
-    "in_runs",
-    "made_up_for",
-    "pieces",
-    "round_run",
-    "round_with_feedback",
+    "feed_back_blocks",
+    "gptq_round",
+    "quantize_block",
     "solve",
+    "stack_chunks",
     "working_bytes",
 ]

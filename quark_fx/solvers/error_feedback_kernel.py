@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"columns": COLUMNS, "rows": _ROWS, "enable_fp_fusion"
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _round_run(
+def _quantize_block(
     wanted: tl.tensor,
     real: tl.tensor,
     scale: tl.tensor,
@@ -73,15 +73,15 @@ def _round_run(
     tl.store(real + at, c, known)
 
 
-def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
-    """Round a run of columns in place, like `quark_fx.solvers.error_feedback.round_run`.
+def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
+    """Round a run of columns in place, like `quark_fx.solvers.error_feedback.quantize_block`.
 
     Each of `columns` is a slice of a contiguous tensor, with at most `COLUMNS` columns.
     """
     groups, count, outputs = columns[0].shape
     padding = COLUMNS - count
     square = F.pad(feedback, (0, padding, 0, padding)).contiguous()
-    launch: Any = _round_run[triton.cdiv(outputs, _ROWS), groups]
+    launch: Any = _quantize_block[triton.cdiv(outputs, _ROWS), groups]
     strides = outputs, columns[0].stride(0), count
     with torch.cuda.device_of(columns[0]):  # may differ from the current device
         launch(*columns, square, *strides, *map(float, grid.limits), *_steps(grid), **OPTIONS)
@@ -93,4 +93,4 @@ def _steps(grid: Grid) -> tuple[float, float, float]:
     return 2.0**fmt.min_exponent, 2.0**fmt.max_exponent, 1.5 * 2.0 ** (23 - fmt.mantissa)
 
 
-__all__ = ["COLUMNS", "round_run"]
+__all__ = ["COLUMNS", "quantize_block"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quark_fx.numbers.grid import FreeScales, Grid
 from quark_fx.numbers.layout import Columns
-from quark_fx.solvers.error_feedback import Factor, in_runs, pieces, round_run
+from quark_fx.solvers.error_feedback import Factor, chunks, feed_back_blocks, quantize_block
 
 
 def round_groups(
@@ -51,9 +51,9 @@ def round_groups(
     found = weight.new_empty((*weight.shape[:2], sharing.count), dtype=torch.float32)
     tried = torch.tensor(ratios, device=weight.device, dtype=torch.float32)
     numbers = sharing.spread(torch.arange(sharing.count, device=weight.device))
-    for groups, rows in pieces(weight, size * len(ratios)):
+    for groups, rows in chunks(weight, size * len(ratios)):
         piece = [p.expand_as(weight)[groups, rows].float() for p in (weight, grid.scale, grid.zero_point)]
-        parts = ("order", "feedback", "curvature", "damping")
+        parts = ("order", "feedback", "pivots", "damping")
         part = replace(factor, **{name: getattr(factor, name)[groups] for name in parts})
         some, best = _round_piece(
             piece, part, grid, lambda scale: free.rounded(scale * tried[:, None, None, None]), size
@@ -84,10 +84,10 @@ def _round_piece(
     def round_group(run: slice) -> None:
         columns = [part[:, run] for part in (wanted, real, zero)]
         steps, feedback = steps_of(scale[:, run][:, :1]), factor.feedback[:, run, run]
-        wanted[:, run], codes[:, run], chosen = _round_group(columns, steps, feedback, factor.curvature[:, run], grid)
+        wanted[:, run], codes[:, run], chosen = _round_group(columns, steps, feedback, factor.pivots[:, run], grid)
         best.append(chosen)
 
-    in_runs(wanted, factor.feedback, round_group, size, size)
+    feed_back_blocks(wanted, factor.feedback, round_group, size, size)
     return codes.mT.gather(-1, order.argsort(-1)), torch.stack(best, -1)
 
 
@@ -97,7 +97,7 @@ def _round_group(
     """Return, for the scale with the smallest error, the remaining errors, the codes, and the index of the scale.
 
     Args:
-        columns: Values to round, weight, and zero point of the group, in the form that `round_run` takes.
+        columns: Values to round, weight, and zero point of the group, in the form that `quantize_block` takes.
         steps: Candidate scales, shape (scales, groups, 1, outputs).
         feedback: Feedback between the columns.
         curvature: Curvature of the columns, shape (groups, columns).
@@ -107,7 +107,7 @@ def _round_group(
     count, outputs = len(steps), wanted.shape[-1]
     spread = steps.movedim(0, -2).flatten(-2).expand(-1, wanted.shape[1], -1)  # the outputs of all scales, concatenated
     errors, codes, offset = (part.repeat(1, 1, count) for part in (wanted, real, zero))
-    round_run((errors, codes, spread, offset), feedback, grid)
+    quantize_block((errors, codes, spread, offset), feedback, grid)
     # The error of a column is the value to round (weight plus feedback of earlier errors) minus its rounded value.
     lost = (wanted - real).repeat(1, 1, count).add_(errors).baddbmm_(feedback.mT, errors)
     total = lost.square_().mul_(curvature.unsqueeze(-1)).sum(1).unflatten(-1, (count, outputs))

@@ -20,7 +20,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import placeholders
 from quark_fx.numbers.layout import Columns
-from quark_fx.solvers.error_feedback import Factor, at_once, factor, solve
+from quark_fx.solvers.error_feedback import Factor, factor, solve, stack_chunks
 
 _TILE, _DEVICE_TILE = 128, 1024
 """Rows of `x' x` per product, on and above the diagonal; a GPU needs more rows to use all of its processors."""
@@ -65,7 +65,7 @@ class Hessian:
         Raises:
             CalibrationError: If `h` cannot be factored.
         """
-        slices = [slice(None)] if self.shift is not None else at_once(self.h)
+        slices = [slice(None)] if self.shift is not None else stack_chunks(self.h)
         key = damping, by_activation, None if sharing is None else tuple(sharing.numbers.tolist())
         if key not in self._factors:
             how: dict[str, Any] = {"damping": damping, "by_activation": by_activation, "sharing": sharing}

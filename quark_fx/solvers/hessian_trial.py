@@ -26,7 +26,7 @@ from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.rescale.components import Means, per_element, sums_along
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
-from quark_fx.solvers.error_feedback import DAMPING, at_once, factor
+from quark_fx.solvers.error_feedback import DAMPING, factor, stack_chunks
 from quark_fx.solvers.hessian import Entrance, Hessian
 from quark_fx.solvers.scaling import Point, ScaleOf, Trial, foresee
 from quark_fx.system import accelerator
@@ -338,8 +338,10 @@ class FeedbackTrial(HessianTrial):
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor, Tensor]:
         """Return the part of each error that remains after error feedback, learned from the calibration data."""
         parts = [
-            factor(learned.h[some], damping=DAMPING, by_activation=True).left_over(learned.h[some], judge.h[some])
-            for some in at_once(learned.h)
+            factor(learned.h[some], damping=DAMPING, by_activation=True).residual_curvature(
+                learned.h[some], judge.h[some]
+            )
+            for some in stack_chunks(learned.h)
         ]
         one, other = (torch.cat(found) for found in zip(*parts, strict=True))
         return one, other

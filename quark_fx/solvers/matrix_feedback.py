@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quark_fx.errors import CalibrationError
 from quark_fx.numbers.grid import Grid
-from quark_fx.solvers.error_feedback import Factor, at_once, damped, factor, made_up_for, round_with_feedback
+from quark_fx.solvers.error_feedback import Factor, compensated_weight, damped, factor, gptq_round, stack_chunks
 from quark_fx.solvers.group_feedback import round_groups
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.range_search import fit_ranges
@@ -39,7 +39,7 @@ def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> t
     for matrices, found in factors:
         aim, grid = target[matrices], weight.grid(matrices)
         if weight.outputs is None:
-            codes[matrices] = round_with_feedback(aim, found, grid, codes.dtype)
+            codes[matrices] = gptq_round(aim, found, grid, codes.dtype)
         else:
             codes[matrices] = round_rows(aim, found, grid, weight.outputs, codes.dtype)
         damping.append(found.damping)
@@ -80,7 +80,7 @@ def round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dty
         rows, before = place[:, some].flatten(), by_row.feedback[:, :first, some]
         own = replace(grid, scale=scale[rows].unsqueeze(0), zero_point=zero_point[rows].unsqueeze(0))
         aim = real[rows] + (before.mT @ lost[:, :first]).flatten(0, 1)
-        found = round_with_feedback(aim.unsqueeze(0), factor_, own, dtype)
+        found = gptq_round(aim.unsqueeze(0), factor_, own, dtype)
         codes[0, rows] = found[0]
         lost[:, some] = (real[rows] - own.value(found.float())[0]).view(runs, -1, real.shape[-1])
     return codes
@@ -121,7 +121,7 @@ def refined(weight: QuantizedMatrix, target: Tensor, h: Tensor, damping: Tensor,
         sweeps: Largest number of sweeps over the inputs.
     """
     codes = weight.codes.clone()
-    for some in at_once(h):
+    for some in stack_chunks(h):
         aim, form = target[some], damped(h[some], damping[some])
         codes[some] = refine_by_descent(codes[some], aim, form, weight.grid(some), sweeps=sweeps).to(codes.dtype)
     return weight.with_codes(codes)
@@ -151,7 +151,7 @@ def _fitted_ranges(weight: QuantizedMatrix, target: Tensor, factors: Factors) ->
     columns, found = weight.ranged_columns, []
     assert columns is not None
     for matrices, own in factors:
-        found.append(fit_ranges(target[matrices].float(), own.curvature_by_input, weight.scheme, columns))
+        found.append(fit_ranges(target[matrices].float(), own.pivots_by_input, weight.scheme, columns))
     scale, offset = zip(*found, strict=True)
     return weight.with_ranges(torch.cat(scale), None if offset[0] is None else torch.cat(offset))
 
@@ -161,7 +161,7 @@ def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Te
     wanted, codes = torch.empty_like(target, dtype=torch.float32), weight.codes
     for matrices, found in factors:
         value = weight.grid(matrices).value(codes[matrices].float())
-        wanted[matrices] = made_up_for(target[matrices].float(), value, found)
+        wanted[matrices] = compensated_weight(target[matrices].float(), value, found)
     return wanted
 
 

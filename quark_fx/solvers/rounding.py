@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.quantized_tensor import decode
-from quark_fx.solvers.error_feedback import pieces
+from quark_fx.solvers.error_feedback import chunks
 
 _BLOCK = 128
 """Inputs whose changes are propagated to the others in one matrix product."""
@@ -129,7 +129,7 @@ def refine_by_descent(codes: Tensor, target: Tensor, h: Tensor, grid: Grid, *, s
         Behdin et al. 2023 (QuantEase), from the codes of GPTQ instead of the float weight.
     """
     refined = torch.empty_like(target, dtype=torch.float32)
-    for piece in pieces(target):
+    for piece in chunks(target):
         aim, form = target[piece].float(), h[piece[0]]
         scale, zero_point = (p.expand_as(target)[piece] for p in (grid.scale, grid.zero_point))
         part = _inputs_first(replace(grid, scale=scale, zero_point=zero_point), aim)

@@ -117,7 +117,7 @@ def fit_scales_to_feedback(
         A ratio of `RATIOS` for each block, shape (groups, outputs, blocks).
     """
     transfer = factor.feedback.square()
-    curvature = factor.curvature_by_input.unsqueeze(-2)
+    curvature = factor.pivots_by_input.unsqueeze(-2)
     scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
     most = accelerator.values_at_once(weight, _AT_ONCE, 8)
     lines = max(1, most // (len(weight) * weight.shape[-1]))

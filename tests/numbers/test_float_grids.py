@@ -42,7 +42,7 @@ from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrec
 from quark_fx.passes.adaround import SoftRounding
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.plan.weights import quantize_tensor
-from quark_fx.solvers.error_feedback import _runs, factor, round_run, round_with_feedback
+from quark_fx.solvers.error_feedback import _block_function, factor, gptq_round, quantize_block
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 from quark_fx.solvers.scale_search import around, fit_scales
 from quark_fx.solvers.starts import Start
@@ -102,7 +102,7 @@ def test_every_decision_is_that_of_the_algorithm(fmt: FloatFormat, by_activation
     expected = reference(weight, h, grid, by_activation)
     found = factor(h.to(device)[None], damping=0.01, by_activation=by_activation)
     there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits, format=fmt)
-    codes = round_with_feedback(weight.to(device)[None], found, there)[0].cpu()
+    codes = gptq_round(weight.to(device)[None], found, there)[0].cpu()
     assert torch.isin(codes.double(), fmt.levels()).all()
     # One decision within float32's reach of a tie turns what follows it in its row.
     same = (codes.double() == expected).all(1).float().mean()
@@ -134,9 +134,9 @@ def test_the_kernel_rounds_only_to_what_it_computes() -> None:
     gpu: Any = SimpleNamespace(is_cuda=True)
     one, zero = torch.ones(1), torch.zeros(1)
     for fmt, limits in ((INT4, (-8, 7)), (INT32, (0, 255)), (FP4_E2M1, FP4_E2M1.limits)):
-        assert _runs(gpu, Grid(one, zero, limits, format=fmt))[0] is kernel.round_run
+        assert _block_function(gpu, Grid(one, zero, limits, format=fmt))[0] is kernel.quantize_block
     for wide in (Codebook("table", (-1.0, 0.0, 1.0)), INT32):
-        assert _runs(gpu, Grid(one, zero, wide.limits, format=wide))[0] is round_run
+        assert _block_function(gpu, Grid(one, zero, wide.limits, format=wide))[0] is quantize_block
 
 
 INTERPRETED = """
@@ -148,17 +148,18 @@ from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Columns
 
 torch.manual_seed(0)
-chosen = error_feedback._runs
+chosen = error_feedback._block_function
 for name in ("fp4_e2m1", "fp8_e4m3"):
     fmt = FORMATS[name]
     weight, x = torch.randn(2, 9, 66), torch.randn(2, 280, 66)
     found = error_feedback.factor(x.mT @ x, damping=0.01, by_activation=True)
     scale = weight.abs().amax(-1, keepdim=True) / fmt.max
     grid = Grid(scale, torch.zeros(1), (-fmt.max, fmt.max), format=fmt)
-    plain = error_feedback.round_with_feedback(weight, found, grid)
-    error_feedback._runs = lambda like, grid: (error_feedback_kernel.round_run, error_feedback_kernel.COLUMNS)
-    kernel = error_feedback.round_with_feedback(weight, found, grid)
-    error_feedback._runs = chosen
+    plain = error_feedback.gptq_round(weight, found, grid)
+    kernel_of = error_feedback_kernel.quantize_block, error_feedback_kernel.COLUMNS
+    error_feedback._block_function = lambda like, grid: kernel_of
+    kernel = error_feedback.gptq_round(weight, found, grid)
+    error_feedback._block_function = chosen
     assert torch.isin(kernel.double(), fmt.levels()).all()
     same = (plain == kernel).all(-1).float().mean()
     assert same > 0.9, (name, same)

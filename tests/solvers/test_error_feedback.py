@@ -17,7 +17,7 @@ from torch import Tensor
 from quark_fx.errors import CalibrationError
 from quark_fx.numbers.grid import Grid
 from quark_fx.solvers import error_feedback
-from quark_fx.solvers.error_feedback import factor, made_up_for, round_with_feedback, solve
+from quark_fx.solvers.error_feedback import compensated_weight, factor, gptq_round, solve
 
 LIMITS = (-8, 7)
 
@@ -68,13 +68,13 @@ def test_every_decision_is_that_of_the_algorithm(
     expected, margin = textbook(weight, h, grid, 0.01, by_activation)
     found = factor(h.to(device)[None], damping=0.01, by_activation=by_activation)
     there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits)
-    codes = round_with_feedback(weight.to(device)[None], found, there)[0].cpu()
+    codes = gptq_round(weight.to(device)[None], found, there)[0].cpu()
     # A decision within float32's reach of a tie may fall either way, and what follows it in its row, too.
     clear = margin.amin(1) > 1e-4
     assert clear.float().mean() > 0.2
     assert torch.equal(codes.double()[clear], expected[clear])
     triangle = found.feedback[0] + torch.eye(inputs, device=device)
-    product = (triangle * found.curvature[0]) @ triangle.mT
+    product = (triangle * found.pivots[0]) @ triangle.mT
     order = found.order[0]
     damped = h.to(device) + 0.01 * h.diagonal().mean().to(device) * torch.eye(inputs, device=device)
     torch.testing.assert_close(product, damped[order][:, order], rtol=0, atol=inputs * 2**-23 * float(damped.max()))
@@ -87,8 +87,8 @@ def test_codes_are_the_nearest_to_what_was_made_up_for(by_activation: bool, devi
     weight, h = torch.stack([rand(32, 40), rand(32, 40, seed=5)]).to(device), moment(40, 128).to(device)
     grid, found = grid_of(weight[0].cpu()), factor(torch.stack([h, h]), damping=0.01, by_activation=by_activation)
     there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits)
-    codes = round_with_feedback(weight, found, there)
-    wanted = there.position(made_up_for(weight, there.value(codes), found))
+    codes = gptq_round(weight, found, there)
+    wanted = there.position(compensated_weight(weight, there.value(codes), found))
     clear = (wanted - wanted.floor() - 0.5).abs() > 1e-4
     assert clear.float().mean() > 0.9
     assert torch.equal(there.round(wanted)[clear], codes[clear])
@@ -110,7 +110,7 @@ def test_the_error_of_an_output_is_bounded_by_the_pivots(inputs: int, seed: int,
     weight, h = rand(64, inputs, seed=seed), moment(inputs, 200, seed)
     grid = Grid(torch.full((1, 1), 0.3), torch.zeros(1, 1), (-100, 100))
     found = factor(h[None], damping=0.001, by_activation=by_activation)
-    codes = round_with_feedback(weight[None], found, grid)[0]
+    codes = gptq_round(weight[None], found, grid)[0]
     damped = h.double() + 0.001 * h.double().diag().mean() * torch.eye(inputs, dtype=torch.float64)
     order = found.order[0]
     pivots = torch.linalg.cholesky(damped[order][:, order].inverse(), upper=True).diag() ** -2
@@ -122,22 +122,22 @@ def test_the_error_of_an_output_is_bounded_by_the_pivots(inputs: int, seed: int,
 def test_groups_are_independent() -> None:
     weight, h = rand(3, 8, 20), torch.stack([moment(20, 50, seed) for seed in (0, 5, 9)])
     grid = grid_of(weight)
-    together = round_with_feedback(weight, factor(h, damping=0.01, by_activation=True), grid)
+    together = gptq_round(weight, factor(h, damping=0.01, by_activation=True), grid)
     for i in range(3):
         alone = factor(h[i : i + 1], damping=0.01, by_activation=True)
         one = Grid(grid.scale[i : i + 1], grid.zero_point[i : i + 1], LIMITS)
-        assert torch.equal(together[i : i + 1], round_with_feedback(weight[i : i + 1], alone, one))
+        assert torch.equal(together[i : i + 1], gptq_round(weight[i : i + 1], alone, one))
 
 
-def test_pieces_are_rounded_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_rounded_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a stack some matrices at once, of a large matrix some rows."""
     weight, h = rand(3, 8, 20), torch.stack([moment(20, 50, seed) for seed in (0, 5, 9)])
     found = factor(h, damping=0.01, by_activation=True)
-    whole = round_with_feedback(weight, found, grid_of(weight))
+    whole = gptq_round(weight, found, grid_of(weight))
     for most, pieces in ((2 * 8 * 20, 2), (3 * 20, 9), (1, 24)):
-        monkeypatch.setattr(error_feedback, "_AT_ONCE", most)
-        assert len(list(error_feedback.pieces(weight))) == pieces
-        assert torch.equal(round_with_feedback(weight, found, grid_of(weight)), whole)
+        monkeypatch.setattr(error_feedback, "_CHUNK", most)
+        assert len(list(error_feedback.chunks(weight))) == pieces
+        assert torch.equal(gptq_round(weight, found, grid_of(weight)), whole)
 
 
 def test_inputs_that_are_never_there_are_rounded_to_nearest() -> None:
@@ -146,14 +146,14 @@ def test_inputs_that_are_never_there_are_rounded_to_nearest() -> None:
     h[dead] = 0
     h[:, dead] = 0
     grid = grid_of(weight)
-    codes = round_with_feedback(weight[None], factor(h[None], damping=0.01, by_activation=True), grid)[0]
+    codes = gptq_round(weight[None], factor(h[None], damping=0.01, by_activation=True), grid)[0]
     assert torch.equal(codes[:, dead], (weight / grid.scale).round().clamp(*LIMITS)[:, dead])
 
 
 def test_without_any_input_all_is_rounded_to_nearest() -> None:
     weight = rand(4, 6)
     grid = grid_of(weight)
-    codes = round_with_feedback(weight[None], factor(torch.zeros(1, 6, 6), damping=0.01, by_activation=True), grid)[0]
+    codes = gptq_round(weight[None], factor(torch.zeros(1, 6, 6), damping=0.01, by_activation=True), grid)[0]
     assert torch.equal(codes, (weight / grid.scale).round().clamp(*LIMITS))
 
 
@@ -175,7 +175,7 @@ def test_only_the_matrix_of_a_stack_that_needs_it_is_damped_more(device: torch.d
     found = factor(torch.stack([good, bad]), damping=0.01, by_activation=False)
     alone = factor(good[None], damping=0.01, by_activation=False)
     assert found.damping.tolist() == [pytest.approx(0.01), 1.0]
-    assert torch.equal(found.curvature[:1], alone.curvature)
+    assert torch.equal(found.pivots[:1], alone.pivots)
 
 
 def test_what_is_not_finite_or_hopeless_is_refused() -> None:
@@ -206,15 +206,16 @@ from quark_fx.solvers import error_feedback_kernel
 from quark_fx.numbers.grid import Grid
 
 torch.manual_seed(0)
-chosen = error_feedback._runs
+chosen = error_feedback._block_function
 for groups, outputs, inputs in ((1, 40, 100), (3, 33, 64), (2, 5, 7)):
     weight, x = torch.randn(groups, outputs, inputs), torch.randn(groups, 4 * inputs, inputs)
     found = error_feedback.factor(x.mT @ x, damping=0.01, by_activation=True)
     grid = Grid(weight.abs().amax(-1, keepdim=True) / 7, torch.ones(1), (-8, 7))
-    plain = error_feedback.round_with_feedback(weight, found, grid)
-    error_feedback._runs = lambda like, grid: (error_feedback_kernel.round_run, error_feedback_kernel.COLUMNS)
-    kernel = error_feedback.round_with_feedback(weight, found, grid)
-    error_feedback._runs = chosen
+    plain = error_feedback.gptq_round(weight, found, grid)
+    kernel_of = error_feedback_kernel.quantize_block, error_feedback_kernel.COLUMNS
+    error_feedback._block_function = lambda like, grid: kernel_of
+    kernel = error_feedback.gptq_round(weight, found, grid)
+    error_feedback._block_function = chosen
     clear = (plain == kernel).all(-1).float().mean()
     assert clear > 0.95, clear
 """
@@ -235,7 +236,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from quark_fx.solvers import error_feedback_kernel
 
-kernel = error_feedback_kernel._round_run
+kernel = error_feedback_kernel._quantize_block
 constants = dict(error_feedback_kernel.OPTIONS)
 options = {"enable_fp_fusion": constants.pop("enable_fp_fusion")}
 kinds = {"outputs": "i32", "stride": "i32", "count": "i32", **dict.fromkeys(constants, "constexpr")}

@@ -78,7 +78,7 @@ def test_every_decision_is_that_of_the_algorithm(
     strided: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, size = 48, 8
-    monkeypatch.setattr(error_feedback, "_AT_ONCE", 20 * inputs)  # some rows at a time
+    monkeypatch.setattr(error_feedback, "_CHUNK", 20 * inputs)  # some rows at a time
     numbers = torch.arange(inputs) % (inputs // size) if strided else torch.arange(inputs) // size
     columns = Columns(numbers)
     members = [(numbers == g).nonzero().flatten() for g in range(columns.count)]

@@ -552,7 +552,7 @@ def test_rows_that_are_refined_apart_are_refined_as_together(monkeypatch: pytest
         (target / scale).round(),
     )
     whole = refine_by_descent(start, target, h, levels, sweeps=3)
-    monkeypatch.setattr(error_feedback, "_AT_ONCE", 20 * 5)
+    monkeypatch.setattr(error_feedback, "_CHUNK", 20 * 5)
     assert torch.equal(refine_by_descent(start, target, h, levels, sweeps=3), whole)
     assert not torch.equal(whole, start)
 

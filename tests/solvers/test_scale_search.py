@@ -19,7 +19,7 @@ from quark_fx.numbers.layout import Columns
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.passes import GPTQ
 from quark_fx.solvers import scale_search
-from quark_fx.solvers.error_feedback import Factor, factor, round_with_feedback
+from quark_fx.solvers.error_feedback import Factor, factor, gptq_round
 from quark_fx.solvers.scale_search import RATIOS, fit_scales, fit_scales_to_feedback
 
 
@@ -73,7 +73,7 @@ def test_each_block_has_the_ratio_that_feedback_is_expected_to_lose_least_with(
     grid = Grid(weight.abs().amax(-1, keepdim=True) / 3, torch.zeros(1), (-4, 3))
     found = factor(x.mT @ x, damping=0.01, by_activation=True)
     there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits)
-    order, feedback, curvature = (tensor.to(device) for tensor in (found.order, found.feedback, found.curvature))
+    order, feedback, curvature = (tensor.to(device) for tensor in (found.order, found.feedback, found.pivots))
     moved = Factor(order, feedback, curvature, found.damping)
     got = fit_scales_to_feedback(weight.to(device), moved, there, Columns.in_blocks(inputs, block)).cpu()
 
@@ -90,7 +90,7 @@ def test_each_block_has_the_ratio_that_feedback_is_expected_to_lose_least_with(
             for earlier, j in enumerate(found.order[g, :later].tolist()):
                 spread[g, :, k] += found.feedback[g, earlier, later].double() ** 2 * variance[g, :, j]
     spread = spread.sqrt()
-    counts = torch.zeros(2, inputs).scatter_(1, found.order, found.curvature).double().unsqueeze(1)
+    counts = torch.zeros(2, inputs).scatter_(1, found.order, found.pivots).double().unsqueeze(1)
     tried = []
     for ratio in RATIOS:
         squares = (share * lost(w + away * spread, scale * ratio).square() for away, share in scale_search._QUADRATURE)
@@ -135,7 +135,7 @@ def test_feedback_keeps_range_that_rounding_to_nearest_gives_away(bits: int) -> 
 
     def error(ratio: Tensor) -> float:
         grid = Grid(scale * ratio.repeat_interleave(32, -1), torch.zeros(1), (-most, most - 1))
-        missed = grid.value(round_with_feedback(weight, found, grid)) - weight
+        missed = grid.value(gptq_round(weight, found, grid)) - weight
         return float(((missed @ h) * missed).sum())
 
     grid, columns = Grid(scale, torch.zeros(1), (-most, most - 1)), Columns.in_blocks(128, 32)

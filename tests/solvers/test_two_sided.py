@@ -25,7 +25,7 @@ from quark_fx.numbers.formats import INT3, INT8
 from quark_fx.numbers.grid import Grid
 from quark_fx.passes import GPTQ
 from quark_fx.solvers import matrix_feedback
-from quark_fx.solvers.error_feedback import factor, round_with_feedback
+from quark_fx.solvers.error_feedback import factor, gptq_round
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.solver import InputHessian, QuantizedMatrix, Skip, Solver, solver
 
@@ -52,7 +52,7 @@ def rounded(weight: Tensor, h: Tensor, outputs: Tensor | None) -> Tensor:
     """Return codes of a matrix by error feedback, on both sides where there are `outputs`."""
     own, step = factor(h[None], damping=0.0, by_activation=True), grid(*weight.shape)
     if outputs is None:
-        return round_with_feedback(weight[None], own, step)[0]
+        return gptq_round(weight[None], own, step)[0]
     return matrix_feedback.round_rows(weight[None], own, step, outputs, torch.float32)[0]
 
 
@@ -68,7 +68,7 @@ def test_codes_are_those_of_error_feedback_on_all_weights_at_once(
     columns = h.diagonal().argsort(descending=True, stable=True)
     whole = torch.kron(outputs[rows][:, rows], h[columns][:, columns])[None]
     flat = weight[rows][:, columns].reshape(1, 1, -1)
-    expected = round_with_feedback(flat, factor(whole, damping=0.0, by_activation=False), grid_of(device, 48))
+    expected = gptq_round(flat, factor(whole, damping=0.0, by_activation=False), grid_of(device, 48))
     assert torch.equal(found[rows][:, columns].flatten(), expected.flatten())
 
 
