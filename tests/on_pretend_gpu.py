@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers import quantized_tensor
 from quark_fx.numbers.formats import Codebook
 from quark_fx.presets import PRESETS
-from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers import judging
 from quark_fx.system import accelerator
 from quark_fx.system.accelerator import Transfers
 
@@ -203,8 +203,8 @@ def test_waits_and_copies_do_not_grow_with_the_batches(
     name: str, most: int, pretend_gpu: PretendGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is stored follows from errors, so let each weight that is proposed have half the error of the one before it.
-    errors = itertools.cycle((2.0, 1.0))
-    monkeypatch.setattr(QuantizedMatrix, "error", lambda self, target, h: torch.full((), next(errors), device=h.device))
+    errors = partial(torch.arange, 2.0, 0.0, -1.0)
+    monkeypatch.setattr(judging, "relative_errors", lambda matrices, target, h: errors(device=h.device))
     w4, static = PRESETS["w4a16_gptq"], PRESETS["int8_static"]
     with_pass = {
         "guided": w4.replace(passes=PRESETS["w4a16_best"].passes[-1:]),

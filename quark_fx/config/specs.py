@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from quark_fx.errors import ConfigError
@@ -195,7 +196,7 @@ class TensorSpec:
         multiples = self.scale.multiples
         return None if multiples is None else Symmetry.SIGN_AWARE if multiples.signed else Symmetry.OFFSET
 
-    @property
+    @cached_property
     def scheme(self) -> Scheme:
         """The fields that determine the arithmetic: format, symmetry, scale format, and reduced range."""
         return Scheme(

@@ -255,6 +255,11 @@ class CalibrationData:
         return list(range(len(self.batches) - self._judging, len(self.batches)))
 
     @property
+    def parts(self) -> list[list[int]]:
+        """Indices of the batches to learn from and of those to validate on; without validation data, the former."""
+        return [self.calibration, self.validation] if self.has_validation else [self.calibration]
+
+    @property
     def has_validation(self) -> bool:
         """True if there is validation data that passes do not learn from."""
         return self._given != 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -154,9 +154,13 @@ class QuantizedWeight:
         bias = self.int32_bias
         return free and (bias is None or bias.scale(gm).shape == self.scale(gm).shape)
 
-    def storable_ranges(self, gm: GraphModule) -> Callable[[QParams], QParams] | None:
-        """Return the function that rounds scales with offsets, or of two levels; `None` for other scales."""
-        spec, axis = self.operator.weight, self.layout(gm).axis
+    def storable_ranges(self, axis: int | None) -> Callable[[QParams], QParams] | None:
+        """Return the function that rounds scales with offsets, or of two levels; `None` for other scales.
+
+        Args:
+            axis: Dimension of the weight that scales vary along.
+        """
+        spec = self.operator.weight
         together = spec.scale.multiples is not None or spec.symmetry is Symmetry.OFFSET
         if not together or axis is None or self.int32_bias is not None:
             return None
@@ -192,7 +196,7 @@ class QuantizedWeight:
         """Return the dimension of the operator's output that counts output channels."""
         return self.linear.channel_dim(output.dim())
 
-    @property
+    @cached_property
     def bias(self) -> StoredBias | None:
         """Bias that the operator adds, if it can be replaced: a parameter, or integer codes."""
         node = self.linear.bias

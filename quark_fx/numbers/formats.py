@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,12 @@ class Format(ABC):
     """
 
     __slots__ = ()
+
+    is_integer: ClassVar[bool] = False
+    """True if codes are integers, which a zero point can shift."""
+
+    is_float: ClassVar[bool] = False
+    """True if codes are floats with a sign, an exponent, and a mantissa."""
 
     @property
     @abstractmethod
@@ -96,16 +102,6 @@ class Format(ABC):
     def signed(self) -> bool:
         """True if some values are negative."""
         return True
-
-    @property
-    def is_integer(self) -> bool:
-        """True if codes are integers, which a zero point can shift."""
-        return False
-
-    @property
-    def is_float(self) -> bool:
-        """True if codes are floats with a sign, an exponent, and a mantissa."""
-        return False
 
     @property
     def sign_magnitude(self) -> bool:
@@ -234,6 +230,8 @@ class IntFormat(Format):
     (-128, 127, 'uint4', -127)
     """
 
+    is_integer: ClassVar[bool] = True
+
     bits: Annotated[int, Interval("[2, 32]")] = field()
     signed: bool = True
     sign_magnitude: bool = False
@@ -243,10 +241,6 @@ class IntFormat(Format):
             raise ConfigError("a format of sign and magnitude is signed; drop signed=False")
         if self.sign_magnitude and self.bits > 8:
             raise ConfigError(f"a format of sign and magnitude has at most 8 bits, not {self.bits}; use int{self.bits}")
-
-    @property
-    def is_integer(self) -> bool:
-        return True
 
     @property
     def qmin(self) -> int:
@@ -333,15 +327,13 @@ class FloatFormat(Format):
     ('fp7_e3m3', torch.float8_e4m3fn)
     """
 
+    is_float: ClassVar[bool] = True
+
     exponent: Annotated[int, Interval("[1, 8]")]
     mantissa: Annotated[int, Interval("[0, 23]")] = field()
 
     def __post_init__(self) -> None:
         _dtype_of(self)  # raises if no dtype holds the values
-
-    @property
-    def is_float(self) -> bool:
-        return True
 
     @property
     def specials(self) -> Specials:

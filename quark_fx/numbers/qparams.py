@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ class Scheme:
     @property
     def limits(self) -> tuple[float, float]:
         """The smallest and the largest code in use."""
-        return (self.qmin, self.qmax) if self.format.is_integer else self.format.limits
+        return _integer_limits(self) if self.format.is_integer else self.format.limits
 
     def clip_range(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and the largest value that codes in use stand for."""
@@ -109,6 +110,12 @@ class Scheme:
         if self.format.is_integer:
             return torch.arange(self.qmin, self.qmax + 1, device=device).double()
         return self.format.levels().to(device)
+
+
+@cache
+def _integer_limits(scheme: Scheme) -> tuple[int, int]:
+    """Return the smallest and the largest integer code in use; every grid asks for them."""
+    return scheme.qmin, scheme.qmax
 
 
 @dataclass(frozen=True, slots=True)

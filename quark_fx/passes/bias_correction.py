@@ -17,8 +17,8 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import is_parameter, named_nodes, parameter, set_parameter, tensor_of
 from quark_fx.graph.operators import clamp_bounds, given_bounds
 from quark_fx.graph.pass_manager import Change
-from quark_fx.solvers.finders import own_biases
 from quark_fx.solvers.folds import Mean, OutputError
+from quark_fx.solvers.slots import own_biases
 from quark_fx.solvers.solver import Bias, Proposal, Solver, solver
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -10,15 +9,15 @@ from typing import Annotated
 from quark_fx.engine.guidance import together_bytes
 from quark_fx.engine.sizes import Matrices
 from quark_fx.errors import ConfigError
-from quark_fx.solvers.error_feedback import DAMPING, Factor, working_bytes
+from quark_fx.solvers.error_feedback import DAMPING, working_bytes
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.matrix_feedback import (
-    can_choose,
-    can_fit,
     fitted_to_feedback,
     refined,
     round_groups_of,
     round_matrix,
+    supports_dynamic_groups,
+    supports_scale_fit,
 )
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.scale_search import MOST_TRIED
@@ -92,26 +91,21 @@ class GPTQ(Solver):
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal:
         """Round the weight with error feedback."""
-        chooses = not self.static_groups and can_choose(weight)
-        sharing = weight.columns if chooses else None
-        make, levels = partial(seen.factors, damping=self.damping, by_activation=self.by_activation), list[float]()
-
-        def factors() -> Iterator[tuple[slice, Factor]]:
-            for some, found in make(sharing=sharing):
-                levels.append(found.level)
-                yield some, found
-
-        target, fits = seen.target(weight.real, self.asymmetry, factors()), self.fit_scales and can_fit(weight)
+        dynamic = not self.static_groups and supports_dynamic_groups(weight)
+        sharing = weight.columns if dynamic else None
+        factors = partial(seen.factors, damping=self.damping, by_activation=self.by_activation, sharing=sharing)
+        target = seen.target(weight.real, self.asymmetry, factors())
+        fits = self.fit_scales and supports_scale_fit(weight)
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
-        weight, damping = (round_groups_of if chooses else round_matrix)(weight, target, factors())
+        weight, damping, level = (round_groups_of if dynamic else round_matrix)(weight, target, factors())
         if self.sweeps and weight.outputs is None:
             weight = refined(weight, target, seen.h, damping, sweeps=self.sweeps)
         remarks = (
             "scales kept: not free to change" * (self.fit_scales and not fits),
             "static groups kept: groups differ in size or share scales across outputs"
-            * (not self.static_groups and not chooses),
-            f"damped by {max(levels):g}" * (max(levels) > self.damping),
+            * (not self.static_groups and not dynamic),
+            f"damped by {level:g}" * (level > self.damping),
             seen.unguided,
             f"one-sided: {weight.one_sided}" * bool(weight.one_sided),
             _few(seen),

@@ -15,11 +15,11 @@ from quark_fx.engine.context import Context
 from quark_fx.engine.guidance import Guidance, guidance_of
 from quark_fx.engine.room import with_room
 from quark_fx.errors import ConfigError, Declined
-from quark_fx.solvers.hessian import Hessian
-from quark_fx.solvers.places import OperatorPlace, Place
-from quark_fx.solvers.products import Part, Product
+from quark_fx.graph.nodes import named_nodes
+from quark_fx.solvers.hessian import Entrance, Hessian
 from quark_fx.solvers.proposals import Activation, Bias
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.slots import OperatorSlot, Slot, WeightSlot
 from quark_fx.system.untrusted import brief
 
 
@@ -42,7 +42,7 @@ def _require_fold(reading: Input | OutputError) -> None:
 
 
 class Reading(ABC):
-    """Data of a solver, measured for a place, over the batches of all ranks.
+    """Data of a solver, measured for a slot, over the batches of all ranks.
 
     Attributes:
         shared: True if operators with the same input get the same data.
@@ -53,11 +53,11 @@ class Reading(ABC):
     choices: ClassVar[tuple[type, ...]] = (QuantizedMatrix, Bias, Activation)
 
     @abstractmethod
-    def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> object:
+    def measure(self, slots: Sequence[Slot], context: Context, batches: Sequence[int]) -> object:
         """Return the data for `Solver.solve`, equal on all ranks.
 
         Args:
-            places: Places to choose for: all operators with the same input if the data is `shared`, one otherwise.
+            slots: Values to choose: those of all operators with the same input if the data is `shared`, one otherwise.
             context: Context of the run.
             batches: Batches of this rank to include.
 
@@ -93,20 +93,41 @@ class InputHessian(Reading):
         asked = self.guided or self.two_sided
         return guidance_of(context, outputs=self.two_sided) if asked else None
 
-    def now(self, part: Part, context: Context) -> QuantizedMatrix:
+    def now(self, slot: WeightSlot, context: Context) -> QuantizedMatrix:
         """Return the current quantized weight, with the weighting of its errors; measures nothing."""
         if not self.two_sided or context.guidance is None:
-            return part.now
+            return slot.now
         try:
-            return replace(part.now, outputs=context.guidance.together(part.weight.linear), one_sided="")
+            return replace(slot.now, outputs=context.guidance.together(slot.weight.linear), one_sided="")
         except Declined as declined:
-            return replace(part.now, outputs=None, one_sided=declined.reason)
+            return replace(slot.now, outputs=None, one_sided=declined.reason)
 
-    def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Hessian:
+    def measure(self, slots: Sequence[Slot], context: Context, batches: Sequence[int]) -> Hessian:
         """Return the sums over all rows."""
-        parts = tuple(place for place in places if isinstance(place, Part))
+        (hessian,) = self._measured(slots, context, [batches])
+        return hessian
+
+    def measure_parts(self, slots: Sequence[Slot], context: Context) -> tuple[Hessian, Hessian]:
+        """Return the sums over calibration and over validation batches; without validation data, the same object."""
+        hessians = self._measured(slots, context, context.data.parts)
+        return hessians[0], hessians[-1]
+
+    def _measured(self, slots: Sequence[Slot], context: Context, parts: Sequence[Sequence[int]]) -> list[Hessian]:
+        slot = slots[0]
+        assert isinstance(slot, WeightSlot)
+        linear, mapping, run = slot.weight.linear, slot.mapping, slot.run
+        source, reference = Entrance(run.module, linear, mapping, run.inputs), None
+        # The float model may route other tokens to an expert than the quantized model, so rows do not correspond.
+        if self.shifted and mapping.offsets is None:
+            real = named_nodes(run.reference)[linear.node.name]
+            reference = Entrance(run.reference, linear.at(real), mapping, run.reference_inputs)
         guidance = self.guidance(context) if self.guided else None
-        return Product(parts).hessian(context, shifted=self.shifted, guidance=guidance, batches=batches)
+        unguided = "" if guidance is None else guidance.missing(linear)
+        weights = None if guidance is None or unguided else partial(guidance.of, linear.node.name)
+        hessians = Hessian.measure(context, source, reference, parts=parts, weights=weights)
+        for hessian in hessians:
+            hessian.unguided = f"unguided: {unguided}" * bool(unguided)
+        return hessians
 
 
 @dataclass(frozen=True)
@@ -128,9 +149,9 @@ class Input(Reading):
     def __post_init__(self) -> None:
         _require_fold(self)
 
-    def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Fold:
+    def measure(self, slots: Sequence[Slot], context: Context, batches: Sequence[int]) -> Fold:
         """Return the fold of all values."""
-        return _folded(self.fold, partial(places[0].inputs, context, batches), context)
+        return _folded(self.fold, partial(slots[0].inputs, context, batches), context)
 
 
 @dataclass(frozen=True)
@@ -185,11 +206,11 @@ class OutputError(Reading):
     def __post_init__(self) -> None:
         _require_fold(self)
 
-    def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Fold:
+    def measure(self, slots: Sequence[Slot], context: Context, batches: Sequence[int]) -> Fold:
         """Return the fold of all errors."""
-        (place,) = places
-        assert isinstance(place, OperatorPlace)
-        return _folded(self.fold, partial(place.output_errors, batches), context)
+        (slot,) = slots
+        assert isinstance(slot, OperatorSlot)
+        return _folded(self.fold, partial(slot.output_errors, batches), context)
 
 
 def _folded(empty: Fold, tensors: Callable[[], Iterable[Tensor]], context: Context) -> Fold:

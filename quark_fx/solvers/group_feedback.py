@@ -48,26 +48,26 @@ def round_groups(
     size = sharing.even
     assert size is not None
     codes = torch.empty_like(weight, dtype=dtype)
-    found = weight.new_empty((*weight.shape[:2], sharing.count), dtype=torch.float32)
+    chosen_ratios = weight.new_empty((*weight.shape[:2], sharing.count), dtype=torch.float32)
     tried = torch.tensor(ratios, device=weight.device, dtype=torch.float32)
     numbers = sharing.spread(torch.arange(sharing.count, device=weight.device))
     for groups, rows in chunks(weight, size * len(ratios)):
         piece = [p.expand_as(weight)[groups, rows].float() for p in (weight, grid.scale, grid.zero_point)]
         parts = ("order", "feedback", "pivots", "damping")
         part = replace(factor, **{name: getattr(factor, name)[groups] for name in parts})
-        some, best = _round_piece(
+        rounded, best = _round_chunk(
             piece, part, grid, lambda scale: free.rounded(scale * tried[:, None, None, None]), size
         )
-        codes[groups, rows] = some.to(dtype)
+        codes[groups, rows] = rounded.to(dtype)
         turns = numbers[part.order[:, ::size]].unsqueeze(-2).expand_as(best)
-        found[groups, rows] = torch.zeros_like(best, dtype=torch.float32).scatter_(-1, turns, tried[best])
-    return codes, found
+        chosen_ratios[groups, rows] = torch.zeros_like(best, dtype=torch.float32).scatter_(-1, turns, tried[best])
+    return codes, chosen_ratios
 
 
-def _round_piece(
+def _round_chunk(
     piece: Sequence[Tensor], factor: Factor, grid: Grid, steps_of: Callable[[Tensor], Tensor], size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes of a piece, and the index of each group's scale, in the order of rounding.
+    """Return the codes of a chunk, and the index of each group's scale, in the order of rounding.
 
     Args:
         piece: Weight, scale, and zero point, each of shape (groups, rows, inputs).
@@ -79,15 +79,15 @@ def _round_piece(
     order, best = factor.order.unsqueeze(-2).expand_as(piece[0]), list[Tensor]()
     # Inputs first: a column of the weight is then contiguous.
     real, scale, zero = (p.gather(-1, order).mT.contiguous() for p in piece)
-    wanted, codes = real.clone(), torch.empty_like(real)
+    values, codes = real.clone(), torch.empty_like(real)
 
     def round_group(run: slice) -> None:
-        columns = [part[:, run] for part in (wanted, real, zero)]
+        columns = [part[:, run] for part in (values, real, zero)]
         steps, feedback = steps_of(scale[:, run][:, :1]), factor.feedback[:, run, run]
-        wanted[:, run], codes[:, run], chosen = _round_group(columns, steps, feedback, factor.pivots[:, run], grid)
+        values[:, run], codes[:, run], chosen = _round_group(columns, steps, feedback, factor.pivots[:, run], grid)
         best.append(chosen)
 
-    feed_back_blocks(wanted, factor.feedback, round_group, size, size)
+    feed_back_blocks(values, factor.feedback, round_group, size, size)
     return codes.mT.gather(-1, order.argsort(-1)), torch.stack(best, -1)
 
 
@@ -103,16 +103,16 @@ def _round_group(
         curvature: Curvature of the columns, shape (groups, columns).
         grid: Format of the codes.
     """
-    wanted, real, zero = columns
-    count, outputs = len(steps), wanted.shape[-1]
-    spread = steps.movedim(0, -2).flatten(-2).expand(-1, wanted.shape[1], -1)  # the outputs of all scales, concatenated
-    errors, codes, offset = (part.repeat(1, 1, count) for part in (wanted, real, zero))
+    values, real, zero = columns
+    count, outputs = len(steps), values.shape[-1]
+    spread = steps.movedim(0, -2).flatten(-2).expand(-1, values.shape[1], -1)  # the outputs of all scales, concatenated
+    errors, codes, offset = (part.repeat(1, 1, count) for part in (values, real, zero))
     quantize_block((errors, codes, spread, offset), feedback, grid)
     # The error of a column is the value to round (weight plus feedback of earlier errors) minus its rounded value.
-    lost = (wanted - real).repeat(1, 1, count).add_(errors).baddbmm_(feedback.mT, errors)
+    lost = (values - real).repeat(1, 1, count).add_(errors).baddbmm_(feedback.mT, errors)
     total = lost.square_().mul_(curvature.unsqueeze(-1)).sum(1).unflatten(-1, (count, outputs))
     best = total.argmin(1)  # the first on ties
-    place = best[:, None, None].expand(-1, wanted.shape[1], 1, -1)
+    place = best[:, None, None].expand(-1, values.shape[1], 1, -1)
     errors, codes = (part.unflatten(-1, (count, outputs)).gather(2, place)[:, :, 0] for part in (errors, codes))
     return errors, codes, best
 

@@ -67,15 +67,13 @@ class Hessian:
         """
         slices = [slice(None)] if self.shift is not None else stack_chunks(self.h)
         key = damping, by_activation, None if sharing is None else tuple(sharing.numbers.tolist())
+        how: dict[str, Any] = {"damping": damping, "by_activation": by_activation, "sharing": sharing}
+        factors: Iterable[tuple[slice, Factor]] = self._factors.get(key, ())
         if key not in self._factors:
-            how: dict[str, Any] = {"damping": damping, "by_activation": by_activation, "sharing": sharing}
-            how["failures"] = self.failures
-            made = ((some, factor(self.h[some], **how)) for some in slices)
-            if len(slices) > 1:
-                yield from made
-                return
-            self._factors[key] = list(made)
-        yield from self._factors[key]
+            factors = ((part, factor(self.h[part], **how, failures=self.failures)) for part in slices)
+            if len(slices) == 1:
+                factors = self._factors[key] = list(factors)
+        yield from factors
 
     def target(self, real: Tensor, share: float, factors: Iterable[tuple[slice, Factor]]) -> Tensor:
         """Return the weight to round: `real`, moved toward the float model's outputs on its own inputs.
@@ -87,8 +85,8 @@ class Hessian:
         """
         if self.shift is None:
             return real
-        ((_, found),) = factors
-        return real + share * solve(found, real.float() @ self.shift)
+        ((_, whole),) = factors
+        return real + share * solve(whole, real.float() @ self.shift)
 
     @classmethod
     def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> Hessian:
@@ -101,49 +99,49 @@ class Hessian:
     def measure(
         cls,
         context: Context,
-        entrance: Entrance,
+        source: Entrance,
         reference: Entrance | None = None,
         *,
-        batches: Sequence[int] | None = None,
+        parts: Sequence[Sequence[int]],
         weights: Callable[[int], Tensor | None] | None = None,
-    ) -> Hessian:
-        """Return the sums over calibration batches.
+    ) -> list[Hessian]:
+        """Return the sums over each of several parts of the data.
 
         Args:
             context: Context with the batches.
-            entrance: Source of the rows.
+            source: Source of the rows.
             reference: Source of the same rows in float, for `shift`.
-            batches: Indices of the batches; default: all.
+            parts: Indices of the batches of each part.
             weights: Function that returns the row weights of a batch, of the shape of the operator's output without
                 channels; default: all equal.
         """
-        here = range(len(context.data.batches)) if batches is None else batches
 
-        def summed() -> Hessian:
-            moment = cls.empty(*entrance.shape, context.device, shifted=reference is not None)
-            with torch.no_grad():
-                for batch in here:
-                    kept = context.data.kept_positions(batch)
-                    found = weights(batch) if weights is not None else None
-                    reals = reference.values(batch, kept).weighted(found) if reference is not None else None
-                    moment.add(entrance.mapping, entrance.values(batch, kept).weighted(found), reals)
-            return moment
+        def summed(batches: Sequence[int]) -> Hessian:
+            hessian = cls.empty(*source.shape, context.device, shifted=reference is not None)
+            positions = [context.data.kept_positions(batch) for batch in batches]
+            for batch, kept in zip(batches, positions, strict=True):
+                w = weights(batch) if weights is not None else None
+                reals = reference.values(batch, kept).weighted(w) if reference is not None else None
+                hessian.add(source.mapping, source.values(batch, kept).weighted(w), reals)
+            return hessian
 
-        moment = with_room(context, summed)
-        asked = () if moment.shift is None else (moment.shift,)
-        if not context.ranks.alone:
-            rows = moment.rows.to(context.device)
-            context.ranks.add(moment.h, rows, *asked)
-            moment.rows = rows.cpu()
-        moment.finish(routed=entrance.mapping.offsets is not None)
-        return moment
+        with torch.no_grad():
+            hessians = with_room(context, lambda: [summed(batches) for batches in parts])
+        ranks = context.ranks
+        is_alone = ranks.alone
+        for hessian in hessians:
+            if not is_alone:
+                rows = hessian.rows.to(context.device)
+                ranks.add(hessian.h, rows, *(() if hessian.shift is None else (hessian.shift,)))
+                hessian.rows = rows.cpu()
+            hessian.finish(routed=source.mapping.offsets is not None)
+        return hessians
 
     @classmethod
-    def of_parts(cls, context: Context, entrance: Entrance) -> tuple[Hessian, Hessian]:
+    def of_parts(cls, context: Context, source: Entrance) -> tuple[Hessian, Hessian]:
         """Return the sums over calibration and over validation batches; without validation data, the same object."""
-        learned = cls.measure(context, entrance, batches=context.data.calibration)
-        judged = context.data.has_validation
-        return learned, cls.measure(context, entrance, batches=context.data.validation) if judged else learned
+        hessians = cls.measure(context, source, parts=context.data.parts)
+        return hessians[0], hessians[-1]
 
     def add(self, mapping: LinearMap, values: Entering, reals: Entering | None = None) -> None:
         """Add the rows of a batch.
@@ -241,8 +239,8 @@ class Entering:
 
     def columns(self, mapping: LinearMap, output: Tensor) -> Tensor:
         """Return the input patch of each output position of a convolution, float32, (groups, inputs, positions)."""
-        found, _ = mapping.rows(self.x, output, most=output[:, 0].numel(), seed=0)
-        return found.float() if self.roots is None else found.float() * self.roots.flatten()
+        patches, _ = mapping.rows(self.x, output, most=output[:, 0].numel(), seed=0)
+        return patches.float() if self.roots is None else patches.float() * self.roots.flatten()
 
     def matrices(self, mapping: LinearMap) -> Iterator[Tensor]:
         """Yield float32 rows, shape (rows, inputs), for each group of a matrix product."""

@@ -20,14 +20,17 @@ from quark_fx.errors import CalibrationError, PassError, QuarkError
 from quark_fx.graph.pass_manager import Change
 from quark_fx.solvers.folds import InputHessian, Reading
 from quark_fx.solvers.hessian import Hessian
-from quark_fx.solvers.places import Place, blamed
-from quark_fx.solvers.products import Part, changed_parts
-from quark_fx.solvers.proposals import Proposal, Skip, naming_failures
+from quark_fx.solvers.proposals import Proposal, Skip, blamed, naming_failures
+from quark_fx.solvers.quantized_matrix import relative_errors
+from quark_fx.solvers.slots import Slot, WeightSlot
 from quark_fx.system import accelerator
 from quark_fx.system.memory import give_back
 
 Solve = Callable[[Any, Any], Proposal | Skip]
 """`Solver.solve`."""
+
+_Check = tuple[WeightSlot, Tensor, Callable[[], Exception]]
+"""A weight, a condition of its proposal, and the error if that is false (`accelerator.Check`)."""
 
 _PLENTY = 64
 """Calibration rows per input that suffice: the excess error over infinite data is about inputs / rows, so an eighth
@@ -55,147 +58,148 @@ class FormJudge:
     context: Context
     _loads: list[float] = field(default_factory=list)
 
-    def choose(self, run: BlockRun, places: Sequence[Place]) -> None:
+    def choose(self, run: BlockRun, slots: Sequence[Slot]) -> None:
         """Choose the weights of operators that have the same input."""
-        context, began = self.context, time.perf_counter()
-        parts = [place for place in places if isinstance(place, Part)]
-        seen = judge = self.reading.measure(parts, context, context.data.calibration)
-        if context.data.has_validation:
-            judge = self.reading.measure(parts, context, context.data.validation)
-        for moment in (seen, judge):
-            moment.put_off_failures()
-        self._loads = self._loads or [0.0] * context.ranks.count
-        owners = context.ranks.owners([part.real.numel() * seen.h.shape[-1] for part in parts], self._loads)
-        own = [part for part, owner in zip(parts, owners, strict=True) if owner == context.ranks.index]
+        context, ranks, began = self.context, self.context.ranks, time.perf_counter()
+        weights = [slot for slot in slots if isinstance(slot, WeightSlot)]
+        calibration, validation = self.reading.measure_parts(weights, context)
+        calibration.put_off_failures()
+        validation.put_off_failures()
+        self._loads = self._loads or [0.0] * ranks.count
+        owners = ranks.owners([slot.real.numel() * calibration.h.shape[-1] for slot in weights], self._loads)
+        assigned = [slot for slot, owner in zip(weights, owners, strict=True) if owner == ranks.index]
         changes = list[Change]()
         failed: QuarkError | None = None
         try:
-            judged = self._judged(own, seen, judge)
-            few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
-            again = context.data.has_validation and few
+            judged = self._judged(assigned, calibration, validation)
+            few = int(calibration.rows.sum()) < _PLENTY * calibration.rows.numel() * calibration.h.shape[-1]
+            again = few and validation is not calibration
             if again:
-                seen.add_rows_of(judge)
-            del judge
-            changes = self._kept(judged, seen if again else None)
+                calibration.add_rows_of(validation)
+            del validation
+            changes = self._kept(judged, calibration if again else None)
         except CalibrationError as error:
-            failed = blamed(parts, error)
+            failed = blamed((slot.name for slot in weights), error)
         except PassError as error:
             failed = error
-        context.ranks.raise_first(failed)
-        seconds = (time.perf_counter() - began) / max(1, len(own))
+        ranks.raise_first(failed)
+        seconds = (time.perf_counter() - began) / max(1, len(assigned))
         for change in changes:
             context.note(replace(change, seconds=seconds))
 
-    def _answer(self, part: Part, seen: Hessian, judge: Hessian) -> _Answer | Skip:
+    def _answer(self, slot: WeightSlot, calibration: Hessian, validation: Hessian) -> _Answer | Skip:
         """Return the proposal for an operator and its errors, which stay on the device."""
         give_back()
-        now = self.reading.now(part, self.context)
+        now = self.reading.now(slot, self.context)
         with accelerator.checked_later() as checks:
-            answer = _proposed(_solved(self.solve, part, now, seen), now)
+            answer = _proposed(_solved(self.solve, slot, now, calibration), now)
             if isinstance(answer, Skip):
                 return answer
             target = now.real
             if answer.asymmetry:
-                target = judge.target(now.real, answer.asymmetry, judge.factors(damping=_DAMPING, by_activation=False))
-            errors = torch.stack([matrix.error(target, judge.h) for matrix in (now, answer.value)])
+                factors = validation.factors(damping=_DAMPING, by_activation=False)
+                target = validation.target(now.real, answer.asymmetry, factors)
+            errors = relative_errors((now, answer.value), target, validation.h)
         return _Answer(answer, errors, checks)
 
-    def _judged(self, own: Sequence[Part], seen: Hessian, judge: Hessian) -> list[tuple[Part, _Judged | Change]]:
+    def _judged(
+        self, slots: Sequence[WeightSlot], calibration: Hessian, validation: Hessian
+    ) -> list[tuple[WeightSlot, _Judged | Change]]:
         """Return each proposal that is better on validation data, or the rejection to report.
 
         Waits for the device once, unless a factor needs more damping.
         """
-        answers = [(part, with_room(self.context, partial(self._answer, part, seen, judge))) for part in own]
-        offered = [answer for _, answer in answers if isinstance(answer, _Answer)]
-        checks = [(part, *check) for part, answer in answers if isinstance(answer, _Answer) for check in answer.checks]
-        flags = [seen.not_finite(), judge.not_finite(), *(seen.failures or ()), *(judge.failures or ())]
-        flags += [~condition for _, condition, _ in checks]
-        read = torch.cat([*(answer.errors for answer in offered), torch.stack(flags).to(torch.float32)]).tolist()
-        read, (seen_fails, judge_fails, *others) = read[: 2 * len(offered)], read[2 * len(offered) :]
-        if seen_fails or judge_fails:
+        hessians = calibration, validation
+        answers = [(slot, with_room(self.context, partial(self._answer, slot, *hessians))) for slot in slots]
+        proposals = [(slot, answer) for slot, answer in answers if isinstance(answer, _Answer)]
+        checks = [(slot, *check) for slot, answer in proposals for check in answer.checks]
+        failures = [flag for hessian in hessians for flag in hessian.failures or ()]
+        flags = [*(hessian.not_finite() for hessian in hessians), *failures, *(~fine for _, fine, _ in checks)]
+        numbers = torch.cat(
+            [*(answer.errors for _, answer in proposals), torch.stack(flags).to(torch.float32)]
+        ).tolist()
+        errors, wrong = iter(numbers[: 2 * len(proposals)]), numbers[2 * len(proposals) :]
+        if any(wrong[:2]):
             raise CalibrationError("its input on the calibration data is not finite")
-        if any(others[: len(others) - len(checks)]):
-            for moment in (seen, judge):
-                moment.wait_for_factors()
-            return self._judged(own, seen, judge)
-        self._require(checks, others[len(others) - len(checks) :])
-        pairs, found = iter(zip(read[::2], read[1::2], strict=True)), list[tuple[Part, _Judged | Change]]()
-        for part, answer in answers:
+        if any(wrong[2 : 2 + len(failures)]):
+            for hessian in hessians:
+                hessian.wait_for_factors()
+            return self._judged(slots, calibration, validation)
+        self._require(checks, wrong[2 + len(failures) :])
+        results = list[tuple[WeightSlot, _Judged | Change]]()
+        for slot, answer in answers:
             if isinstance(answer, Skip):
-                found.append((part, _skipped(part, answer)))
+                results.append((slot, _skipped(slot, answer)))
                 continue
-            before, after = next(pairs)
-            refused = Change(part.name, f"skipped: no better on {self.context.data.judged_on}", False, before, before)
-            found.append((part, _Judged(answer.proposal, before, after) if after < before else refused))
-        return found
+            before, after = next(errors), next(errors)
+            rejected = Change(slot.name, f"skipped: no better on {self.context.data.judged_on}", False, before, before)
+            results.append((slot, _Judged(answer.proposal, before, after) if after < before else rejected))
+        return results
 
-    def _require(self, checks: Sequence[tuple[Part, Tensor, Callable[[], Exception]]], wrong: Sequence[float]) -> None:
+    def _require(self, checks: Sequence[_Check], wrong: Sequence[float]) -> None:
         """Raise the error of the first deferred check of a solver that failed."""
-        for (part, _, error), fails in zip(checks, wrong, strict=True):
+        for (slot, _, error), fails in zip(checks, wrong, strict=True):
             if fails:
-                with _naming(self.solve, part.name):
+                with _naming(self.solve, slot.name):
                     raise error()
 
-    def _solved(self, part: Part, seen: Hessian) -> tuple[object, list[accelerator.Check]]:
+    def _solved(self, slot: WeightSlot, calibration: Hessian) -> tuple[object, list[accelerator.Check]]:
         with accelerator.checked_later() as checks:
-            return _solved(self.solve, part, self.reading.now(part, self.context), seen), checks
+            return _solved(self.solve, slot, self.reading.now(slot, self.context), calibration), checks
 
-    def _kept(self, judged: Sequence[tuple[Part, _Judged | Change]], all_rows: Hessian | None) -> list[Change]:
+    def _kept(self, judged: Sequence[tuple[WeightSlot, _Judged | Change]], all_rows: Hessian | None) -> list[Change]:
         """Store the accepted proposals, solved again from `all_rows` if given; return the changes to report."""
-        wider, checks = dict[str, object](), list[tuple[Part, Tensor, Callable[[], Exception]]]()
-        for part, answer in judged:
-            if isinstance(answer, _Judged):
-                give_back()
-                offer, asked = None, list[accelerator.Check]()
-                if all_rows is not None:
-                    offer, asked = with_room(self.context, partial(self._solved, part, all_rows))
-                wider[part.weight.node.name] = offer
-                checks += [(part, *check) for check in asked]
+        accepted = [(slot, answer) for slot, answer in judged if isinstance(answer, _Judged)]
+        wider, checks = list[object](), list[_Check]()
+        for slot, _ in accepted:
+            give_back()
+            offer, asked = None, list[accelerator.Check]()
+            if all_rows is not None:
+                offer, asked = with_room(self.context, partial(self._solved, slot, all_rows))
+            wider.append(offer)
+            checks += [(slot, *check) for check in asked]
         offers = [
-            (part, offer)
-            for part, answer in judged
-            if isinstance(answer, _Judged)
-            for offer in (wider[part.weight.node.name], answer.answer)
+            (slot, offer)
+            for (slot, answer), wide in zip(accepted, wider, strict=True)
+            for offer in (wide, answer.answer)
             if isinstance(offer, Proposal)
         ]
         failures = [] if all_rows is None else list(all_rows.failures or ())
-        differences = [part.difference(offer.value) for part, offer in offers]
+        differences = [slot.difference(offer.value) for slot, offer in offers]
         flags = [*failures, *(~condition for _, condition, _ in checks)]
-        read = torch.cat([*differences, *(flag.double().view(1) for flag in flags)]).tolist() if offers else []
-        told = read[2 * len(offers) :]
-        if all_rows is not None and any(told[: len(failures)]):
+        numbers = torch.cat([*differences, *(flag.double().view(1) for flag in flags)]).tolist() if offers else []
+        wrong = numbers[2 * len(offers) :]
+        if all_rows is not None and any(wrong[: len(failures)]):
             all_rows.wait_for_factors()
             return self._kept(judged, all_rows)
-        self._require(checks, told[len(failures) :])
-        new = {id(offer): changed_parts(*read[2 * i : 2 * i + 2]) for i, (_, offer) in enumerate(offers)}
-        return [
-            answer if isinstance(answer, Change) else _stored(part, answer, wider[part.weight.node.name], new)
-            for part, answer in judged
-        ]
+        self._require(checks, wrong[len(failures) :])
+        new = {id(offer): WeightSlot.changed_parts(*numbers[2 * i : 2 * i + 2]) for i, (_, offer) in enumerate(offers)}
+        wide = iter(wider)
+        return [a if isinstance(a, Change) else _stored(slot, a, next(wide), new) for slot, a in judged]
 
 
-def _stored(part: Part, judged: _Judged, wider: object, told: Mapping[int, list[str]]) -> Change:
+def _stored(slot: WeightSlot, accepted: _Judged, wider: object, told: Mapping[int, list[str]]) -> Change:
     """Store the first proposal that can be stored; return the change to report.
 
     Args:
-        part: Operator of the weight.
-        judged: Accepted proposal.
+        slot: Operator of the weight.
+        accepted: Accepted proposal.
         wider: Proposal solved from all rows, tried first.
         told: Parts of the weight that are new, by the identity of the proposal.
     """
     reason = ""
-    for answer in (wider, judged.answer):
+    for answer in (wider, accepted.answer):
         if not isinstance(answer, Proposal):
             continue
         changed = told[id(answer)]
         try:
-            part.store(answer.value)
+            slot.store(answer.value)
         except OverflowError as error:
             reason = str(error)
             continue
-        every = answer is wider
-        return Change(part.name, _what(changed, answer), bool(changed), judged.before, judged.after, all_samples=every)
-    return Change(part.name, f"skipped: {reason}", False, judged.before, judged.before)
+        errors, is_wider = (accepted.before, accepted.after), answer is wider
+        return Change(slot.name, _what(changed, answer), bool(changed), *errors, all_samples=is_wider)
+    return Change(slot.name, f"skipped: {reason}", False, accepted.before, accepted.before)
 
 
 @dataclass(frozen=True)
@@ -237,52 +241,52 @@ class BlockJudge:
     _run: BlockRun | None = None
     _error: float = math.inf
 
-    def choose(self, run: BlockRun, places: Sequence[Place]) -> None:
-        """Choose for places that have the same input, one after the other."""
+    def choose(self, run: BlockRun, slots: Sequence[Slot]) -> None:
+        """Choose for slots that have the same input, one after the other."""
         if run is not self._run:
             self._run, self._error = run, run.validation_error()
         began = time.perf_counter()
         try:
-            seen = self.reading.measure(places, self.context, self.context.data.calibration)
+            data = self.reading.measure(slots, self.context, self.context.data.calibration)
         except (CalibrationError, ValueError) as error:
-            raise blamed(places, error) from error
-        for place in places:
-            change = self._tried(run, place, seen, self._error)
+            raise blamed((slot.name for slot in slots), error) from error
+        for slot in slots:
+            change = self._tried(run, slot, data, self._error)
             self._error = self._error if change.after is None else change.after
             now = time.perf_counter()
             if self.context.ranks.index == 0:
                 self.context.note(replace(change, seconds=now - began))
             began = now
 
-    def _tried(self, run: BlockRun, place: Place, seen: object, before: float) -> Change:
+    def _tried(self, run: BlockRun, slot: Slot, data: object, before: float) -> Change:
         """Store a proposal if it improves the block; return the change to report."""
         give_back()
-        answer = self.context.ranks.first(lambda: with_room(self.context, lambda: self._answer(place, seen)))
+        answer = self.context.ranks.first(lambda: with_room(self.context, lambda: self._answer(slot, data)))
         if isinstance(answer, Skip):
-            return _skipped(place, answer)
+            return _skipped(slot, answer)
         tensors, what = answer
         after = run.attempt(lambda: run.store_all(tensors), before)
         better = after < before
         refused = f"skipped: no better on {self.context.data.judged_on}"
-        return Change(place.name, what if better else refused, better, before, after)
+        return Change(slot.name, what if better else refused, better, before, after)
 
-    def _answer(self, place: Place, seen: object) -> tuple[dict[str, Tensor], str] | Skip:
+    def _answer(self, slot: Slot, data: object) -> tuple[dict[str, Tensor], str] | Skip:
         """Return the tensors that a proposal changes, and the text to report if it is accepted."""
         try:
-            answer = _proposed(_solved(self.solve, place, place.now, seen), place.now)
+            answer = _proposed(_solved(self.solve, slot, slot.now, data), slot.now)
             if isinstance(answer, Skip):
                 return answer
-            tensors = place.tensors(answer.value)
+            tensors = slot.tensors(answer.value)
         except OverflowError as error:
             return Skip(str(error))
         except (CalibrationError, ValueError) as error:
-            raise blamed([place], error) from error
-        return {name: tensor.cpu() for name, tensor in tensors.items()}, _what(place.changed(answer.value), answer)
+            raise blamed([slot.name], error) from error
+        return {name: tensor.cpu() for name, tensor in tensors.items()}, _what(slot.changed(answer.value), answer)
 
 
-def _solved(solve: Solve, place: Place, now: object, seen: object) -> object:
-    with _naming(solve, place.name):
-        return solve(now, seen)
+def _solved(solve: Solve, slot: Slot, now: object, data: object) -> object:
+    with _naming(solve, slot.name):
+        return solve(now, data)
 
 
 def _naming(solve: Solve, operator: str) -> AbstractContextManager[None]:
@@ -301,8 +305,8 @@ def _proposed(answer: object, now: object) -> Proposal | Skip:
     raise PassError(f"solve returns a Proposal of a {type(now).__name__}, or a Skip with a reason, not {got}")
 
 
-def _skipped(place: Place, answer: Skip) -> Change:
-    return Change(place.name, f"skipped: {answer.reason}", changed=False)
+def _skipped(slot: Slot, answer: Skip) -> Change:
+    return Change(slot.name, f"skipped: {answer.reason}", changed=False)
 
 
 def _what(changed: Sequence[str], answer: Proposal) -> str:

@@ -25,8 +25,8 @@ _ROWS, _STEPS = 32, 8
 """Largest number of rows of a run that are rounded together if rows compensate for each other, and fewest steps."""
 
 
-def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor]:
-    """Return `weight` with codes of `target` by error feedback, and the damping of each matrix, shape (groups,).
+def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor, float]:
+    """Return `weight` with codes of `target` by error feedback, the damping of each matrix, and the largest damping.
 
     With `weight.outputs`, rows compensate for the errors of earlier rows as well.
 
@@ -34,16 +34,20 @@ def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> t
         weight: Quantized weight that defines scales and format of the codes.
         target: Weight to round, shape (groups, outputs, inputs).
         factors: Factors of the input's Hessian.
+
+    Returns:
+        The weight, the damping, shape (groups,), and the largest damping on the host.
     """
-    codes, damping = torch.empty_like(weight.codes), list[Tensor]()
-    for matrices, found in factors:
-        aim, grid = target[matrices], weight.grid(matrices)
+    codes, dampings, level = torch.empty_like(weight.codes), list[Tensor](), 0.0
+    for matrices, factor_ in factors:
+        values, grid = target[matrices], weight.grid(matrices)
         if weight.outputs is None:
-            codes[matrices] = gptq_round(aim, found, grid, codes.dtype)
+            codes[matrices] = gptq_round(values, factor_, grid, codes.dtype)
         else:
-            codes[matrices] = round_rows(aim, found, grid, weight.outputs, codes.dtype)
-        damping.append(found.damping)
-    return weight.with_codes(codes), torch.cat(damping)
+            codes[matrices] = round_rows(values, factor_, grid, weight.outputs, codes.dtype)
+        dampings.append(factor_.damping)
+        level = max(level, factor_.level)
+    return weight.with_codes(codes), torch.cat(dampings), level
 
 
 def round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,36 +80,39 @@ def round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dty
     scale, zero_point = (p.expand_as(target)[0] for p in (grid.scale, grid.zero_point))
     together = max(1, min(_ROWS, size // _STEPS))
     for first in range(0, size, together):
-        some = slice(first, first + together)
-        rows, before = place[:, some].flatten(), by_row.feedback[:, :first, some]
-        own = replace(grid, scale=scale[rows].unsqueeze(0), zero_point=zero_point[rows].unsqueeze(0))
+        block = slice(first, first + together)
+        rows, before = place[:, block].flatten(), by_row.feedback[:, :first, block]
+        rows_grid = replace(grid, scale=scale[rows].unsqueeze(0), zero_point=zero_point[rows].unsqueeze(0))
         aim = real[rows] + (before.mT @ lost[:, :first]).flatten(0, 1)
-        found = gptq_round(aim.unsqueeze(0), factor_, own, dtype)
-        codes[0, rows] = found[0]
-        lost[:, some] = (real[rows] - own.value(found.float())[0]).view(runs, -1, real.shape[-1])
+        rounded = gptq_round(aim.unsqueeze(0), factor_, rows_grid, dtype)
+        codes[0, rows] = rounded[0]
+        lost[:, block] = (real[rows] - rows_grid.value(rounded.float())[0]).view(runs, -1, real.shape[-1])
     return codes
 
 
-def round_groups_of(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor]:
+def round_groups_of(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor, float]:
     """Round like `round_matrix`, and choose each scale just before its group is rounded.
 
     Args:
-        weight: Quantized weight with individually adjustable scales, each of the same number of inputs (`can_choose`).
+        weight: Quantized weight whose scales are adjustable, each for the same number of inputs
+            (`supports_dynamic_groups`).
         target: Weight to round, shape (groups, outputs, inputs).
         factors: Factors of the input's Hessian; inputs that share a scale are consecutive.
     """
-    columns, codes, ratio, damping = weight.columns, torch.empty_like(weight.codes), list[Tensor](), list[Tensor]()
-    free, tried = weight.free, around(weight.scheme)
+    columns, codes, ratios = weight.columns, torch.empty_like(weight.codes), list[Tensor]()
+    free, candidates = weight.free, around(weight.scheme)
+    dampings, level = list[Tensor](), 0.0
     assert columns is not None
-    for matrices, found in factors:
-        real, grid = target[matrices].float(), weight.grid(matrices)
-        codes[matrices], best = round_groups(real, found, grid, free, columns, tried, codes.dtype)
-        ratio.append(best)
-        damping.append(found.damping)
-    return weight.with_scales(torch.cat(ratio)).with_codes(codes), torch.cat(damping)
+    for matrices, factor_ in factors:
+        values, grid = target[matrices].float(), weight.grid(matrices)
+        codes[matrices], ratio = round_groups(values, factor_, grid, free, columns, candidates, codes.dtype)
+        ratios.append(ratio)
+        dampings.append(factor_.damping)
+        level = max(level, factor_.level)
+    return weight.with_scales(torch.cat(ratios)).with_codes(codes), torch.cat(dampings), level
 
 
-def can_choose(weight: QuantizedMatrix) -> bool:
+def supports_dynamic_groups(weight: QuantizedMatrix) -> bool:
     """Return whether `round_groups_of` accepts a weight."""
     return weight.columns is not None and weight.columns.even is not None
 
@@ -121,58 +128,59 @@ def refined(weight: QuantizedMatrix, target: Tensor, h: Tensor, damping: Tensor,
         sweeps: Largest number of sweeps over the inputs.
     """
     codes = weight.codes.clone()
-    for some in stack_chunks(h):
-        aim, form = target[some], damped(h[some], damping[some])
-        codes[some] = refine_by_descent(codes[some], aim, form, weight.grid(some), sweeps=sweeps).to(codes.dtype)
+    for matrices in stack_chunks(h):
+        values, form = target[matrices], damped(h[matrices], damping[matrices])
+        better = refine_by_descent(codes[matrices], values, form, weight.grid(matrices), sweeps=sweeps)
+        codes[matrices] = better.to(codes.dtype)
     return weight.with_codes(codes)
 
 
 def fitted_to_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> QuantizedMatrix:
     """Return `weight` with the scales that minimize the expected error of `round_matrix`.
 
-    Its scales must be adjustable, individually or with offsets (`can_fit`). Scales with offsets, and scales of two
-    levels, are fitted to the weights with the curvature of each input.
+    Its scales must be adjustable, individually or with offsets (`supports_scale_fit`). Scales with offsets, and scales
+    of two levels, are fitted to the weights with the curvature of each input.
     """
     if weight.columns is None:
         return _fitted_ranges(weight, target, factors)
-    columns, allowed, ratio = weight.columns, weight.allowed, []
-    for matrices, found in factors:
-        grid, real = weight.grid(matrices), target[matrices].float()
-        ratio.append(fit_scales_to_feedback(real, found, grid, columns, allowed))
-    return weight.with_scales(torch.cat(ratio))
+    columns, allowed, ratios = weight.columns, weight.allowed, []
+    for matrices, factor_ in factors:
+        grid, values = weight.grid(matrices), target[matrices].float()
+        ratios.append(fit_scales_to_feedback(values, factor_, grid, columns, allowed))
+    return weight.with_scales(torch.cat(ratios))
 
 
-def can_fit(weight: QuantizedMatrix) -> bool:
+def supports_scale_fit(weight: QuantizedMatrix) -> bool:
     """Return whether `fitted_to_feedback` accepts a weight."""
     return weight.columns is not None or weight.ranged_columns is not None
 
 
 def _fitted_ranges(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> QuantizedMatrix:
-    columns, found = weight.ranged_columns, []
+    columns, ranges = weight.ranged_columns, []
     assert columns is not None
-    for matrices, own in factors:
-        found.append(fit_ranges(target[matrices].float(), own.pivots_by_input, weight.scheme, columns))
-    scale, offset = zip(*found, strict=True)
+    for matrices, factor_ in factors:
+        ranges.append(fit_ranges(target[matrices].float(), factor_.pivots_by_input, weight.scheme, columns))
+    scale, offset = zip(*ranges, strict=True)
     return weight.with_ranges(torch.cat(scale), None if offset[0] is None else torch.cat(offset))
 
 
 def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Tensor:
     """Return the values that error feedback rounded: the target, compensated for errors of earlier columns."""
-    wanted, codes = torch.empty_like(target, dtype=torch.float32), weight.codes
-    for matrices, found in factors:
+    result, codes = torch.empty_like(target, dtype=torch.float32), weight.codes
+    for matrices, factor_ in factors:
         value = weight.grid(matrices).value(codes[matrices].float())
-        wanted[matrices] = compensated_weight(target[matrices].float(), value, found)
-    return wanted
+        result[matrices] = compensated_weight(target[matrices].float(), value, factor_)
+    return result
 
 
 __all__ = [
     "Factors",
-    "can_choose",
-    "can_fit",
     "compensated",
     "fitted_to_feedback",
     "refined",
     "round_groups_of",
     "round_matrix",
     "round_rows",
+    "supports_dynamic_groups",
+    "supports_scale_fit",
 ]

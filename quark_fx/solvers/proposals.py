@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from quark_fx.errors import PassError, QuarkError
+from quark_fx.errors import CalibrationError, PassError, QuarkError
 from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
 from quark_fx.system.memory import is_shortage
 
@@ -101,4 +101,9 @@ def naming_failures(solver: object, operators: str) -> Iterator[None]:
         raise PassError(f"{type(solver).__name__} failed on {operators}: {type(error).__name__}: {error}") from error
 
 
-__all__ = ["Activation", "Bias", "Proposal", "Skip", "naming_failures"]
+def blamed(operators: Iterable[str], error: Exception) -> CalibrationError:
+    """Return an error that names the operators and suggests a fix."""
+    return CalibrationError(f"{', '.join(operators)}: {error}; check the calibration data, or exclude the operator")
+
+
+__all__ = ["Activation", "Bias", "Proposal", "Skip", "blamed", "naming_failures"]

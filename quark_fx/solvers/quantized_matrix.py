@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -62,11 +63,11 @@ class QuantizedMatrix:
     def grid(self, matrices: slice = slice(None)) -> Grid:
         """Return the grid of the codes in the form of matrices; `matrices` selects some of a stack."""
         stacked = self.mapping.stacked
-        found = Grid.of(self.stored[matrices] if stacked else self.stored, self.scheme)
-        scale, zero_point = (self.mapping.matrix(p) for p in (found.scale, found.zero_point))
+        grid = Grid.of(self.stored[matrices] if stacked else self.stored, self.scheme)
+        scale, zero_point = (self.mapping.matrix(p) for p in (grid.scale, grid.zero_point))
         if not stacked:
             scale, zero_point = scale[matrices], zero_point[matrices]
-        return replace(found, scale=scale, zero_point=zero_point)
+        return replace(grid, scale=scale, zero_point=zero_point)
 
     @property
     def columns(self) -> Columns | None:
@@ -114,8 +115,8 @@ class QuantizedMatrix:
         assert self.ranges is not None
         old, layout = self.stored, self.stored.layout
         zero_point = old.zero_point if offset is None else layout.restore(offset, self.mapping)
-        found = self.ranges(QParams(layout.restore(scale, self.mapping), zero_point))
-        return replace(self, stored=replace(old, scale=found.scale, zero_point=found.zero_point))
+        qparams = self.ranges(QParams(layout.restore(scale, self.mapping), zero_point))
+        return replace(self, stored=replace(old, scale=qparams.scale, zero_point=qparams.zero_point))
 
     def nearest(self) -> QuantizedMatrix:
         """Return the matrix with the float weight rounded to nearest."""
@@ -140,25 +141,40 @@ class QuantizedMatrix:
         Source:
             Alon, Matias, Szegedy 1999 (squares of sums with random signs).
         """
-        if self.outputs is not None:
-            lost = self.grid().value(self.codes.float()) - target
-            return _form(self.outputs, lost, h) / _form(self.outputs, target, h).clamp_min(_TINY)
-        noise, signal = torch.zeros(2, device=h.device, dtype=torch.float32)
-        outputs, codes = target.shape[1], self.codes
-        signs = torch.randint(2, (outputs, 1), generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(h)
-        for matrices in [slice(i, i + 1) for i in range(len(h))] if self.mapping.stacked else [slice(None)]:
-            grid, real = self.grid(matrices), target[matrices]
-            scale, zero_point = (p.expand_as(real) for p in (grid.scale, grid.zero_point))
-            aims, losses = h.new_zeros(2, len(real), min(outputs, _SUMS), real.shape[-1])
-            for rows in (slice(first, first + _SUMS) for first in range(0, outputs, _SUMS)):
-                aim = real[:, rows].float()
-                lost = decode(codes[matrices, rows].float(), scale[:, rows], zero_point[:, rows]).sub_(aim)
-                for total, part in ((aims, aim), (losses, lost)):
-                    total[:, : part.shape[1]].addcmul_(part, signs[rows])
-            noise += ((losses @ h[matrices]) * losses).sum()
-            signal += ((aims @ h[matrices]) * aims).sum()
-        error: Tensor = noise / signal.clamp_min(_TINY)
-        return error
+        return relative_errors([self], target, h)[0]
+
+
+def relative_errors(matrices: Sequence[QuantizedMatrix], target: Tensor, h: Tensor) -> Tensor:
+    """Return `QuantizedMatrix.error` of several choices for one weight, shape (choices,).
+
+    Args:
+        matrices: Choices, which can differ in codes and scales.
+        target, h: Arguments of `QuantizedMatrix.error`.
+    """
+    first = matrices[0]
+    if first.outputs is not None:
+        losses = [_form(first.outputs, m.grid().value(m.codes.float()) - target, h) for m in matrices]
+        return torch.stack(losses) / _form(first.outputs, target, h).clamp_min(_TINY)
+    outputs = target.shape[1]
+    signs = torch.randint(2, (outputs, 1), generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(h)
+    totals = torch.zeros(len(matrices) + 1, device=h.device, dtype=torch.float32)
+    codes = [m.codes for m in matrices]
+    for group in [slice(i, i + 1) for i in range(len(h))] if first.mapping.stacked else [slice(None)]:
+        real, grids = target[group], [first.grid(group)]
+        for old, new in pairwise(m.stored for m in matrices):
+            same = new.scale is old.scale and new.zero_point is old.zero_point
+            grids.append(grids[-1] if same else matrices[len(grids)].grid(group))
+        sums = h.new_zeros(len(matrices) + 1, len(real), min(outputs, _SUMS), real.shape[-1])
+        for rows in (slice(start, start + _SUMS) for start in range(0, outputs, _SUMS)):
+            values, sign = real[:, rows].float(), signs[rows]
+            sums[0, :, : len(sign)].addcmul_(values, sign)
+            for total, code, grid in zip(sums[1:], codes, grids, strict=True):
+                scale, zero_point = (p.expand_as(real)[:, rows] for p in (grid.scale, grid.zero_point))
+                lost = decode(code[group, rows].float(), scale, zero_point).sub_(values)
+                total[:, : len(sign)].addcmul_(lost, sign)
+        totals += torch.stack([((total @ h[group]) * total).sum() for total in sums])
+    errors: Tensor = totals[1:] / totals[0].clamp_min(_TINY)
+    return errors
 
 
 def _form(outputs: Tensor, weight: Tensor, h: Tensor) -> Tensor:
@@ -167,4 +183,4 @@ def _form(outputs: Tensor, weight: Tensor, h: Tensor) -> Tensor:
     return ((outputs @ rows) * (rows @ h)).sum()
 
 
-__all__ = ["QuantizedMatrix"]
+__all__ = ["QuantizedMatrix", "relative_errors"]

@@ -23,11 +23,11 @@ from quark_fx.engine.guidance import together_bytes
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes
 from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import Stage, graph_pass
-from quark_fx.solvers.finders import places_of
 from quark_fx.solvers.folds import Input, InputHessian, OutputError, Reading
 from quark_fx.solvers.judging import BlockJudge, FormJudge
 from quark_fx.solvers.proposals import Activation, Bias, Proposal, Skip
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.slots import slots_of
 from quark_fx.system.untrusted import brief
 
 S = TypeVar("S", bound=type)
@@ -86,8 +86,8 @@ class Solver(Selective, ABC):
                 f"reads of {name} must be InputHessian(), Input(observer) or OutputError(), not {brief(reads)}"
             )
         if self.chooses not in reads.choices:
-            known = ", ".join(r.__name__ for r in (InputHessian, Input, OutputError) if self.chooses in r.choices)
-            raise ConfigError(f"{name} chooses {chosen}, and {type(reads).__name__} says nothing of one; read {known}")
+            names = ", ".join(r.__name__ for r in (InputHessian, Input, OutputError) if self.chooses in r.choices)
+            raise ConfigError(f"{name} chooses {chosen}, and {type(reads).__name__} says nothing of one; read {names}")
         return reads
 
     @property
@@ -103,15 +103,15 @@ class Solver(Selective, ABC):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Choose better values in `gm`; return how many changed."""
-        reads, form, find = self._reading, self._form, places_of(self.chooses, gm, context, self)
+        reads, form, find = self._reading, self._form, slots_of(self.chooses, gm, context, self)
         judge = BlockJudge(self.solve, reads, context) if form is None else FormJudge(self.solve, form, context)
         label = type(self).__name__
         if form is not None:
             form.guidance(context)  # before blocks and their inputs take memory
         for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, side_by_side=self._side_by_side):
-            for places in [] if run.finished else find(run):
-                for some in [places] if reads.shared else [(place,) for place in places]:
-                    judge.choose(run, some)
+            for slots in () if run.finished else find(run):
+                for group in [slots] if reads.shared else [(slot,) for slot in slots]:
+                    judge.choose(run, group)
         return sum(change.changed for change in context.changes)
 
     def needs(self, sizes: Sizes) -> Need:
@@ -144,9 +144,11 @@ class Solver(Selective, ABC):
         if not two_sided:
             return need
         matrices = sizes.matrices.values()  # measurements of their outputs stay until the end
-        kept = sum(map(together_bytes, matrices)) + max((2 * FLOAT32 * m.rows * m.outputs for m in matrices), default=0)
+        outputs = sum(map(together_bytes, matrices)) + max(
+            (2 * FLOAT32 * m.rows * m.outputs for m in matrices), default=0
+        )
         operations = need.operations + int(sum(m.rows * together_bytes(m) / 2 for m in matrices) * sizes.batches)
-        moments = tuple(replace(moment, working=moment.working + kept) for moment in need.moments)
+        moments = tuple(replace(moment, working=moment.working + outputs) for moment in need.moments)
         return replace(need, moments=moments, operations=operations)
 
 

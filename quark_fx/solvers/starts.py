@@ -19,11 +19,12 @@ from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
 from quark_fx.solvers.error_feedback import DAMPING
+from quark_fx.solvers.folds import InputHessian
 from quark_fx.solvers.matrix_feedback import compensated, fitted_to_feedback, round_matrix
-from quark_fx.solvers.places import blamed
-from quark_fx.solvers.products import Part, Product, find_products
+from quark_fx.solvers.proposals import blamed
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
+from quark_fx.solvers.slots import WeightSlot, weights_by_input
 from quark_fx.system.memory import give_back
 
 ROWS = 8192
@@ -84,35 +85,35 @@ def feed_back(
     """
     return {
         name: rounded
-        for product in find_products(run, weights)
-        for name, rounded in _feed_back_product(product, context, fits_scales).items()
+        for slots in weights_by_input(run, weights)
+        for name, rounded in _feed_back(slots, context, fits_scales).items()
     }
 
 
-def _feed_back_product(product: Product, context: Context, fits_scales: bool) -> dict[str, Tensor]:
+def _feed_back(slots: Sequence[WeightSlot], context: Context, fits_scales: bool) -> dict[str, Tensor]:
     give_back()
-    seen = product.hessian(context, shifted=True, batches=context.data.calibration)
+    seen = InputHessian(shifted=True).measure(slots, context, context.data.calibration)
     factors = partial(seen.factors, damping=DAMPING, by_activation=True)
     rounded = {}
 
-    def round_(part: Part, fits: bool) -> tuple[QuantizedMatrix, Tensor]:
-        now = part.now
+    def round_(slot: WeightSlot, fits: bool) -> tuple[QuantizedMatrix, Tensor]:
+        now = slot.now
         target = seen.target(now.real, 1.0, factors())
         fitted = fitted_to_feedback(now, target, factors()) if fits and now.columns is not None else now
-        matrix, _ = round_matrix(fitted, target, factors())
+        matrix, *_ = round_matrix(fitted, target, factors())
         return matrix, compensated(matrix, target, factors())
 
     try:
-        for part in product.parts:
-            matrix, wanted = with_room(context, partial(round_, part, fits_scales))
+        for slot in slots:
+            matrix, wanted = with_room(context, partial(round_, slot, fits_scales))
             try:
-                part.store(matrix)
+                slot.store(matrix)
             except OverflowError:  # an int32 bias overflows at the new scales
-                matrix, wanted = with_room(context, partial(round_, part, False))
-                part.store(matrix)
-            rounded[part.weight.node.name] = part.mapping.restore(wanted, part.real)
+                matrix, wanted = with_room(context, partial(round_, slot, False))
+                slot.store(matrix)
+            rounded[slot.weight.node.name] = slot.mapping.restore(wanted, slot.real)
     except CalibrationError as error:
-        raise blamed(product.parts, error) from error
+        raise blamed((slot.name for slot in slots), error) from error
     return rounded
 
 
