@@ -189,7 +189,7 @@ class BlockRun:
 def _set_all(gm: GraphModule, tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Replace parameters by tensors on `device`, and copy those on other devices together."""
     away = [name for name, x in tensors.items() if x.device != device]
-    copied = accelerator.moved([tensors[name] for name in away], device, copy=True)
+    copied = accelerator.moved([tensors[name] for name in away], device, copy=True) if away else []
     for name, x in {**tensors, **dict(zip(away, copied, strict=True))}.items():
         set_parameter(gm, name, x)
 

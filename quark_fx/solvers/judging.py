@@ -132,8 +132,11 @@ class FormJudge:
                 results.append((slot, _skipped(slot, answer)))
                 continue
             before, after = next(errors), next(errors)
-            rejected = Change(slot.name, f"skipped: no better on {self.context.data.judged_on}", False, before, before)
-            results.append((slot, _Judged(answer.proposal, before, after) if after < before else rejected))
+            if after < before:
+                results.append((slot, _Judged(answer.proposal, before, after)))
+            else:
+                reason = f"skipped: no better on {self.context.data.judged_on}"
+                results.append((slot, Change(slot.name, reason, False, before, before)))
         return results
 
     def _require(self, checks: Sequence[_Check], wrong: Sequence[float]) -> None:

@@ -15,7 +15,7 @@ from quark_fx.numbers.sampling import spread_indices
 from quark_fx.passes import GPTQ
 from quark_fx.presets import INT4_WEIGHT_ONLY
 from quark_fx.solvers.hessian_trial import _ROWS
-from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix, relative_errors
 from quark_fx.solvers.solver import Proposal, Solver, solver
 
 INPUTS, OUTPUTS = 32, 2048
@@ -106,6 +106,10 @@ def test_the_error_of_many_rows_is_estimated_without_bias() -> None:
             lost = weight.grid().value(weight.codes.float()) - weight.real
             noise, signal = (((x @ seen.h) * x).sum() for x in (lost, weight.real))
             found.append(torch.tensor([weight.error(weight.real, seen.h), noise / signal]))
+            smaller = weight.with_scales(torch.full((1, weight.real.shape[1], 1), 0.9)).nearest()
+            choices = (weight, smaller.with_codes(smaller.codes + 1), smaller)  # the last two have the same scales
+            together = relative_errors(choices, weight.real, seen.h)
+            assert torch.equal(together, torch.stack([choice.error(weight.real, seen.h) for choice in choices]))
             return Proposal(weight)
 
     for outputs in (300, OUTPUTS):
