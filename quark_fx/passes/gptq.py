@@ -14,7 +14,6 @@ from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.matrix_feedback import (
     fitted_to_feedback,
     refined,
-    round_groups_of,
     round_matrix,
     supports_dynamic_groups,
     supports_scale_fit,
@@ -98,7 +97,7 @@ class GPTQ(Solver):
         fits = self.fit_scales and supports_scale_fit(weight)
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
-        weight, damping, level = (round_groups_of if dynamic else round_matrix)(weight, target, factors())
+        weight, damping, level = round_matrix(weight, target, factors(), dynamic_groups=dynamic)
         if self.sweeps and weight.outputs is None:
             weight = refined(weight, target, seen.h, damping, sweeps=self.sweeps)
         remarks = (

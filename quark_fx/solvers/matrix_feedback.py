@@ -25,7 +25,9 @@ _ROWS, _STEPS = 32, 8
 """Largest number of rows of a run that are rounded together if rows compensate for each other, and fewest steps."""
 
 
-def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor, float]:
+def round_matrix(
+    weight: QuantizedMatrix, target: Tensor, factors: Factors, *, dynamic_groups: bool = False
+) -> tuple[QuantizedMatrix, Tensor, float]:
     """Return `weight` with codes of `target` by error feedback, the damping of each matrix, and the largest damping.
 
     With `weight.outputs`, rows compensate for the errors of earlier rows as well.
@@ -34,23 +36,32 @@ def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> t
         weight: Quantized weight that defines scales and format of the codes.
         target: Weight to round, shape (groups, outputs, inputs).
         factors: Factors of the input's Hessian.
+        dynamic_groups: Choose each scale just before its group is rounded. The weight must support it
+            (`supports_dynamic_groups`), and inputs that share a scale are consecutive in the factors.
 
     Returns:
         The weight, the damping, shape (groups,), and the largest damping on the host.
     """
-    codes, dampings, level = torch.empty_like(weight.codes), list[Tensor](), 0.0
+    codes, free, columns = torch.empty_like(weight.codes), weight.free, weight.columns if dynamic_groups else None
+    ratios, dampings, level = list[Tensor](), list[Tensor](), 0.0
     for matrices, factor_ in factors:
         values, grid = target[matrices], weight.grid(matrices)
-        if weight.outputs is None:
+        if columns is not None:
+            args = values.float(), factor_, grid, free, columns, around(weight.scheme), codes.dtype
+            codes[matrices], ratio = round_groups(*args)
+            ratios.append(ratio)
+        elif weight.outputs is None:
             codes[matrices] = gptq_round(values, factor_, grid, codes.dtype)
         else:
-            codes[matrices] = round_rows(values, factor_, grid, weight.outputs, codes.dtype)
+            codes[matrices] = _round_rows(values, factor_, grid, weight.outputs, codes.dtype)
         dampings.append(factor_.damping)
         level = max(level, factor_.level)
+    if ratios:
+        weight = weight.with_scales(torch.cat(ratios))
     return weight.with_codes(codes), torch.cat(dampings), level
 
 
-def round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the codes of a matrix, rounding a few rows at a time; each row compensates for errors of earlier rows.
 
     The error `tr(outputs E h E')` is a sum over rows once `outputs` is factored like `h`: each term is the error of a
@@ -90,30 +101,8 @@ def round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dty
     return codes
 
 
-def round_groups_of(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor, float]:
-    """Round like `round_matrix`, and choose each scale just before its group is rounded.
-
-    Args:
-        weight: Quantized weight whose scales are adjustable, each for the same number of inputs
-            (`supports_dynamic_groups`).
-        target: Weight to round, shape (groups, outputs, inputs).
-        factors: Factors of the input's Hessian; inputs that share a scale are consecutive.
-    """
-    columns, codes, ratios = weight.columns, torch.empty_like(weight.codes), list[Tensor]()
-    free, candidates = weight.free, around(weight.scheme)
-    dampings, level = list[Tensor](), 0.0
-    assert columns is not None
-    for matrices, factor_ in factors:
-        values, grid = target[matrices].float(), weight.grid(matrices)
-        codes[matrices], ratio = round_groups(values, factor_, grid, free, columns, candidates, codes.dtype)
-        ratios.append(ratio)
-        dampings.append(factor_.damping)
-        level = max(level, factor_.level)
-    return weight.with_scales(torch.cat(ratios)).with_codes(codes), torch.cat(dampings), level
-
-
 def supports_dynamic_groups(weight: QuantizedMatrix) -> bool:
-    """Return whether `round_groups_of` accepts a weight."""
+    """Return whether `round_matrix` can choose the scales of a weight: each is for the same number of inputs."""
     return weight.columns is not None and weight.columns.even is not None
 
 
@@ -178,9 +167,7 @@ __all__ = [
     "compensated",
     "fitted_to_feedback",
     "refined",
-    "round_groups_of",
     "round_matrix",
-    "round_rows",
     "supports_dynamic_groups",
     "supports_scale_fit",
 ]

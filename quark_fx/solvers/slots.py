@@ -257,19 +257,20 @@ def _weights(gm: GraphModule, context: Context, chooser: Selective) -> Find:
     return find
 
 
-def weights_by_input(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[tuple[WeightSlot, ...]]:
-    """Return the weights of a block in order; operators with the same input are together.
+def weights_by_input(run: BlockRun, weights: Iterable[QuantizedWeight]) -> Iterator[tuple[WeightSlot, ...]]:
+    """Yield the weights of a block in order; operators with the same input are together.
 
     Args:
         run: Block of the operators.
-        weights: Weights to return; weights of an unsupported layout are left out.
+        weights: Weights to yield; weights of an unsupported layout are left out.
     """
     inputs: dict[object, list[WeightSlot]] = {}
     for weight in weights:
         if (mapping := weight.linear.matrices) is not None:
             real = tensor_of(run.reference, weight.weight).detach()
             inputs.setdefault(Entrance.key(weight.linear, mapping), []).append(WeightSlot(run, weight, mapping, real))
-    return [tuple(slots) for slots in inputs.values()]
+    while inputs:  # slots keep old codes, so they are not kept for the whole block
+        yield tuple(inputs.pop(next(iter(inputs))))
 
 
 def own_biases(gm: GraphModule, context: Context, chooser: Selective) -> list[tuple[QuantizedWeight, StoredBias]]:

@@ -53,7 +53,7 @@ def rounded(weight: Tensor, h: Tensor, outputs: Tensor | None) -> Tensor:
     own, step = factor(h[None], damping=0.0, by_activation=True), grid(*weight.shape)
     if outputs is None:
         return gptq_round(weight[None], own, step)[0]
-    return matrix_feedback.round_rows(weight[None], own, step, outputs, torch.float32)[0]
+    return matrix_feedback._round_rows(weight[None], own, step, outputs, torch.float32)[0]
 
 
 @on_devices
