@@ -1,4 +1,4 @@
-"""Inner loop of `quark_fx.solvers.error_feedback` as one kernel, which rounds a run of columns in registers."""
+"""Inner loop of `quark_fx.solvers.error_feedback` as one kernel, which rounds a block of columns in registers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from quark_fx.numbers.grid import Grid
 
 COLUMNS = 64
-"""Columns of a run; longer runs do not fit into the registers of a block."""
+"""Columns of a block; longer blocks do not fit into the registers."""
 
 _ROWS = 32
 """Rows of the weight in one block; rows are independent."""
@@ -41,7 +41,7 @@ def _quantize_block(
     columns: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
-    """Round `count` columns of `rows` outputs. Tensors but `feedback` start at the run, shape (inputs, outputs)."""
+    """Round `count` columns of `rows` outputs. Tensors but `feedback` start at the block, shape (inputs, outputs)."""
     group = tl.program_id(1).to(tl.int64)
     k = tl.arange(0, columns)
     o = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -74,7 +74,7 @@ def _quantize_block(
 
 
 def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
-    """Round a run of columns in place, like `quark_fx.solvers.error_feedback.quantize_block`.
+    """Round a block of columns in place, like `quark_fx.solvers.error_feedback.quantize_block`.
 
     Each of `columns` is a slice of a contiguous tensor, with at most `COLUMNS` columns.
     """
