@@ -13,7 +13,7 @@ from quark_fx.numbers.formats import BF16 as BFLOAT16
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
 from quark_fx.numbers.formats import FP16 as FLOAT16
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.numbers.scales import POWER_OF_TWO
+from quark_fx.numbers.scales import CALIBRATED_E4M3_SCALES, POWER_OF_TWO
 from quark_fx.observers import Adjusted, Mse, PowerOfTwoMinMse
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.dpu.align_shifts import AlignShifts
@@ -200,9 +200,10 @@ W4AFP8 = _integers(4, FP8_DYNAMIC.input)
 
 def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
     """Return a configuration of a block format; scales of float weight formats minimize the squared error."""
+    scale = CALIBRATED_E4M3_SCALES if weight.scale.has_unit else weight.scale
     return QuantConfig(
         weight=weight if weight.format.is_integer else weight.replace(observer=Mse()),
-        input=None if weight_only else weight.replace(dynamic=True),
+        input=None if weight_only else weight.replace(dynamic=True, scale=scale),
         passes=_FUSE,
         exclude=_IN_FLOAT,
     )
@@ -236,7 +237,8 @@ MXINT8 = _block(block_formats.MXINT8)
 """Microscaling 8-bit integers, otherwise as `MXFP8_E4M3`."""
 
 NVFP4 = _block(block_formats.NVFP4)
-"""4-bit floats in blocks of 16 with E4M3 scales and one float32 scale per tensor, otherwise as `MXFP8_E4M3`."""
+"""4-bit floats in blocks of 16 with E4M3 scales and one float32 scale per tensor, otherwise as `MXFP8_E4M3`. That of
+activations is calibrated, as checkpoints store it; `input.replace(scale="fp8_e4m3")` measures it and needs no data."""
 
 NVFP4_WEIGHT_ONLY = _block(block_formats.NVFP4, weight_only=True)
 """The weights of `NVFP4` with float activations."""

@@ -178,7 +178,13 @@ class TensorSpec:
             ),
             (self.dynamic and cast, f"{self.format} is a cast and needs no range; drop dynamic=True"),
             (
-                self.dynamic and self.observer not in (MinMax(), Adjusted(ratio=self.ratio)),
+                self.scale.calibrated and not self.dynamic,
+                f"scale='{self.scale}' is for activations; set dynamic=True, or scale='fp8_e4m3' for a weight",
+            ),
+            (
+                self.dynamic
+                and not self.scale.calibrated
+                and self.observer not in (MinMax(), Adjusted(ratio=self.ratio)),
                 "a dynamic range spans the minimum and maximum at run time, or a fraction of them; drop the observer, "
                 "or use Adjusted(ratio=0.9)",
             ),
@@ -218,8 +224,8 @@ class TensorSpec:
 
     @property
     def is_calibrated(self) -> bool:
-        """True if scales of activations come from calibration data: neither a dynamic range nor a cast."""
-        return not self.dynamic and not self.is_cast
+        """True if scales of activations, or the scale of their scales, come from calibration data."""
+        return (not self.dynamic or self.scale.calibrated) and not self.is_cast
 
     @property
     def ratio(self) -> float:
@@ -263,7 +269,13 @@ class TensorSpec:
         size = self.group_size or 0
         group = f"group {rows}" + (f"{size * self.scale.group_size}/{size}" if self.scale.group_size else f"{size}")
         shared = {Granularity.TENSOR: "", Granularity.GROUP: group}
-        scales = {"power_of_two": "pow2", "fp8_e4m3": "e4m3 scales", "float32": "", "float16": ""}
+        scales = {
+            "power_of_two": "pow2",
+            "fp8_e4m3": "e4m3 scales",
+            "float32": "",
+            "float16": "",
+            "fp8_e4m3_calibrated": "e4m3 scales",
+        }
         return " ".join(
             word
             for word in (
@@ -271,6 +283,7 @@ class TensorSpec:
                 shared.get(self.granularity, str(self.granularity)),
                 scales.get(str(self.scale), str(self.scale)),
                 "offset" if self.symmetry is Symmetry.OFFSET else "",
+                "calibrated" if self.scale.calibrated else "",
                 "dynamic" if self.dynamic else "",
                 "reduced range" if self.reduce_range else "",
             )

@@ -10,6 +10,7 @@ all scales of a tensor.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,10 @@ class ScaleFormat:
     """Format of the codes of quantized scales."""
     group_size: int | None = None
     """Scales that share a scale; `None` if they have none, or one per tensor."""
+    calibrated: bool = False
+    """Whether calibration finds the scale that scales measured at run time share."""
+    unit: float | None = None
+    """That scale, once it is known."""
     rule: str | None = None
     """Rounding of exponents in 8 bits, "floor", "even", or "ceil"; `None` for other scales."""
 
@@ -87,6 +92,10 @@ class ScaleFormat:
 
     def of_tensor(self, amax: Tensor, scheme: Scheme) -> ScaleFormat:
         """Return the format of scales of a tensor of largest magnitude `amax`, which settles the scale they share."""
+        return self
+
+    def under(self, largest: float) -> ScaleFormat:
+        """Return the format of scales whose largest is given, which settles the scale they share."""
         return self
 
     def of_groups(self, own: Tensor, group: Tensor) -> Tensor:
@@ -239,6 +248,8 @@ class QuantizedScale(ScaleFormat):
         format: FP8 E4M3, integers of at most 8 bits, or `HALVES`.
         group_size: Scales that share a scale; `None` for all of a tensor, with E4M3.
         scale: Format of that scale: `FLOAT20` for E4M3, `FLOAT16` for integers, or E8M0 for `HALVES`.
+        calibrated: Whether calibration finds the scale of all E4M3 scales that are measured at run time (larger ranges
+            saturate); otherwise, each call measures it, too.
 
     Raises:
         ConfigError: For other combinations.
@@ -250,6 +261,7 @@ class QuantizedScale(ScaleFormat):
     format: Format = field()
     group_size: PositiveInt | None = None
     scale: ScaleFormat = FLOAT32
+    calibrated: bool = False
     unit: float | None = field(default=None, repr=False, metadata={"state": True})
     """Scale of all E4M3 scales; by default it follows the ranges of each call."""
     bits: int = field(init=False, repr=False)
@@ -264,7 +276,7 @@ class QuantizedScale(ScaleFormat):
             (fmt == FP8_E4M3 and not of_groups and self.scale == FLOAT20)
             or (integers and of_groups and self.scale == FLOAT16)
             or (fmt == HALVES and of_groups and isinstance(self.scale, NumberScale) and self.rule is not None)
-        ):
+        ) or (self.calibrated and of_groups):
             size = f" in groups of {self.group_size}" if of_groups else ""
             raise ConfigError(
                 f"scales are not quantized to {fmt}{size} with scales in {self.scale}; write "
@@ -302,6 +314,9 @@ class QuantizedScale(ScaleFormat):
 
     def of_tensor(self, amax: Tensor, scheme: Scheme) -> QuantizedScale:
         return replace(self, unit=float(global_scale_of(amax, scheme))) if self.has_unit else self
+
+    def under(self, largest: float) -> QuantizedScale:
+        return replace(self, unit=float(self.scale.nearest(torch.tensor(largest / FP8_E4M3.max))))
 
     def in_groups(self, values: Tensor, axis: int, *, offsets: bool = False) -> Tensor:
         """Return scales, or offsets, rounded to ones that can be stored: integers times a float16 per group.
@@ -359,9 +374,12 @@ class QuantizedScale(ScaleFormat):
     @property
     def plain(self) -> dict[str, Any]:
         size = {} if self.group_size is None else {"group_size": self.group_size}
-        return {"format": str(self.format), **size, "scale": self.scale.plain}
+        known = {"calibrated": True} if self.calibrated else {}
+        return {"format": str(self.format), **size, "scale": self.scale.plain, **known}
 
     def __str__(self) -> str:
+        if self.calibrated:
+            return _CALIBRATED if self.unit is None else f"{self.format}_{self.unit!r}"
         return f"{self.format}_{self.scale}" if self.multiples else str(self.scale if self.rule else self.format)
 
 
@@ -378,7 +396,7 @@ def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> Sca
     if not isinstance(data, str | Mapping):
         raise ConfigError(f"a format of scales is its name, or the fields of a QuantizedScale, not {brief(data)}")
     if not isinstance(data, str):
-        names = ["format", "group_size", "scale"]
+        names = ["format", "group_size", "scale", "calibrated"]
         if missing := set(map(str, data)) - set(names):
             raise absent("QuantizedScale", "field", missing, names)
         codes = HALVES if data.get("format") == str(HALVES) else data.get("format")  # no format of tensors
@@ -386,6 +404,8 @@ def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> Sca
     fmt, _, rest = data.partition("_")
     if rest == str(FLOAT16):
         return QuantizedScale(parse_format(fmt), count, FLOAT16)
+    if unit := _UNIT.fullmatch(data):
+        return replace(CALIBRATED_E4M3_SCALES, unit=float(unit[1]))
     scale = FLOAT20 if data == str(FLOAT20) else SCALES.find(data)
     if count is None:
         return scale
@@ -409,6 +429,14 @@ E4M3_SCALES = QuantizedScale(FP8_E4M3, scale=FLOAT20)
 """An E4M3 float per group, times one float per tensor that maps the largest magnitude of the tensor to the largest E4M3
 float (NVIDIA NVFP4)."""
 SCALES.add(E4M3_SCALES, str(E4M3_SCALES))
+
+_CALIBRATED = "fp8_e4m3_calibrated"
+_UNIT = re.compile(r"fp8_e4m3_(\d[\d.]*(?:e[-+]\d+)?)")
+"""How graphs write `CALIBRATED_E4M3_SCALES` with the scale that calibration found."""
+
+CALIBRATED_E4M3_SCALES = QuantizedScale(FP8_E4M3, scale=FLOAT20, calibrated=True)
+"""The same for activations whose float is calibrated, as checkpoints of NVFP4 store it (`input_global_scale`)."""
+SCALES.add(CALIBRATED_E4M3_SCALES, _CALIBRATED)
 
 
 def global_scale_of(amax: Tensor, scheme: Scheme) -> Tensor:

@@ -57,7 +57,7 @@ def convert(gm: GraphModule, context: Context) -> int:
 
 def _input_scale(op: Coded, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec], QParams]) -> Tensor | None:
     """Return the static scale of the operator's activation, shape `()`, if it has one."""
-    if op.linear is None or op.input is None:
+    if op.linear is None or op.input is None or op.input.dynamic:
         return None
     point = plan.points.get((op.linear.activation, op.input, None))
     found = qparams.get((point.source, point.spec)) if point is not None else None

@@ -16,6 +16,7 @@ from quark_fx.graph.nodes import call, cast, get_attr, value_of
 from quark_fx.graph.operators import clamp_bounds
 from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import Plan, Point, Rounding
+from quark_fx.system import accelerator
 
 ops = torch.ops.quark_fx
 
@@ -29,13 +30,16 @@ def quantize_values(gm: GraphModule, plan: Plan, qparams: Mapping[tuple[Node, Te
         qparams: Parameters of every static (source, spec).
     """
     stored: dict[tuple[Node, TensorSpec], list[Node]] = {}
+    shared = [key for key in plan.observed if key[1].dynamic]
+    largest = dict(zip(shared, accelerator.read([qparams[key].scale.reshape(()) for key in shared]), strict=True))
     # Points for specific readers go first: if a value is also quantized for all readers, they then read the result.
     for point in sorted(plan.points.values(), key=lambda p: p.readers is None):
-        _convert_point(gm, point, qparams.get((point.source, point.spec)), stored)
+        key = point.source, point.spec
+        _convert_point(gm, point, largest.get(key, qparams.get(key)), stored)
 
 
 def _convert_point(
-    gm: GraphModule, point: Point, qparams: QParams | None, stored: dict[tuple[Node, TensorSpec], list[Node]]
+    gm: GraphModule, point: Point, qparams: QParams | float | None, stored: dict[tuple[Node, TensorSpec], list[Node]]
 ) -> None:
     value, spec = point.value, point.spec
     users = list(value.users) if point.readers is None else [user for user in value.users if user in point.readers]
@@ -47,9 +51,10 @@ def _convert_point(
         if spec.is_cast:
             result = cast(gm, cast(gm, value, spec.format.dtype, value), dtype, value)
         elif spec.dynamic:
-            result = _dynamic(gm, point, dtype)
+            assert not isinstance(qparams, QParams)
+            result = _dynamic(gm, point, qparams, dtype)
         else:
-            assert qparams is not None
+            assert isinstance(qparams, QParams)
             key = point.source, spec
             stored[key] = parameters = _parameters(gm, point, qparams, stored.get(key))
             result = _static(gm, point, qparams, parameters, dtype)
@@ -99,9 +104,12 @@ def _static(gm: GraphModule, point: Point, qparams: QParams, parameters: list[No
     return call(gm, ops.dequantize.default, codes, *parameters, fmt, *layout, dtype, like=point.value)
 
 
-def _dynamic(gm: GraphModule, point: Point, dtype: torch.dtype) -> Node:
-    value, rank = point.value, value_of(gm, point.value).dim()
-    measurement = point.spec.measurement(rank - 1 if point.reduced is None else point.reduced)
+def _dynamic(gm: GraphModule, point: Point, largest: float | None, dtype: torch.dtype) -> Node:
+    """Measure the scales of a value; `largest` is the largest scale that calibration found, if they share one."""
+    value, rank, spec = point.value, value_of(gm, point.value).dim(), point.spec
+    if largest is not None:
+        spec = spec.replace(scale=spec.scale.under(largest))
+    measurement = spec.measurement(rank - 1 if point.reduced is None else point.reduced)
     measured = call(gm, ops.dynamic_qparams.default, value, *measurement, like=value)
     scale, zero_point = (_getitem(gm, measured, i) for i in (0, 1))
     fmt, _, axis, block, *_ = measurement

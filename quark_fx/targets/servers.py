@@ -91,7 +91,10 @@ def kind_of(spec: TensorSpec | None) -> str:
         return _FLOAT
     rows = f"{spec.group_rows}x" if spec.group_rows > 1 else ""
     shared = f"group {rows}{spec.group_size}" if spec.group_size else str(spec.granularity)
-    scales = "e4m3" if spec.scale.has_unit and not spec.dynamic else "e8m0" if spec.scale.rule else ""
+    # A server measures scales under a calibrated one only.
+    scales = (
+        "e4m3" if spec.scale.has_unit and spec.dynamic == spec.scale.calibrated else "e8m0" if spec.scale.rule else ""
+    )
     other = "+" * (spec.symmetry is Symmetry.OFFSET or spec.scale.multiples is not None)
     words = (f"{spec.format}{other}", shared, scales, "dynamic" if spec.dynamic else "")
     return " ".join(word for word in words if word)

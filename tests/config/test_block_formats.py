@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -31,10 +32,10 @@ from quark_fx.config.block_formats import (
 )
 from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.graph.nodes import tensor_of
-from quark_fx.numbers.formats import FP4_E2M1, INT4, INT8, SM8
+from quark_fx.numbers.formats import BF16, FP4_E2M1, INT4, INT8, SM8
 from quark_fx.numbers.ops import dequantize, dynamic_qparams, quantize
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.numbers.scales import E4M3_SCALES
+from quark_fx.numbers.scales import CALIBRATED_E4M3_SCALES, E4M3_SCALES, global_scale_of, scale_format
 from quark_fx.plan.weights import quantize_tensor, stored_bytes
 
 Rounding = Callable[[float], float]
@@ -279,6 +280,34 @@ def test_nvfp4_with_a_value_that_is_not_finite_is_refused_or_spoilt() -> None:
     with pytest.raises(ValueError, match="NaN or infinity"):
         quantize_tensor(x, NVFP4)
     assert dynamic(x, NVFP4).isnan().all()
+
+
+@on_devices
+def test_calibration_finds_the_scale_of_the_scales_of_activations(device: torch.device, tmp_path: Path) -> None:
+    """It is that of the largest magnitude; larger ones at run time saturate, and a stored model keeps it."""
+    read = NVFP4.replace(scale=CALIBRATED_E4M3_SCALES, dynamic=True)
+    assert TensorSpec.from_dict(read.to_dict()) == read == NVFP4.replace(scale="fp8_e4m3_calibrated", dynamic=True)
+    model = nn.Linear(32, 32, bias=False).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(32))
+    batches = [torch.randn(4, 32, device=device) * size for size in (1.0, 3.0)]
+    config = QuantConfig(weight=TensorSpec(format=BF16), input=read, target=Target.TORCH)
+    assert qfx.quantization.needs_data(config)
+    qmodel = qfx.quantize(model.to(device), config, batches, progress=False)
+    amax = torch.cat(batches).abs().max()
+    unit = global_scale_of(amax, read.scheme)
+    ((name, *_),) = [node.args[5:6] for node in qmodel.graph_module.graph.nodes if "qparams" in str(node.target)]
+    kind = scale_format(name)
+    assert kind.unit == float(unit)
+    assert scale_format(str(kind)) == kind
+    x = batches[0] * 100
+    expected = dynamic(x, read.replace(scale=kind))
+    assert expected.abs().max() == 448 * 6 * unit
+    torch.testing.assert_close(qmodel(x), expected, rtol=0, atol=0)
+    qmodel.save(tmp_path)
+    assert torch.equal(qfx.load(tmp_path, device=str(device))(x), qmodel(x))
+    with pytest.raises(qfx.ConfigError, match="is for activations; set dynamic=True"):
+        read.replace(dynamic=False)
 
 
 def e4m3_parts(quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:

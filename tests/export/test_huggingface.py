@@ -734,7 +734,7 @@ def wide() -> qfx.Session:
 def test_schemes_are_those_of_compressed_tensors(tmp_path: Path) -> None:
     """Its own code decompresses our weights, and rounds activations as ours; `benchmarks.schemes` runs all."""
     x = torch.randn(3, 4, 256, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-3, 2, 256)
-    for name in ("fp8_block", "w2a8", "w7a8", "w4afp8", "mxfp4", "mxfp4xfp8", "mxfp6a8", "mxfp8"):
+    for name in ("fp8_block", "w2a8", "w7a8", "w4afp8", "nvfp4", "mxfp4", "mxfp4xfp8", "mxfp6a8", "mxfp8"):
         config = SCHEMES_OF_READERS[name]
         qmodel = quantize(wide(), config)
         directory = qfx.export.huggingface(qmodel, tmp_path / name)
@@ -744,11 +744,15 @@ def test_schemes_are_those_of_compressed_tensors(tmp_path: Path) -> None:
         (told,) = quantization(directory)["config_groups"].values()
         args = QuantizationArgs.model_validate(told["input_activations"])
         if args.type == "float":
-            theirs = fake_quantize(x, *compute_dynamic_scales_and_zp(x, args, nn.Module()), args)
-            measurement = config.input.measurement(-1)  # type: ignore[union-attr]
-            fmt, _, axis, block, *_ = measurement
-            scale, zero_point = ops.dynamic_qparams(x, *measurement)
-            assert torch.equal(theirs, ops.fake_quantize(x, scale, zero_point, fmt, axis, block)), name
+            stored = load_file(directory / "model.safetensors")
+            whole = {"global_scale": stored.get("model.layers.0.self_attn.q_proj.input_global_scale")}
+            theirs = fake_quantize(x, *compute_dynamic_scales_and_zp(x, args, nn.Module(), **whole), args, **whole)
+            nodes = (node for node in qmodel.graph_module.graph.nodes if "dynamic_qparams" in str(node.target))
+            fmt, symmetry, _, block, *rest = next(nodes).args[1:]
+            scale, zero_point = ops.dynamic_qparams(x, fmt, symmetry, -1, block, *rest)
+            ours = ops.fake_quantize(x, scale, zero_point, fmt, -1, block)
+            # Readers divide by the reciprocal of the scale of NVFP4's scales.
+            torch.testing.assert_close(theirs, ours, rtol=2**-22 if name == "nvfp4" else 0, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("passes", [(), (GPTQ(static_groups=False),)], ids=["nearest", "scales chosen"])

@@ -85,7 +85,7 @@ def huggingface(
         qmodel: Result of `quantize`.
         directory: Directory to write, created if needed; an earlier quantized checkpoint in it is replaced.
         format: `"compressed-tensors"` (integers up to 8 bits, FP8 E4M3 also in square blocks, NVFP4, MXFP4, MXFP6 E2M3,
-            and MXFP8 E4M3; activations in all of these, but for NVFP4), `"gptq"`, `"gptq_v2"`, or `"awq"`
+            and MXFP8 E4M3; activations in all of these), `"gptq"`, `"gptq_v2"`, or `"awq"`
             (integers, weights only, all with one group size).
         tokenizer: Tokenizer to save in the same directory.
         model: Float model of the same architecture, if `qmodel` was loaded.
@@ -510,9 +510,11 @@ def _inputs(activation: Activation, channels: int) -> dict[str, Any]:
     size, kind = max(activation.block_size, 0) or None, scale_format(activation.scale_type)
     if size and channels % size:
         raise ExportError(f"activations of {channels} channels, which are not a multiple of their groups of {size}")
-    if kind.is_8_bit and not (kind.rule and size == 32 and not fmt.is_integer):
+    local = kind.unit is not None and size == 16 and fmt == FP4_E2M1
+    if kind.is_8_bit and not (local or (kind.rule and size == 32 and not fmt.is_integer)):
         raise ExportError(
-            f"activations with scales in {kind}; it holds float32, or E8M0 for small floats in groups of 32"
+            f"activations with scales in {kind}; it holds float32, fp8_e4m3_calibrated for {FP4_E2M1} in groups of 16, "
+            "or E8M0 for small floats in groups of 32"
         )
     if activation.ratio != 1:
         raise ExportError("activations in a share of the range at run time; drop the observer Adjusted")
@@ -520,7 +522,12 @@ def _inputs(activation: Activation, channels: int) -> dict[str, Any]:
     symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == fmt.middle
     per = "group" if size else "token" if activation.per_token else "tensor"
     inputs = _arguments(fmt, symmetric or not fmt.is_integer, per, dynamic=activation.scale is None)
-    return inputs | {"group_size": size} | ({"scale_dtype": str(torch.uint8)} if kind.is_8_bit else {})
+    inputs |= {"group_size": size} | ({"scale_dtype": str(torch.uint8)} if kind.is_8_bit else {})
+    return inputs | (_LOCAL if local else {})
+
+
+_LOCAL = {"strategy": "tensor_group", "dynamic": "local", "scale_dtype": str(torch.float8_e4m3fn)}
+"""How the activations of NVFP4 are described: their scales are measured, the scale of these is calibrated."""
 
 
 _MXFP8 = "mxfp8-quantized"
@@ -600,11 +607,13 @@ def _arguments(fmt: Format, symmetric: bool, strategy: str, *, dynamic: bool = F
 def compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a layer in a scheme, by the ends of their names."""
     weight, activation, kind = layer.weight, layer.input, scheme["format"]
+    unit = None if activation is None else scale_format(activation.scale_type).unit
+    whole = {} if unit is None else {"input_global_scale": torch.tensor([unit]).reciprocal()}  # readers divide by it
     if kind in _BLOCK_FORMS:
-        return _blocks(weight, kind, layer.unit)
+        return _blocks(weight, kind, layer.unit) | whole
     blocks = block_scales(weight) if scheme["weights"]["strategy"] == "block" else None
     scale = weight.scale if blocks is None else blocks
-    tensors = {"weight_scale": scale.reshape(-1) if weight.scale.numel() == 1 else scale}
+    tensors = {"weight_scale": scale.reshape(-1) if weight.scale.numel() == 1 else scale} | whole
     if kind == "pack-quantized":
         parts = [unsigned(part) for _, part in weight.pieces()]
         tensors["weight_packed"] = torch.cat([pack(codes, weight.format.bits) for codes, _ in parts])

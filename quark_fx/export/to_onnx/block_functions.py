@@ -7,6 +7,7 @@ powers of two come from tables: a logarithm finds the entry or the one before it
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import ml_dtypes
@@ -49,7 +50,7 @@ class _Body:
 
 def round_name(scheme: Scheme, *, shared: bool, inner: bool) -> str:
     """Return the name of `round_function`."""
-    words = ["Round", str(scheme.format), str(scheme.scale)]
+    words = ["Round", str(scheme.format), re.sub(r"\W", "_", str(scheme.scale))]
     words += ["full"] if scheme.symmetry is Symmetry.SYMMETRIC_FULL else []
     words += ["shared"] if shared else []
     return "_".join([*words, "inner"] if inner else words)
@@ -139,11 +140,18 @@ def _e8m0_scale_of(do: _Body, size: ir.Value, scheme: Scheme, *, below: bool) ->
 
 def _two_level_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:
     """Compute `ScaleFormat.of_range` for E4M3 scales under one float32 scale, which is truncated to 20 bits."""
+    if scheme.scale.unit is not None:
+        return _times_unit(do, amax, do("Add", 0.0, scheme.scale.unit), scheme)
     bad = do("ReduceSum", do("Mul", amax, 0.0), keepdims=0)
     ideal = do("Div", do("Add", do("ReduceMax", amax, keepdims=0), bad), float(scheme.largest * FP8_E4M3.max))
     last = _power_of(do, ideal, 1.0, 2.0 ** np.clip(_EXPONENTS - 19.0, -149, 127))
     cut = do("Max", do("Mul", do("Floor", do("Div", ideal, last)), last), 2.0**-100)
     unit = do("Where", do("Greater", ideal, 0.0), cut, do("Add", ideal, 1.0))
+    return _times_unit(do, amax, unit, scheme)
+
+
+def _times_unit(do: _Body, amax: ir.Value, unit: ir.Value, scheme: Scheme) -> ir.Value:
+    """Return the E4M3 floats nearest to the scales of ranges, in units of a number, times that number."""
     ratio = do("Div", amax, do("Mul", unit, float(scheme.largest)))
     held = do("Clip", ratio, 2.0**-9, FP8_E4M3.max)
     held = do("Cast", do("Cast", held, to=ir.DataType.FLOAT8E4M3FN), to=ir.DataType.FLOAT)

@@ -122,7 +122,8 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
     if not (kind.has_unit if of_16 else kind.rule):
         needs = "E4M3 floats times one number" if of_16 else "powers of two"
         raise Declined(f"scales of its activation are not {needs}, measured at run time")
-    constants = (_pairs(codes) if packs else codes, _tiled(scale), whole)
+    unit = None if kind.unit is None else torch.tensor(kind.unit, device=codes.device)
+    constants = (_pairs(codes) if packs else codes, _tiled(scale), whole, unit)
     try:  # a build of torch may lack a kernel of its version
         small_block_product(codes[:1], weight.scale[:1], *constants)
     except RuntimeError as error:
@@ -130,23 +131,27 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
     _replace(product, product.insert(small_block_product, rounded.codes, rounded.scale, *constants), bias)
 
 
-def small_block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor, whole: Tensor | None) -> Tensor:
+def small_block_product(
+    x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor, whole: Tensor | None, unit: Tensor | None
+) -> Tensor:
     """Return the product of codes with their scales, bfloat16, with sums in float32.
 
     Args:
         x: Codes, float8_e4m3fn, `(..., inputs)`.
-        scale: Scales, float32, `(..., groups)`; powers of two, or E4M3 floats, the largest of them 448, times a number.
+        scale: Scales, float32, `(..., groups)`; powers of two, or E4M3 floats times a number.
         codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`, or uint8, `(outputs, inputs / 2)`, two E2M1
             floats in each.
         weight_scale: Scales, uint8, in the layout of `_tiled`: exponents, or bits of E4M3 floats.
         whole: Factor of the E4M3 floats, float32, `()`; `None` for exponents.
+        unit: Factor of the activation's E4M3 floats, float32, `()`; `None` for exponents, or if the largest is 448.
     """
     rows, step = (part.reshape(-1, part.shape[-1]).contiguous() for part in (x, scale))
     given = rows.shape[0]
     rows, step = at_least(rows, 1), at_least(step, 1)
     scales, weight_scales, recipe, kind = [_exponents(step)], [weight_scale], [_BLOCKS_OF_32], torch.float8_e8m0fnu
     if whole is not None:
-        unit = FLOAT20.nearest(step.amax() / like(step, FP8_E4M3.max))  # a factor of the largest scale: no rounding
+        if unit is None:
+            unit = FLOAT20.nearest(step.amax() / like(step, FP8_E4M3.max))  # a factor of the largest scale: no rounding
         scales = [(step / unit).to(torch.float8_e4m3fn).view(torch.uint8), unit]
         weight_scales, recipe, kind = [weight_scale, whole], [_BLOCKS_OF_16, _TENSOR], torch.float8_e4m3fn
     scales[0], weight_scales[0] = _tiled(scales[0]).view(kind), weight_scale.view(kind)
