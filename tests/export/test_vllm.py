@@ -23,14 +23,15 @@ import quark_fx as qfx
 from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, NVFP4
 from quark_fx.config.gguf_types import Q4_1
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
-from quark_fx.config.target import stored_target
+from quark_fx.config.target import Operand, stored_target
 from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.mixed_precision.groups import groups_of
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, INT16, UINT4
 from quark_fx.numbers.scales import E8M0_EVEN, FLOAT16
 from quark_fx.passes import Rotate
-from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, INT8_STATIC, W4A4_DYNAMIC, W4A16_RTN, W8A8_DYNAMIC
+from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, INT8_STATIC, SCHEMES, W4A4_DYNAMIC, W4A16_RTN, W8A8_DYNAMIC
 from quark_fx.targets import VLLM
+from quark_fx.targets.servers import capability
 
 W4 = W4A16_RTN.replace(target="vllm", group_size=16)
 CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
@@ -232,6 +233,32 @@ def test_what_vllm_has_is_taken() -> None:
         assert QuantConfig(weight=weight, target=VLLM, kv_cache=TensorSpec(format=FP8_E4M3))
     with pytest.raises(qfx.ConfigError, match="measures the whole range at run time"):
         W4A4_DYNAMIC.replace(target="vllm")
+
+
+LOADED = {
+    "sglang": {"w4a16", "w8a16", "w4a16_asym", "w8a8", "int8", "fp8_dynamic", "fp8_block", "nvfp4", "nvfp4a16"},
+    "vllm": SCHEMES.keys() - {"mxfp6a16", "mxfp6a8", "fp8"},
+}
+"""Of `fp8`, which has one scale per tensor, a fused layer would be rounded again."""
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_servers_have_the_schemes_that_their_code_multiplies(name: str) -> None:
+    target, loaded = stored_target(name), set[str]()
+    for scheme, config in SCHEMES.items():
+        weight, read = config.weight, config.input
+        assert weight is not None
+        reasons = (
+            target.refusal(weight, Operand.WEIGHT),
+            target.refusal(read, Operand.INPUT),
+            target.placement.refuses("linear", weight, read, None),
+        )
+        if not any(reasons):
+            loaded.add(scheme)
+            assert capability({"vllm": "vLLM", "sglang": "SGLang"}[name], weight, read)
+    assert loaded == LOADED[name]
+    measured = NVFP4.replace(dynamic=True)
+    assert "fp4_e2m1 group 16 e4m3 dynamic" in str(target.refusal(measured, Operand.INPUT))
 
 
 @cache
