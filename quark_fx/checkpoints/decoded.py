@@ -42,6 +42,21 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
+class Within:
+    """The place of a matrix in a stack.
+
+    Attributes:
+        index: Index of its expert.
+        rows: First row, and the row after the last.
+        transposed: Whether the stack holds its transpose.
+    """
+
+    index: int
+    rows: tuple[int, int]
+    transposed: bool
+
+
+@dataclass(frozen=True)
 class DecodedTensor:
     """A tensor by its values.
 
@@ -53,6 +68,7 @@ class DecodedTensor:
         form: Form of codes in compressed-tensors, `"fp8"`, or empty for values.
         bits: Bits of a packed code.
         block: Rows and columns that share a scale.
+        within: Place of the matrix in a stack of experts; `None` for a whole tensor.
     """
 
     shape: tuple[int, ...]
@@ -62,6 +78,7 @@ class DecodedTensor:
     form: str = ""
     bits: int = 0
     block: tuple[int, int] = (1, 1)
+    within: Within | None = None
 
     @property
     def is_float(self) -> bool:
@@ -140,6 +157,9 @@ class DecodedFiles:
         """
         known, files = self.tensors[name], MappedFiles()
         parts = {leaf: files.tensor(self.files.files[stored], stored) for leaf, stored in known.parts.items()}
+        if (place := known.within) is not None:
+            matrix = next(iter(parts.values()))[place.index]
+            return (matrix.t() if place.transposed else matrix)[slice(*place.rows)]
         if not known.form:
             return next(iter(parts.values()))
         try:
@@ -258,4 +278,4 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     return codes
 
 
-__all__ = ["DecodedFiles", "DecodedTensor", "group_of", "names_layer"]
+__all__ = ["DecodedFiles", "DecodedTensor", "Within", "group_of", "names_layer"]

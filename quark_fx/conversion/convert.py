@@ -24,7 +24,16 @@ from quark_fx.checkpoints.decoded import DecodedFiles
 from quark_fx.checkpoints.files import CheckpointFiles, stored_bytes
 from quark_fx.checkpoints.open_checkpoint import quantized_by
 from quark_fx.config.quant_config import QuantConfig
-from quark_fx.conversion.plan import Conversion, PlannedTensor, Shapes, layer_of, plan, require_data_free, rounded
+from quark_fx.conversion.plan import (
+    Conversion,
+    PlannedTensor,
+    Shapes,
+    layer_of,
+    plan,
+    require_data_free,
+    rounded,
+    unstacked,
+)
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoints.to_huggingface import compressed, decompress_to_bfloat16
 from quark_fx.quantization import resolve
@@ -98,7 +107,7 @@ def convert(
     if not source.is_dir():
         raise CheckpointError(f"{source} is one file of a checkpoint; pass its directory, {files.directory}")
     said = _configuration(files.directory)
-    decoded = DecodedFiles.of(files, said)
+    decoded = unstacked(DecodedFiles.of(files, said), said, config, ignore)
     others, left_out = _other_files(files)
     conversion = plan(decoded, said, config, tuple(ignore), output, left_out)
     _require_place(files.directory, output)

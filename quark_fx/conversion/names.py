@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from quark_fx.checkpoints.decoded import Within
 from quark_fx.plan.roles import HEAD, ROUTER
 from quark_fx.targets import SGLANG
 
@@ -75,6 +76,30 @@ def fused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def experts(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Within]]:
+    """Return the matrices in stacks of experts, by the names of the stacks, where shapes tell the layout.
+
+    The stacks of one module are `gate_up_proj` and `down_proj`, gate before up. A module with biases interleaves them.
+    """
+    found: dict[str, dict[str, Within]] = {}
+    for name, shape in shapes.items():
+        owner, _, leaf = name.rpartition(".")
+        down, lengths = f"{owner}.down_proj", shapes.get(f"{owner}.down_proj", ())
+        if leaf != "gate_up_proj" or (len(shape), len(lengths)) != (3, 3) or f"{name}_bias" in shapes:
+            continue
+        (count, a, b), (same, c, d) = shape, lengths
+        layouts = [(2 * d, d, c, False)] * ((a, b) == (2 * d, c)) + [(2 * c, c, d, True)] * ((a, b) == (d, 2 * c))
+        if count != same or len(layouts) != 1:
+            continue
+        (both, inner, outputs, transposed) = layouts[0]
+        rows = {"gate_proj": (0, inner), "up_proj": (inner, both), "down_proj": (0, outputs)}
+        for expert in range(count):
+            for part, range_ in rows.items():
+                stack = found.setdefault(down if part == "down_proj" else name, {})
+                stack[f"{owner}.{expert}.{part}.weight"] = Within(expert, range_, transposed)
+    return found
+
+
 def _tables(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
     """Yield a configuration and those it contains."""
     yield config
@@ -83,4 +108,4 @@ def _tables(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, 
             yield from _tables(value, depth + 1)
 
 
-__all__ = ["DRAFT", "EMBEDDING", "NUMBERED_EXPERT", "fused", "roles"]
+__all__ = ["DRAFT", "EMBEDDING", "NUMBERED_EXPERT", "experts", "fused", "roles"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from quark_fx.checkpoints.decoded import DecodedFiles, DecodedTensor
 from quark_fx.checkpoints.files import some_of, stored_bytes
 from quark_fx.config.quant_config import Granularity, OperatorSpecs, QuantConfig, TensorSpec
 from quark_fx.config.selection import matches
-from quark_fx.conversion.names import EMBEDDING, NUMBERED_EXPERT, fused, roles
+from quark_fx.conversion.names import EMBEDDING, NUMBERED_EXPERT, experts, fused, roles
 from quark_fx.errors import CheckpointError, ConfigError, ExportError
 from quark_fx.export.checkpoints.experts import literal, name_patterns
 from quark_fx.export.checkpoints.to_huggingface import Schemes, compressed
@@ -165,6 +165,29 @@ def _is_storable(config: QuantConfig) -> bool:
         return False
 
 
+def unstacked(
+    source: DecodedFiles, said: Mapping[str, Any], config: QuantConfig, ignore: Sequence[str]
+) -> DecodedFiles:
+    """Return the tensors with stacks of experts replaced by one matrix per projection of each, as servers read them.
+
+    Stacks stay that a pattern or their role keeps in float, and those whose layout the shapes do not tell.
+    """
+    tensors = dict(source.tensors)
+    for name, matrices in experts({n: t.shape for n, t in tensors.items()}).items():
+        modules = {n.removesuffix(_WEIGHT): place.rows for n, place in matrices.items()}
+        excluded = any(
+            config.exclusion(n, "experts") or any(_ignores(p, n, ("experts",)) for p in ignore) for n in modules
+        )
+        if excluded or any(_ignores(p, name, ("experts",)) for p in ignore) or roles(modules, said):
+            continue
+        stack = tensors.pop(name)
+        for n, place in matrices.items():
+            inputs = stack.shape[1 if place.transposed else 2]
+            shape = (place.rows[1] - place.rows[0], inputs)
+            tensors[n] = replace(stack, shape=shape, bytes=stored_bytes(stack.dtype, shape), within=place)
+    return replace(source, tensors=tensors)
+
+
 def plan(
     source: DecodedFiles,
     said: Mapping[str, Any],
@@ -190,8 +213,12 @@ def plan(
     """
     shapes = {n.removesuffix(_WEIGHT): t.shape for n, t in source.tensors.items() if _is_matrix(n, t)}
     role_of, groups = roles(shapes, said), fused(shapes)
-    kinds = {name: ("linear", role_of[name]) if name in role_of else ("linear",) for name in shapes}
+    kind_of = {name: "experts" if NUMBERED_EXPERT.search(name) else "linear" for name in shapes}
+    kinds = {name: (kind, role_of[name]) if name in role_of else (kind,) for name, kind in kind_of.items()}
     specs = {name: config.specs_for(name, *kinds[name]) for name in shapes}
+    names = {name.removesuffix(_WEIGHT): kinds.get(name.removesuffix(_WEIGHT), ("experts",)) for name in source.tensors}
+    if unused := [p for p in ignore if not any(_ignores(p, name, own) for name, own in names.items())]:
+        warn(f"no layer matches {', '.join(map(repr, unused))} of ignore")
     reasons, errors = _reasons(kinds, role_of, specs, config, ignore), dict[str, str]()
     floats = {name: [other for other in group if other in reasons] for name, group in groups.items()}
     for name, group in groups.items():  # one kernel has one scheme
@@ -235,8 +262,8 @@ def plan(
         outputs = {f"{module}.{leaf}": header for leaf, header in sizes[key].items()}
         planned.append(PlannedTensor(name, spec, read, scheme, "", shared, outputs, stored.bytes))
     notes = [f"the source was rounded before, by {source.method}: both errors add up"]
-    names = Counter(name for tensor in planned for name in tensor.outputs)
-    if twice := [name for name, count in names.items() if count > 1]:
+    counts = Counter(name for tensor in planned for name in tensor.outputs)
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise CheckpointError(
             f"{source.files.path} holds {some_of(twice)}, which would also hold codes or scales of the result; add the "
             "layer to ignore"
@@ -257,19 +284,15 @@ def _reasons(
     ignore: Sequence[str],
 ) -> dict[str, str]:
     """Return why layers stay in float."""
-    reasons, unused = dict[str, str](), dict.fromkeys(ignore)
+    reasons = dict[str, str]()
     for name, own in kinds.items():
         found = [pattern for pattern in ignore if _ignores(pattern, name, own)]
-        for pattern in found:
-            unused.pop(pattern, None)
         if name in role_of:
             reasons[name] = f"{role_of[name]}, in float for servers"
         elif found:
             reasons[name] = f"ignored by {found[0]!r}"
         elif why := config.exclusion(name, *own) or "no weight in the scheme" * (specs[name].weight is None):
             reasons[name] = why
-    if unused:
-        warn(f"no layer matches {', '.join(map(repr, unused))} of ignore")
     return reasons
 
 
@@ -289,7 +312,7 @@ def _ignores(pattern: str, name: str, kinds: Sequence[str]) -> bool:
 def _left(left: Sequence[str], chosen: Iterable[str], source: DecodedFiles, config: QuantConfig) -> list[str]:
     """Return the names and patterns of modules in float that may be linear layers to a reader."""
     single = [name for name in left if not NUMBERED_EXPERT.search(name)]
-    experts = name_patterns(
+    patterns = name_patterns(
         [name for name in left if NUMBERED_EXPERT.search(name)],
         [name for name in chosen if NUMBERED_EXPERT.search(name)],
     )
@@ -297,7 +320,7 @@ def _left(left: Sequence[str], chosen: Iterable[str], source: DecodedFiles, conf
     return [
         *single,
         *fused_names(single, config.target.checkpoints.fused),
-        *(f"re:{pattern}" for pattern in experts),
+        *(f"re:{pattern}" for pattern in patterns),
         *(f"re:^{literal(path)}[.]" for path in dict.fromkeys(stacks)),
     ]
 
@@ -355,4 +378,4 @@ def _sizes(spec: TensorSpec, shape: tuple[int, ...], scheme: Mapping[str, Any]) 
     return {leaf: (_DTYPES[tensor.dtype], shapes[leaf]) for leaf, tensor in one.items()}
 
 
-__all__ = ["Conversion", "PlannedTensor", "Shapes", "layer_of", "plan", "require_data_free", "rounded"]
+__all__ = ["Conversion", "PlannedTensor", "Shapes", "layer_of", "plan", "require_data_free", "rounded", "unstacked"]
