@@ -33,7 +33,6 @@ from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
 from quark_fx.plan.table import Table, tuples
 from quark_fx.plan.weights import quantize_tensor
-from quark_fx.presets import PRESETS
 from quark_fx.quantization import needs_data
 from quark_fx.system.isolation import warn
 from quark_fx.system.memory import bytes_text
@@ -139,9 +138,9 @@ class Conversion:
 def require_data_free(config: QuantConfig, name: str) -> None:
     """Raise `ConfigError` unless a configuration rounds each weight alone, and its inputs at run time."""
     if why := _beyond_files(config):
-        free = [n for n, c in PRESETS.items() if not _beyond_files(c) and _is_storable(c)]
         raise ConfigError(
-            f"scheme {name} {why}, and convert runs no model; quantize the model, or choose one of {', '.join(free)}"
+            f"scheme {name} {why}, and convert runs no model; quantize the model, or choose a preset that needs no data, "
+            "such as fp8_dynamic, w4a16_rtn, or nvfp4_weight_only"
         )
 
 
@@ -155,14 +154,6 @@ def _beyond_files(config: QuantConfig) -> str:
     if passes:
         return f"changes layers with {', '.join(passes)}"
     return "rounds outputs, biases, or caches" if config.output or config.bias or config.kv_cache else ""
-
-
-def _is_storable(config: QuantConfig) -> bool:
-    try:
-        spec = config.weight
-        return spec is not None and bool(Schemes([]).add(layer_of("", _stand_in(spec, 128, 256), config.input)))
-    except (ConfigError, ExportError):
-        return False
 
 
 def unstacked(
