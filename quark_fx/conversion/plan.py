@@ -139,7 +139,7 @@ def require_data_free(config: QuantConfig, name: str) -> None:
     """Raise `ConfigError` unless a configuration rounds each weight alone, and its inputs at run time."""
     if why := _beyond_files(config):
         raise ConfigError(
-            f"scheme {name} {why}, and convert runs no model; quantize the model, or choose a preset that needs no data, "
+            f"scheme {name} {why}, and convert runs no model; quantize the model, or choose a preset without data, "
             "such as fp8_dynamic, w4a16_rtn, or nvfp4_weight_only"
         )
 
