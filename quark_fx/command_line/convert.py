@@ -14,7 +14,7 @@ from quark_fx.command_line.printing import show
 
 def convert(
     source: Annotated[Path, typer.Argument(help="The directory of a Hugging Face checkpoint, of any architecture.")],
-    scheme: Annotated[str, typer.Option(help="A preset that needs no data, such as fp8_dynamic or w4a16_rtn.")],
+    scheme: Annotated[str, typer.Option(help="A preset that needs no data, such as fp8_block, nvfp4a16, or w4a16.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="A directory to create.")],
     ignore: Annotated[
         list[str] | None,

@@ -85,7 +85,7 @@ def convert(
 
     Args:
         source: Directory with safetensors files and `config.json`, of any architecture.
-        scheme: Name of a preset that needs no data, such as `"fp8_dynamic"`, a `QuantConfig`, or its `to_dict()`.
+        scheme: Name of a preset that needs no data, such as `"fp8_block"` or `"w4a16"`, a `QuantConfig`, or its dict.
         output: Directory to create.
         ignore: Further layers that stay in float: globs on names (`"*router*"`), or `"re:"` and a regular expression.
         processes: Number of processes. With several, a script needs `if __name__ == "__main__":` around the call.

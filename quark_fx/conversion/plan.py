@@ -140,7 +140,7 @@ def require_data_free(config: QuantConfig, name: str) -> None:
     if why := _beyond_files(config):
         raise ConfigError(
             f"scheme {name} {why}, and convert runs no model; quantize the model, or choose a preset without data, "
-            "such as fp8_dynamic, w4a16_rtn, or nvfp4_weight_only"
+            "such as fp8_block, fp8_dynamic, nvfp4a16, or w4a16"
         )
 
 
