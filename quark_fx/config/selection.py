@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
-NOT_SELECTED = "skipped: not selected"
-"""Note in the report for an operator that the patterns of a pass do not select."""
+from quark_fx.errors import Declined
+
+NOT_SELECTED = "not selected"
+"""Reason in the report for skipping an operator that the patterns of a pass do not select."""
 
 
 class Named(Protocol):
@@ -69,6 +71,15 @@ class Selective:
     def selects(self, operator: Named) -> bool:
         """Tell whether the pass may change an operator."""
         return not self.only or any(matches(pattern, operator.name, *operator.kinds) for pattern in self.only)
+
+    def why_not(self, *operators: Named) -> str:
+        """Return the reason in the report for skipping operators that the pass may not change; empty if it may."""
+        return "" if all(map(self.selects, operators)) else NOT_SELECTED
+
+    def require_selected(self, operator: Named) -> None:
+        """Raise `Declined` if the pass may not change an operator."""
+        if reason := self.why_not(operator):
+            raise Declined(reason)
 
     def selected(self, plan: Mapping[str, N]) -> Mapping[str, N]:
         """Return the operators of a plan that the pass may change."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import DEQUANTIZE, is_parameter, parameter, target_name
@@ -275,18 +275,16 @@ def own_weights(
     for name, operator in context.plan.items():
         if not isinstance(operator, Coded):
             continue
-        if not chooser.selects(operator):
-            context.note(Change(name=operator.name, what=NOT_SELECTED, changed=False))
-            continue
-        reason = ""
-        if name not in learned:
+        if reason := chooser.why_not(operator):
+            pass
+        elif name not in learned:
             reason = _reason(operator)
         elif learned[name].codes in shared:
             reason = "several operators read its weight"
         elif (fmt := operator.weight.format).vector > 1:
             reason = f"{fmt} holds {fmt.vector} values in a code, so they are rounded to nearest together"
         if reason:
-            context.note(Change(name=operator.name, what=f"skipped: {reason}", changed=False))
+            context.note(Change.skipped(operator.name, reason))
     return lambda block: [
         weight
         for weight in quantized_weights(block, plan)

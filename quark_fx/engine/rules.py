@@ -72,7 +72,7 @@ def _apply(
             with gm.graph.inserting_before(node.next):
                 rewrite = rule(gm, node)
         except Declined as declined:
-            _note(context, Change(module_name(node), f"skipped: {declined.reason}", changed=False))
+            _note(context, Change.skipped(module_name(node), declined.reason))
             continue
         if rewrite is None:
             continue

@@ -116,6 +116,11 @@ class Change:
     seconds: float = field(default=0.0, compare=False)
     all_samples: bool = False
 
+    @classmethod
+    def skipped(cls, name: str, reason: str) -> Self:
+        """Return the row for an operator that stays as it is."""
+        return cls(name, f"skipped: {reason}", changed=False)
+
 
 @dataclass(frozen=True)
 class PassRecord:

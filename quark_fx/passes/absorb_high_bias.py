@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
@@ -46,15 +46,15 @@ class AbsorbHighBias(Selective):
             linear = Linear.of(node)
             if linear is None or linear.bias_at is None:
                 continue
-            names, what, moved = names_of(node, uses), NOT_SELECTED, False
-            if self.selects(names):
-                try:
-                    what, moved = f"lowered by up to {self._absorb(gm, linear, linear.bias_at):.3g}", True
-                except Declined as declined:
-                    what = f"skipped: {declined.reason}"
+            names = names_of(node, uses)
+            try:
+                self.require_selected(names)
+                change = Change(names.name, f"lowered by up to {self._absorb(gm, linear, linear.bias_at):.3g}")
+            except Declined as declined:
+                change = Change.skipped(names.name, declined.reason)
             if context is not None:
-                context.note(Change(names.name, what, moved))
-            absorbed += moved
+                context.note(change)
+            absorbed += change.changed
         return absorbed
 
     def _absorb(self, gm: GraphModule, producer: Linear, position: int) -> float:

@@ -80,7 +80,7 @@ def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, bias: Stored
     shift = None if mean is None else linear.response(lost, mean)
     if shift is None:
         reason = "no batch norm (and at most a clamp) before it" if mean is None else "its response is not constant"
-        context.note(Change(weight.name, f"skipped: {reason}", changed=False))
+        context.note(Change.skipped(weight.name, reason))
         return
     for name, value in bias.tensors(gm, bias.value(gm) + shift).items():
         set_parameter(gm, name, value)

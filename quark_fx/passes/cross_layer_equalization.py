@@ -58,7 +58,7 @@ class CrossLayerEqualization(Selective):
         sites = []
         for site in selected_sites(analysis, names, self, note):
             if reason := self._refusal(site):
-                note(Change(site_name(site, names), f"skipped: {reason}", changed=False))
+                note(Change.skipped(site_name(site, names), reason))
             else:
                 sites.append(site)
         weights = _weights(gm, sites)

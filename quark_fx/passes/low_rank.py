@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.config.selection import Selective
 from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
@@ -119,23 +119,21 @@ class LowRank(Selective):
         planned = [op for op in plan_quantization(gm, context.config, quiet=True).operators if isinstance(op, Coded)]
         walk, found = Walk(gm), dict[Node, list[_Reader]]()
         for op in planned:
-            if not self.selects(op):
-                context.note(Change(op.name, NOT_SELECTED, changed=False))
-                continue
             try:
+                self.require_selected(op)
                 reader = self._reader(op, walk, refused=refused)
                 found.setdefault(reader.linear.activation, []).append(reader)
             except Declined as declined:
-                context.note(Change(op.name, f"skipped: {declined.reason}", changed=False))
+                context.note(Change.skipped(op.name, declined.reason))
         sites = []
         for readers in found.values():
             site = _Site(tuple(readers))
             if self.rank >= site.inputs:
-                what = f"skipped: rank {self.rank} is not below its {site.inputs} channels; set a smaller rank"
-                context.note(Change(site.name, what, changed=False))
+                what = f"rank {self.rank} is not below its {site.inputs} channels; set a smaller rank"
+                context.note(Change.skipped(site.name, what))
             elif (share := site.overhead(self.rank)) > self.overhead:
                 cost = f"a branch of rank {self.rank} would cost {share:.0%} of the multiplications"
-                context.note(Change(site.name, f"skipped: {cost} (overhead={self.overhead:g})", changed=False))
+                context.note(Change.skipped(site.name, f"{cost} (overhead={self.overhead:g})"))
             else:
                 sites.append(site)
         return sites
@@ -236,7 +234,7 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
             site.name, "skipped: its input or weight is infinite or too large to be squared", changed=False
         )
     if not bool((learned.trace() > 0) & (weights.trace() > 0)):
-        return None, Change(site.name, "skipped: its input or weight is zero", changed=False)
+        return None, Change.skipped(site.name, "its input or weight is zero")
     found = _directions(learned, weights, rank)
     judge = judge if bool(judge.trace() > 0) else learned
     own, other, columns = (max(0.0, float(_left(form, found) / form.trace())) for form in (learned, judge, weights))

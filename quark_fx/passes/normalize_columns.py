@@ -49,11 +49,11 @@ class NormalizeColumns(Selective):
         changed = 0
         for site in sites:
             if site.shares_scale:
-                context.note(Change(site.name, f"skipped: {SHARED_SCALE}", changed=False))
+                context.note(Change.skipped(site.name, SHARED_SCALE))
                 continue
             squares = _mean_squares(gm, site)
             if float(squares.max()) < torch.finfo(torch.float32).tiny / _SMALLEST**2:
-                context.note(Change(site.name, "skipped: the weights of all its consumers are zero", changed=False))
+                context.note(Change.skipped(site.name, "the weights of all its consumers are zero"))
                 continue
             scale = squares.clamp_min(float(squares.max()) * _SMALLEST**2).rsqrt()
             scale /= scale.log().mean().exp()

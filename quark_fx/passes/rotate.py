@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.selection import NOT_SELECTED, Named, Selective
+from quark_fx.config.selection import Named, Selective
 from quark_fx.config.target import Unrotated
 from quark_fx.engine.context import Context
 from quark_fx.errors import Declined
@@ -102,8 +102,7 @@ class Rotating(Selective, ABC):
         analysis, drawn = find_rotation_sites(gm, streams=self.streams), list[Drawn]()
         for node, reason in analysis.reasons.items():
             if node in names:
-                what = f"skipped: {reason}" if self.selects(names[node]) else NOT_SELECTED
-                note(Change(names[node].name, what, changed=False))
+                note(Change.skipped(names[node].name, self.why_not(names[node]) or reason))
         for found in analysis.sites:
             readers = [names[linear.node] for linear in found.readers if linear.node in names]
             if not readers:
@@ -112,34 +111,31 @@ class Rotating(Selective, ABC):
             name = readers[0].name + f" and {len(readers) - 1} more" * (len(readers) > 1)
             rotation = site.draw(generator)
             share = site.overhead(rotation)
-            if not all(map(self.selects, readers)):
-                what = NOT_SELECTED
+            if why := self.why_not(*readers):
+                pass
             elif site.size == 1:
-                what = f"skipped: {found.size} channels do not divide into blocks of at most {self.block}; raise block"
+                why = f"{found.size} channels do not divide into blocks of at most {self.block}; raise block"
             elif share > self.overhead:
-                what = (
-                    f"skipped: rotating at run time would cost {share:.0%} of the products (overhead={self.overhead:g})"
-                )
-            elif site.at_run_time and unrotated is not None and (why := _unrotated(site, unrotated)):
-                what = f"skipped: {why}"
-            else:
+                why = f"rotating at run time would cost {share:.0%} of the products (overhead={self.overhead:g})"
+            elif site.at_run_time and unrotated is not None:
+                why = _unrotated(site, unrotated)
+            if not why:
                 drawn.append(Drawn(name, site, rotation, _said(site, share, in_blocks=site.size < found.size)))
                 continue
-            note(Change(name, what, changed=False))
+            note(Change.skipped(name, why))
         return drawn
 
     def _rotate_keys(
         self, gm: GraphModule, op: Attending, generator: torch.Generator, unrotated: Unrotated | None
     ) -> Change:
         """Rotate the keys and queries of an attention, or report the reason for skipping it."""
-        if not self.selects(op):
-            return Change(op.name, NOT_SELECTED, changed=False)
         try:
+            self.require_selected(op)
             size = channels_of_keys(gm, op.attention)
         except Declined as declined:
-            return Change(op.name, f"skipped: {declined.reason}", changed=False)
+            return Change.skipped(op.name, declined.reason)
         if unrotated is not None and (why := unrotated(op.kinds, False, size)):
-            return Change(op.name, f"skipped: {why}", changed=False)
+            return Change.skipped(op.name, why)
         rotate_keys(gm, op.attention, Rotation.random(size, generator))
         return Change(op.name, f"rotated queries and keys by a matrix of size {size}, at run time")
 

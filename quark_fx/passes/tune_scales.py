@@ -92,7 +92,7 @@ class TuneScales(Selective):
             elif weight.scheme.scale.is_8_bit:
                 reason = "its scales have 8 bits, too few for small steps"
             if reason:
-                context.note(Change(weight.name, f"skipped: {reason}", changed=False))
+                context.note(Change.skipped(weight.name, reason))
             else:
                 found.append(_Scales.of(weight, gm, context.device))
         return found

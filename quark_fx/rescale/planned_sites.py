@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import Granularity
-from quark_fx.config.selection import NOT_SELECTED, Named, Selective
+from quark_fx.config.selection import Named, Selective
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import parameter
@@ -122,7 +122,7 @@ def planned_sites(
         if len(readers) == len(site.inputs):
             sites.append(PlannedSite(site, name, readers, tuple(_producers(site, coded))))
         else:
-            context.note(Change(name, f"skipped: {unread}", changed=False))
+            context.note(Change.skipped(name, unread))
     return sites
 
 
@@ -139,14 +139,13 @@ def selected_sites(
     """
     for node, reason in analysis.reasons.items():
         if node in operators:
-            what = f"skipped: {reason}" if chooser.selects(operators[node]) else NOT_SELECTED
-            note(Change(operators[node].name, what, changed=False))
+            note(Change.skipped(operators[node].name, chooser.why_not(operators[node]) or reason))
     chosen = []
     for site in analysis.sites:
-        if all(chooser.selects(operators[found.reader]) for found in site.inputs if found.reader in operators):
-            chosen.append(site)
+        if reason := chooser.why_not(*(operators[i.reader] for i in site.inputs if i.reader in operators)):
+            note(Change.skipped(site_name(site, operators), reason))
         else:
-            note(Change(site_name(site, operators), NOT_SELECTED, changed=False))
+            chosen.append(site)
     return chosen
 
 

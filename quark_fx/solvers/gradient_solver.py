@@ -82,7 +82,7 @@ class GradientSolver(Schedule, ABC):
                 )
         for weight in weights:
             if weight.node in reasons:
-                context.note(Change(weight.name, f"skipped: {reasons[weight.node]}", changed=False))
+                context.note(Change.skipped(weight.name, reasons[weight.node]))
         return [weight for weight in weights if weight.node not in reasons]
 
 

@@ -249,7 +249,7 @@ def _weights(gm: GraphModule, context: Context, chooser: Selective) -> Find:
     weights_in = own_weights(gm, context, chooser)
     for weight in weights_in(gm):
         if weight.linear.matrices is None:
-            context.note(Change(weight.name, "skipped: unsupported weight layout", changed=False))
+            context.note(Change.skipped(weight.name, "unsupported weight layout"))
 
     def find(run: BlockRun) -> Iterator[Sequence[Slot]]:
         yield from weights_by_input(run, weights_in(run.module))
@@ -277,12 +277,12 @@ def own_biases(gm: GraphModule, context: Context, chooser: Selective) -> list[tu
     """Return selected operators whose stored bias no other operator adds, with the bias; report the skipped ones."""
     shared, biases = shared_tensors(gm), []
     for weight in quantized_weights(gm, context.plan):
-        if not chooser.selects(weight.operator):
-            context.note(Change(weight.name, NOT_SELECTED, changed=False))
+        if reason := chooser.why_not(weight.operator):
+            context.note(Change.skipped(weight.name, reason))
         elif (bias := weight.bias) is None:
-            context.note(Change(weight.name, "skipped: it does not have a stored bias", changed=False))
+            context.note(Change.skipped(weight.name, "it does not have a stored bias"))
         elif bias.name in shared:
-            context.note(Change(weight.name, "skipped: several operators add its bias", changed=False))
+            context.note(Change.skipped(weight.name, "several operators add its bias"))
         else:
             biases.append((weight, bias))
     return biases
@@ -305,9 +305,9 @@ def _activations(gm: GraphModule, context: Context, chooser: Selective) -> Find:
     for activation in quantized_activations(gm):
         name = activation.rounding.value
         if chooser.only and activation.scale_name not in read:
-            context.note(Change(name, NOT_SELECTED, changed=False))
+            context.note(Change.skipped(name, NOT_SELECTED))
         elif activation.rounding.spec.scale != FLOAT32:
-            context.note(Change(name, "skipped: its scale may not take any value (scale)", changed=False))
+            context.note(Change.skipped(name, "its scale may not take any value (scale)"))
         else:
             free[activation.scale_name] = activation
 
@@ -319,7 +319,7 @@ def _activations(gm: GraphModule, context: Context, chooser: Selective) -> Find:
             if (value := free[name].rounding.value) in nodes:
                 yield (_ActivationSlot(run, free[name], gm, context),)
             elif context.ranks.index == 0:
-                context.note(Change(value, "skipped: it is computed from values of several blocks", changed=False))
+                context.note(Change.skipped(value, "it is computed from values of several blocks"))
 
     return find
 
