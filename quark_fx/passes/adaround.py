@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,7 +77,6 @@ class AdaRound(GradientSolver):
 
     Args:
         regularization: Weight of the penalty that drives soft codes to hard ones, relative to the relative error.
-        warm_start: Fraction of the steps without the penalty.
         softness: Initial position of a code on the way to the float weight, 0 to 1.
 
     The other options are documented in `quark_fx.solvers.schedule.Schedule`.
@@ -86,10 +85,12 @@ class AdaRound(GradientSolver):
         Nagel et al. 2020, section 3; Li et al. 2021 (BRECQ); Wei et al. 2022 (QDrop).
     """
 
+    warm_start: ClassVar[float] = 0.2
+    """Fraction of the steps without the penalty."""
+
     iterations: NonNegativeInt = 100
     learning_rate: NonNegativeFloat = 1e-2
     regularization: NonNegativeFloat = 0.01
-    warm_start: Annotated[float, Interval("[0, 1)")] = 0.2
     softness: Annotated[float, Interval("[0, 1]")] = 0.5
 
     def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> SoftRounding:

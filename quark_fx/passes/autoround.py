@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from quark_fx.solvers.gradient_solver import GradientSolver
 from quark_fx.solvers.solver import solver
 from quark_fx.solvers.starts import Start
 from quark_fx.solvers.trainable import LearnedWeight
-from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
+from quark_fx.system.options import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _FROM_FEEDBACK = 0.3
 """Number of steps times the first step, in codes: a value close to the edge of its bin may change, most do not."""
@@ -84,7 +84,6 @@ class AutoRound(GradientSolver):
 
     Args:
         ranges: Learn the ratios of scales as well, if scales can change individually.
-        smallest_range: Smallest ratio to the initial scale.
         range_rate: Step size of the ratios, relative to the codes.
 
     The other options are documented in `quark_fx.solvers.schedule.Schedule`.
@@ -93,13 +92,15 @@ class AutoRound(GradientSolver):
         Cheng et al. 2023 (SignRound); one ratio per scale instead of one for each end of the range.
     """
 
+    smallest_range: ClassVar[float] = 0.5
+    """Smallest ratio of a scale to the initial one."""
+
     unit: Unit = Unit.BLOCK
     start: Start = Start.FEEDBACK
     iterations: NonNegativeInt = 15
     batch_size: PositiveInt = 8
     learning_rate: NonNegativeFloat = 0.0
     ranges: bool = True
-    smallest_range: Annotated[float, Interval("(0, 1]")] = 0.5
     range_rate: NonNegativeFloat = 0.1
 
     @property

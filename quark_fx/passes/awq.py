@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from quark_fx.solvers.hessian_trial import FeedbackTrial, HessianTrial, MeasuredSite
 from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
-from quark_fx.system.options import Interval
 
 _SMALLEST = 1e-4
 """Smallest value of a channel relative to the largest; smaller ones are scaled alike."""
@@ -31,11 +30,7 @@ class AWQ(ScalingSolver):
 
     Args:
         feedback: Choose the scales with the smallest error after error feedback.
-        steps: Intervals of the grid; about every fifth point is tried for each exponent, then points around the best.
         explicit: Insert a multiplication if nothing before the site can absorb the scale.
-
-    Raises:
-        ConfigError: For fewer than two steps.
 
     Source:
         Lin et al. 2024 (AWQ), section 3.2, where `a` is the mean magnitude, `q` is 0, and the objective is the error of
@@ -44,8 +39,9 @@ class AWQ(ScalingSolver):
     """
 
     trial: ClassVar = HessianTrial
+    steps: ClassVar[int] = 20
+    """Intervals of the grid; about every fifth point is tried for each exponent, then points around the best."""
 
-    steps: Annotated[int, Interval("[2, inf)")] = 20
     feedback: bool = False
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class TuneScales(Selective):
         batches: Calibration batches per step, shared by all ranks.
         learning_rate: Learning rate of a scale, relative to its size; it rises over the first eighth of the steps, then
             decays to 0.
-        validation_checks: Number of evaluations on validation data; the best scales at these points are stored.
         seed: Seed of the order of batches.
 
     Source:
@@ -48,10 +47,12 @@ class TuneScales(Selective):
         multiplicative steps.
     """
 
+    validation_checks: ClassVar[int] = 4
+    """Number of evaluations on validation data; the best scales at these points are stored."""
+
     iterations: PositiveInt = 32
     batches: PositiveInt = 1
     learning_rate: Annotated[float, Interval("(0, 1)")] = 4e-3
-    validation_checks: PositiveInt = 4
     seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
     def __call__(self, gm: GraphModule, context: Context) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 
@@ -35,12 +35,14 @@ class Schedule(Selective):
         bias_rate: Learning rate of biases, relative to their mean magnitude; 0 keeps them.
         drop: Probability that an activation stays in float during a step (QDrop).
         start: Initial codes: `"descent"`, `"feedback"`, or the current `"codes"` from earlier passes.
-        patience: Number of evaluations on the validation batches, of twenty, without improvement before stopping.
         seed: Seed of the samples, and of dropped values.
 
     Raises:
         ConfigError: For a value out of range.
     """
+
+    patience: ClassVar[int] = 5
+    """Number of evaluations on the validation batches, of twenty, without improvement before stopping."""
 
     unit: Unit = Unit.OPERATOR
     iterations: NonNegativeInt = 250
@@ -50,7 +52,6 @@ class Schedule(Selective):
     bias_rate: NonNegativeFloat = 0.0
     drop: Annotated[float, Interval("[0, 1)")] = 0.0
     start: Start = Start.DESCENT
-    patience: PositiveInt = 5
     seed: int = 0
 
     @property

@@ -424,10 +424,20 @@ def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
     options = [f.name for f in fields(cls) if not f.metadata.get("state")]
     if missing := set(data) - set(names):
+        for name in sorted(missing):
+            if (value := fixed_value(cls, name)) is not None:
+                raise ConfigError(f"{name} of {cls.__name__} is fixed at {value}; leave it out")
         if hint := next(filter(None, map(getattr(cls, "earlier_fields", {}).get, sorted(missing))), ""):
             raise ConfigError(f"{cls.__name__} has no field {', '.join(sorted(missing))}; {hint}")
         raise absent(cls.__name__, "field", missing, options)
     return dict(data)
+
+
+def fixed_value(cls: type, name: str) -> float | None:
+    """Return the value of an option that a class has as a constant (`ClassVar`), or None if there is none."""
+    annotations = (inspect.get_annotations(base).get(name) for base in cls.__mro__)
+    value = getattr(cls, name, None)
+    return value if isinstance(value, int | float) and any("ClassVar" in str(a) for a in annotations) else None
 
 
 def enum_member(enum: type[StrEnum], value: str) -> Any:

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from quark_fx.errors import ConfigError
 from quark_fx.system.names import Stored, absent, keeps_stored, unknown
-from quark_fx.system.options import plain_fields
+from quark_fx.system.options import fixed_value, plain_fields
 from quark_fx.system.untrusted import brief
 
 E = TypeVar("E")
@@ -126,7 +126,11 @@ class Registry(dict[str, E], Generic[E, V]):
         entry: Any = self.find(name)
         builds = isinstance(entry, type)
         valid = [f.name for f in fields(entry) if not f.metadata.get("state")] if builds and is_dataclass(entry) else []
-        if missing := set(map(str, options)) - set(valid):
+        missing = set(map(str, options)) - set(valid)
+        constants = {option: fixed_value(entry, option) for option in missing} if builds else {}
+        # An earlier version wrote these options, whose values cannot be chosen now.
+        options = {option: value for option, value in options.items() if constants.get(option) != value}
+        if missing := {option for option in missing if constants.get(option) is None}:
             raise absent(f"{self.what} {name!r}", "option", missing, valid)
         return cast(V, entry(**options) if builds else entry)
 

@@ -16,6 +16,7 @@ from quark_fx.config.block_formats import MX9, MXFP4, MXINT8, NVFP4
 from quark_fx.config.gguf_types import GGUF_TYPES
 from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec, matches
 from quark_fx.errors import ConfigError
+from quark_fx.graph.pass_manager import PASSES
 from quark_fx.numbers.formats import (
     BF16,
     FORMATS,
@@ -615,3 +616,14 @@ def test_scales_are_written_as_names_or_fields() -> None:
     with pytest.raises(ConfigError, match=r"no field scale_type.*scale"):
         MX9.replace(scale_type="float32")
     assert qfx.Scheme(format=INT4, scale="float16") == TensorSpec(format=INT4, scale="float16").scheme  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["AdaRound", "BlockAP"])
+def test_an_option_that_became_a_constant_loads_with_its_value_alone(name: str) -> None:
+    def config(patience: int) -> QuantConfig:
+        return QuantConfig.from_dict({"passes": [{"name": name, "iterations": 3, "patience": patience}]})
+
+    assert config(5) == QuantConfig(passes=(PASSES.make({"name": name, "iterations": 3}),))
+    for call in (lambda: config(6), lambda: PASSES.find(name)(patience=5)):
+        with pytest.raises(ConfigError, match=f"patience of {name} is fixed at 5; leave it out"):
+            call()

@@ -40,7 +40,7 @@ from quark_fx.passes import (
 CODES = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
 INTEGERS = QuantConfig(weight=CODES, input=TensorSpec(format=UINT8), passes=(fold_batch_norm,))
 STEPS: dict[Any, dict[str, Any]] = {
-    **{learner: {"iterations": 5, "patience": 20} for learner in (AdaRound, AdaQuant, AutoRound, BlockAP)},
+    **{learner: {"iterations": 5} for learner in (AdaRound, AdaQuant, AutoRound, BlockAP)},
     TuneScales: {"iterations": 16},
 }
 ROUNDING: list[Any] = [GPTQ, FitScales, AdaRound, AdaQuant, AutoRound, BlockAP, BiasCorrection, TuneScales]

@@ -202,8 +202,6 @@ def test_learned_scales_are_ones_that_can_be_stored(name: str, start: Start) -> 
 def test_the_step_is_one_over_their_number_unless_given() -> None:
     assert AutoRound(iterations=50, start=Start.DESCENT).rate == 1 / 50
     assert AutoRound(iterations=50, learning_rate=0.1).learning_rate == 0.1
-    with pytest.raises(ConfigError, match="smallest_range"):
-        AutoRound(smallest_range=0.0)
     with pytest.raises(ConfigError, match="range_rate"):
         AutoRound(range_rate=-0.1)
 

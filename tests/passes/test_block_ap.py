@@ -13,6 +13,7 @@ from quark_fx.graph.nodes import stored_tensors
 from quark_fx.numbers.formats import INT2
 from quark_fx.passes import AdaQuant, AutoRound, BlockAP
 from quark_fx.passes.adaquant import StraightThrough
+from quark_fx.solvers.schedule import Schedule
 from quark_fx.solvers.starts import Start
 
 WEIGHT = TensorSpec(format=INT2, granularity=Granularity.GROUP, group_size=16, symmetry="asymmetric")  # type: ignore[arg-type]
@@ -79,9 +80,10 @@ def test_steps_gain_on_unseen_samples_and_move_scales_only_if_asked(rate: float)
     assert all(torch.equal(a, b) for a, b in zip(*scales, strict=True)) == (rate == 0)
 
 
-def test_codes_go_further_than_by_one() -> None:
+def test_codes_go_further_than_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 2 bits that is what it gains over `AutoRound`."""
-    data, options = tokens(64, 64), {"iterations": 60, "patience": 20, "start": Start.CODES}
+    monkeypatch.setattr(Schedule, "patience", 20)
+    data, options = tokens(64, 64), {"iterations": 60, "start": Start.CODES}
     near = stored_tensors(quantize(mlp(), CONFIG, data).graph_module)
     most = {}
     for learner in (AutoRound(**options), BlockAP(learning_rate=0.2, **options)):  # type: ignore[arg-type]

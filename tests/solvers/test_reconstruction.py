@@ -819,7 +819,6 @@ def test_activations_whose_range_is_measured_at_run_time_are_learned_through(gra
         {"unit": "model"},
         {"iterations": -1},
         {"batch_size": 0},
-        {"patience": 0},
         {"learning_rate": -1e-3},
         {"scale_rate": -0.1},
         {"bias_rate": -0.1},
@@ -830,7 +829,6 @@ def test_activations_whose_range_is_measured_at_run_time_are_learned_through(gra
         {"drop": float("nan")},
         {"iterations": 1.5},
         {"batch_size": 8.0},
-        {"patience": True},
         {"seed": 0.5},
         {"start": "guess"},
     ],
@@ -845,8 +843,6 @@ def test_options_out_of_range_are_refused(learner: Any, options: dict[str, Any])
 @pytest.mark.parametrize(
     "options",
     [
-        {"warm_start": 1.0},
-        {"warm_start": -0.1},
         {"softness": 1.1},
         {"softness": -0.1},
         {"regularization": -1.0},
