@@ -51,7 +51,7 @@ class CrossLayerEqualization(Selective):
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Equalize `gm`, report each operator, and return the number of rescaled sites."""
         analysis = find_scale_sites(gm)
-        readers = [found.reader for site in analysis.sites for found in site.inputs]
+        readers = [scaled.reader for site in analysis.sites for scaled in site.inputs]
         uses = Uses(gm.graph)
         names = {node: names_of(node, uses) for node in (*analysis.reasons, *readers)}
         note = context.note if context is not None else lambda change: None
@@ -123,7 +123,7 @@ class _Weight:
 
 def _weights(gm: GraphModule, sites: Sequence[ScaleSite]) -> list[list[tuple[_Weight, _Role]]]:
     """Return the weights that take part in each site."""
-    found: dict[Node, _Weight] = {}
+    weights: dict[Node, _Weight] = {}
     per_site: list[list[tuple[_Weight, _Role]]] = []
     for index, site in enumerate(sites):
         per_site.append([])
@@ -131,9 +131,9 @@ def _weights(gm: GraphModule, sites: Sequence[ScaleSite]) -> list[list[tuple[_We
             for absorber in absorbers:
                 linear = Linear.of(absorber.node)
                 if linear is not None and absorber.position == linear.weight_at:
-                    weight = found.setdefault(absorber.parameter, _Weight())
+                    weight = weights.setdefault(absorber.parameter, _Weight())
                     weight.roles.append(_Role(index, absorber.labels, divides))
-    for node, weight in found.items():
+    for node, weight in weights.items():
         weight.reduce(parameter(gm, node))
         for role in weight.roles:
             per_site[role.index].append((weight, role))
@@ -146,14 +146,14 @@ def _device(gm: GraphModule, site: ScaleSite) -> torch.device:
 
 def _equalize(index: int, scales: list[Tensor], weights: Sequence[Sequence[tuple[_Weight, _Role]]]) -> float:
     """Update the scale of one site; return the largest absolute logarithm of its change."""
-    made, read = torch.zeros_like(scales[index]), torch.zeros_like(scales[index])
+    rows, columns = torch.zeros_like(scales[index]), torch.zeros_like(scales[index])
     for weight, role in weights[index]:
-        found = weight.largest(role, scales)
+        largest = weight.largest(role, scales)
         if role.divides:
-            made = torch.maximum(made, found)
+            rows = torch.maximum(rows, largest)
         else:
-            read = torch.maximum(read, found)
-    usable = (made > 0) & (read > 0) & made.isfinite() & read.isfinite()
-    factor = torch.where(usable, made.sqrt() / read.sqrt(), 1)
+            columns = torch.maximum(columns, largest)
+    usable = (rows > 0) & (columns > 0) & rows.isfinite() & columns.isfinite()
+    factor = torch.where(usable, rows.sqrt() / columns.sqrt(), 1)
     scales[index] = scales[index] * factor
     return float(factor.log().abs().max())

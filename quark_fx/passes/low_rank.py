@@ -117,16 +117,16 @@ class LowRank(Selective):
         beside = f"target={str(target)!r} does not compute in float next to a layer"
         context.remark = refused = "" if target.placement.branches else beside
         planned = [op for op in plan_quantization(gm, context.config, quiet=True).operators if isinstance(op, Coded)]
-        walk, found = Walk(gm), dict[Node, list[_Reader]]()
+        walk, readers_of = Walk(gm), dict[Node, list[_Reader]]()
         for op in planned:
             try:
                 self.require_selected(op)
                 reader = self._reader(op, walk, refused=refused)
-                found.setdefault(reader.linear.activation, []).append(reader)
+                readers_of.setdefault(reader.linear.activation, []).append(reader)
             except Declined as declined:
                 context.note(Change.skipped(op.name, declined.reason))
         sites = []
-        for readers in found.values():
+        for readers in readers_of.values():
             site = _Site(tuple(readers))
             if self.rank >= site.inputs:
                 what = f"rank {self.rank} is not below its {site.inputs} channels; set a smaller rank"
@@ -235,17 +235,19 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
         )
     if not bool((learned.trace() > 0) & (weights.trace() > 0)):
         return None, Change.skipped(site.name, "its input or weight is zero")
-    found = _directions(learned, weights, rank)
+    directions = _directions(learned, weights, rank)
     judge = judge if bool(judge.trace() > 0) else learned
-    own, other, columns = (max(0.0, float(_left(form, found) / form.trace())) for form in (learned, judge, weights))
-    if site.is_calibrated and other > _CONFIRMED * own:
+    rest, other, columns = (
+        max(0.0, float(_left(form, directions) / form.trace())) for form in (learned, judge, weights)
+    )
+    if site.is_calibrated and other > _CONFIRMED * rest:
         what = (
-            f"skipped: the directions leave {own:.0%} of the calibration data and {other:.0%} of the validation data; "
+            f"skipped: the directions leave {rest:.0%} of the calibration data and {other:.0%} of the validation data; "
             "pass more data"
         )
         return None, Change(site.name, what, changed=False)
     what = f"rank {rank}, for {site.overhead(rank):.1%} of the multiplications; error times {other * columns:.2g}"
-    return found.cpu().contiguous(), Change(site.name, what, seconds=time.perf_counter() - began)
+    return directions.cpu().contiguous(), Change(site.name, what, seconds=time.perf_counter() - began)
 
 
 def _directions(x: Tensor, w: Tensor, rank: int) -> Tensor:
@@ -262,22 +264,22 @@ def _directions(x: Tensor, w: Tensor, rank: int) -> Tensor:
     generator, n = torch.Generator().manual_seed(0), len(x)
     start = torch.randn(n, min(n, rank + _MORE), generator=generator, dtype=torch.float32).to(x.device)
     one, other = 1 / x.trace(), 1 / w.trace()
-    found, least = start[:, :rank], torch.full_like(one, torch.inf)
+    best, least = start[:, :rank], torch.full_like(one, torch.inf)
     for of_x, of_w in ((one, other), (one, 0 * other), (0 * one, other)):
         basis = start
         for _ in range(_ROUNDS):
             basis = torch.linalg.qr(of_x * (x @ basis) + of_w * (w @ basis))[0]
-            seen = x @ basis, w @ basis
-            _, turned = torch.linalg.eigh(basis.T @ (of_x * seen[0] + of_w * seen[1]))
-            kept = turned[:, -rank:]  # eigenvalues ascend
-            left = [
-                (form.trace() - ((basis @ kept) * (product @ kept)).sum()).clamp_min(_LEAST * form.trace())
-                for form, product in zip((x, w), seen, strict=True)
+            products = x @ basis, w @ basis
+            _, turned = torch.linalg.eigh(basis.T @ (of_x * products[0] + of_w * products[1]))
+            vectors = turned[:, -rank:]  # eigenvalues ascend
+            residuals = [
+                (form.trace() - ((basis @ vectors) * (product @ vectors)).sum()).clamp_min(_LEAST * form.trace())
+                for form, product in zip((x, w), products, strict=True)
             ]
-            of_x, of_w = 1 / left[0], 1 / left[1]
-        if bool(one * left[0] * other * left[1] < least):
-            found, least = basis @ kept, one * left[0] * other * left[1]
-    return found
+            of_x, of_w = 1 / residuals[0], 1 / residuals[1]
+        if bool(one * residuals[0] * other * residuals[1] < least):
+            best, least = basis @ vectors, one * residuals[0] * other * residuals[1]
+    return best
 
 
 def _left(form: Tensor, directions: Tensor) -> Tensor:
@@ -306,8 +308,8 @@ def _split(gm: GraphModule, site: _Site, directions: Tensor) -> None:
         node, weight = reader.linear.node, reader.operator.weight_node
         matrix, old = reader.matrix(gm), parameter(gm, weight).detach()
         columns = matrix @ directions.to(matrix)
-        kept = (matrix - columns @ directions.to(matrix).T).unsqueeze(0).to(old.dtype)
-        replace_parameter(gm, weight, reader.mapping.restore(kept, old))
+        residual = (matrix - columns @ directions.to(matrix).T).unsqueeze(0).to(old.dtype)
+        replace_parameter(gm, weight, reader.mapping.restore(residual, old))
         set_argument(node, reader.linear.activation_at, rest)
         with gm.graph.inserting_before(node.next):
             beside = added(linear, parts, stored(f"{node.name}_branch", columns), beside=node)

@@ -63,15 +63,15 @@ class TuneScales(Selective):
                 finite, or an operator is not differentiable.
         """
         tuned, walk = self._tunable(gm, context), context.next_walk()
-        known = context.checkpoint.load(walk, 0) if context.checkpoint is not None else None
-        if known is None and tuned:
+        finished = context.checkpoint.load(walk, 0) if context.checkpoint is not None else None
+        if finished is None and tuned:
             before = len(context.changes)
             stored = self._learn(gm, context, tuned)
             context.keep_block(walk, 0, stored, context.changes[before:])
-        elif known is not None:
-            for name, value in known[0].items():
+        elif finished is not None:
+            for name, value in finished[0].items():
                 set_parameter(gm, name, value.to(tensor_of(gm, name).device))
-            for change in known[1]:
+            for change in finished[1]:
                 context.note(change)
         return sum(change.changed for change in context.changes)
 
@@ -85,7 +85,7 @@ class TuneScales(Selective):
 
     def _tunable(self, gm: GraphModule, context: Context) -> list[_Scales]:
         """Return the selected weights with scales that may take any value; report the skipped ones."""
-        found = []
+        scales = []
         for weight in own_weights(gm, context, self)(gm):
             reason = ""
             if not weight.movable(gm):
@@ -95,8 +95,8 @@ class TuneScales(Selective):
             if reason:
                 context.note(Change.skipped(weight.name, reason))
             else:
-                found.append(_Scales.of(weight, gm, context.device))
-        return found
+                scales.append(_Scales.of(weight, gm, context.device))
+        return scales
 
     def _learn(self, gm: GraphModule, context: Context, tuned: Sequence[_Scales]) -> dict[str, Tensor]:
         """Take the steps, and store the best scales in the graph; return its new tensors."""
@@ -111,7 +111,7 @@ class TuneScales(Selective):
                     f"the end loss of the quantized model on {context.data.judged_on} is {first}; check that the float "
                     "model returns finite values for the calibration data, and that an attention mask leaves tokens"
                 )
-            kept = [p.detach().clone() for p in parameters]
+            values = [p.detach().clone() for p in parameters]
             for step in range(1, self.iterations + 1):
                 self._differentiate(both, order.draw(), context, tuned)
                 optimizer.step()
@@ -121,11 +121,11 @@ class TuneScales(Selective):
                 if step % every == 0 or step == self.iterations:
                     now = _validation_loss(both, context)
                     if now < best:
-                        best, kept = now, [p.detach().clone() for p in parameters]
+                        best, values = now, [p.detach().clone() for p in parameters]
                     elif not math.isfinite(now):
                         break  # later losses would not be finite either
         stored: dict[str, Tensor] = {}
-        for scales, offset in zip(tuned, kept, strict=True):
+        for scales, offset in zip(tuned, values, strict=True):
             scales.offset = offset
             stored |= scales.tensors(gm)
             changed = bool(offset.any())
@@ -168,10 +168,10 @@ class _Order:
     """
 
     def __init__(self, context: Context, count: int, seed: int) -> None:
-        here = context.data.calibration
-        counts = context.ranks.gather(len(here))
+        batches = context.data.calibration
+        counts = context.ranks.gather(len(batches))
         first = sum(counts[: context.ranks.index])
-        self._here = {first + i: batch for i, batch in enumerate(here)}
+        self._here = {first + i: batch for i, batch in enumerate(batches)}
         self._all, self._count = sum(counts), count
         self._generator, self._pending = torch.Generator().manual_seed(seed), list[int]()
 
@@ -226,7 +226,7 @@ class _Scales:
             bias, value, units = self.bias
             ratio = ratio.maximum(least_bias_scale(value) / units.abs())
         self.now = self.free.times(ratio)
-        found = {self.weight.scale_name: self.now}
+        tensors = {self.weight.scale_name: self.now}
         if self.bias is not None:
-            found |= bias.tensors(gm, value, units * (self.now / self.free.stored))
-        return found
+            tensors |= bias.tensors(gm, value, units * (self.now / self.free.stored))
+        return tensors

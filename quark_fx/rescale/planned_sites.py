@@ -70,7 +70,7 @@ class PlannedSite(Generic[T]):
     @property
     def shares_scale(self) -> bool:
         """True if a weight that produces the value has one scale, so that dividing rows changes its rounding."""
-        return any(found.operator.weight.granularity is Granularity.TENSOR for found in self.producers)
+        return any(weight.operator.weight.granularity is Granularity.TENSOR for weight in self.producers)
 
 
 NOT_WHOLE = "not every operator that reads it has codes, and all channels in every output"
@@ -151,7 +151,7 @@ def selected_sites(
 
 def site_name(site: ScaleSite, operators: Mapping[Node, Named]) -> str:
     """Return the names of a site's consumers, for the report."""
-    return ", ".join(operators[found.reader].name for found in site.inputs if found.reader in operators)
+    return ", ".join(operators[scaled.reader].name for scaled in site.inputs if scaled.reader in operators)
 
 
 def _readers(site: ScaleSite, coded: Mapping[Node, Coded], reads: Callable[[Coded], T | None]) -> Iterator[Reader[T]]:

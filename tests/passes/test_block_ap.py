@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from devices import on_devices
@@ -102,7 +104,7 @@ def test_floats_in_blocks_are_learned() -> None:
 def test_it_is_adaquant_with_other_options() -> None:
     assert isinstance(BlockAP(), AdaQuant)
     data = tokens(64, 64)
-    options = {f: getattr(BlockAP(), f) for f in BlockAP.__dataclass_fields__}
+    options = {f.name: getattr(BlockAP(), f.name) for f in fields(BlockAP)}
     a, b = (
         stored_tensors(quantize(mlp(), CONFIG.replace(passes=(p,)), data).graph_module)
         for p in (BlockAP(), AdaQuant(**options))
