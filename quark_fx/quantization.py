@@ -48,10 +48,9 @@ from quark_fx.graph.signature import batch_shape
 from quark_fx.model.correspondence import shell_of
 from quark_fx.model.output_directory import clear, kept_blocks, work_directory
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.plan.report import Row
+from quark_fx.plan.report import Measured, Row, with_measured
 from quark_fx.presets import preset
 from quark_fx.session import Session, divided, peek, reads_data_often, require_of_session
-from quark_fx.system import accelerator
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.memory import short_memory
 from quark_fx.system.names import unknown
@@ -358,12 +357,13 @@ def _source(model: nn.Module, gm: GraphModule, unchanged: Mapping[str, Tensor]) 
 
 def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) -> list[Row]:
     """Return the rows with the scales and the noise of the weights after the passes on the quantized graph."""
-    now: dict[tuple[str, str], dict[str, float]] = {}
+    now: dict[tuple[str, str], Measured] = {}
     for weight in quantized_weights(gm, context.plan):
-        scale, real = weight.scale(gm), tensor_of(context.float_graph, weight.weight).detach()
-        least, most = accelerator.read([scale.min(), scale.max()])
-        now[weight.name, weight.weight] = {"sqnr": weight.sqnr(gm, real), "scale_min": least, "scale_max": most}
-    return [replace(row, **now.get((row.name, row.parameter), {})) for row in rows]  # type: ignore[arg-type]
+        real = tensor_of(context.float_graph, weight.weight).detach()
+        stored = weight.stored(gm).to(real.device)
+        now[weight.name, weight.weight] = Measured.of(stored.norms(real), stored.scale)
+    places = {i: (row.name, row.parameter) for i, row in enumerate(rows)}
+    return with_measured(rows, {i: now[place] for i, place in places.items() if place in now})
 
 
 def resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:

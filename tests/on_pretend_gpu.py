@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,16 @@ def test_half_of_the_free_memory_keeps_activations() -> None:
 @pytest.mark.parametrize(
     ("name", "most"),
     # Two more store a weight where the model is; calibration waits for the ranges of activations.
-    [("w4a16_gptq", 2), ("w4a16_awq", 1), ("guided", 4), ("nvfp4_best", 7), ("fit", 4), ("smooth", 3), ("tune", 9)],
+    [
+        ("w4a16_gptq", 2),
+        ("w4a16_awq", 1),
+        ("guided", 4),
+        ("nvfp4_best", 7),
+        ("fit", 4),
+        ("smooth", 3),
+        ("tune", 9),
+        ("learn", 3),
+    ],
 )
 def test_waits_and_copies_do_not_grow_with_the_batches(
     name: str, most: int, pretend_gpu: PretendGPU, monkeypatch: pytest.MonkeyPatch
@@ -211,10 +221,12 @@ def test_waits_and_copies_do_not_grow_with_the_batches(
         "fit": w4.replace(passes=(passes.FitScales(),)),
         "smooth": static.replace(passes=(*static.passes, passes.SmoothQuant())),
         "tune": w4.replace(passes=(passes.TuneScales(iterations=4),)),
+        "learn": PRESETS["w4a4_dynamic"].replace(passes=(passes.LearnRotations(iterations=2),)),
     }
-    few, many = (counts(pretend_gpu, with_pass.get(name) or PRESETS[name], count) for count in (8, 11))
+    more = 8 if name == "learn" else 3  # rows of a cut batch are chosen by indices of their own
+    few, many = (counts(pretend_gpu, with_pass.get(name) or PRESETS[name], count) for count in (8, 8 + more))
     assert few[0] == many[0] <= most * LINEAR
-    assert many[1] - few[1] == 3
+    assert many[1] - few[1] == more
 
 
 def configurations() -> dict[str, QuantConfig]:
@@ -224,11 +236,23 @@ def configurations() -> dict[str, QuantConfig]:
     on_static = [passes.AdaQuant(**few), passes.AdaRound(iterations=1), passes.BiasCorrection(), passes.SmoothQuant()]
     on_static += [passes.CrossLayerEqualization(), passes.AbsorbHighBias()]
     on_w4 = [passes.AutoRound(**few), passes.BlockAP(**few), passes.FitScales(), passes.TuneScales(**few)]
-    on_w4 += [passes.LearnRotations(**few), passes.NormalizeColumns(), passes.LowRank(rank=4), passes.Rotate()]
+    on_w4 += [passes.NormalizeColumns(), passes.LowRank(rank=4), passes.Rotate()]
     on_w4 += [passes.AWQ(feedback=True), passes.GPTQ(asymmetry=1.0)]
-    found = dict(PRESETS)
+    learned = passes.LearnRotations(**few)
+    found = dict(PRESETS) | {str(learned): PRESETS["w4a4_dynamic"].replace(passes=(learned,))}
     found |= {str(one): static.replace(passes=(*static.passes, one)) for one in on_static}
     return found | {str(one): w4.replace(passes=(one,)) for one in on_w4}
+
+
+@cache
+def on_cpu(name: str) -> qfx.QuantizedModel:
+    """Return what a configuration makes of `Net` and four batches on the CPU."""
+    return qfx.quantize(cpu_session(), configurations()[name], progress=False)
+
+
+@cache
+def cpu_session() -> qfx.Session:
+    return qfx.Session(seeded(Net()), batches(4))
 
 
 def assert_same_tensors(ours: qfx.QuantizedModel, theirs: qfx.QuantizedModel, name: str) -> None:
@@ -239,24 +263,20 @@ def assert_same_tensors(ours: qfx.QuantizedModel, theirs: qfx.QuantizedModel, na
 
 
 def test_every_preset_and_solver_makes_the_tensors_of_the_cpu(pretend_gpu: PretendGPU) -> None:
-    here, there = (
-        qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=device)) for device in (None, DEVICE)
-    )
+    session = qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=DEVICE))
     for name, config in configurations().items():
-        made = qfx.quantize(there, config, progress=False)
-        assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)
+        assert_same_tensors(on_cpu(name), qfx.quantize(session, config, progress=False), name)
     assert pretend_gpu.waits.total() > len(PRESETS)  # they ran there
 
 
 def test_spilled_activations_make_the_same_tensors(pretend_gpu: PretendGPU) -> None:
     cache = CacheBudget(device_bytes=0)
-    here = qfx.Session(seeded(Net()), batches(4))
-    there = qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=DEVICE, cache=cache))
+    session = qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=DEVICE, cache=cache))
     for name in ("w4a16_best", "int8_static", str(passes.AdaRound(iterations=1))):
         config, streamed = configurations()[name], pretend_gpu.streamed.total()
-        made = qfx.quantize(there, config, progress=False)
+        made = qfx.quantize(session, config, progress=False)
         assert name == "int8_static" or pretend_gpu.streamed.total() > streamed
-        assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)
+        assert_same_tensors(on_cpu(name), made, name)
 
 
 def test_modules_and_training_on_the_device_are_those_of_the_cpu() -> None:
@@ -279,14 +299,23 @@ def test_modules_and_training_on_the_device_are_those_of_the_cpu() -> None:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_report_of_a_model_on_the_device_waits_twice_per_operator(pretend_gpu: PretendGPU) -> None:
-    """For the ends of the scales, and for the noise."""
+def test_numbers_of_a_report_are_read_with_one_wait_for_all_weights(pretend_gpu: PretendGPU) -> None:
     session = qfx.Session(seeded(Net()).to(DEVICE), [x.to(DEVICE) for x in batches(1)])
-    before = pretend_gpu.waits.copy()
-    qfx.quantize(session, "w4a16_rtn", progress=False)
-    files = Counter(line.split(":")[0] for line in (pretend_gpu.waits - before).elements())
-    assert files["system/accelerator.py"] == 2 * LINEAR, files
-    assert not files.keys() & {"plan/report.py", "quantization.py"}
+
+    def reads(work: Callable[[], qfx.QuantizedModel]) -> tuple[int, int]:
+        """Return the waits for several numbers at once, and the weights in the report."""
+        before = pretend_gpu.waits.copy()
+        weights = sum(row.sqnr is not None for row in work().report().rows)
+        files = Counter(line.split(":")[0] for line in (pretend_gpu.waits - before).elements())
+        assert not files.keys() & {"plan/report.py", "quantization.py"}
+        return files["system/accelerator.py"], weights
+
+    # One more for each weight: whether its range is finite.
+    assert reads(lambda: qfx.quantize(session, "w4a16_rtn", progress=False)) == (3, 2)
+    # The ranges are known. The solver waits twice for both weights, and what it learned is reported, too.
+    assert reads(lambda: qfx.quantize(session, "w4a16_gptq", progress=False)) == (4, 2)
+    trained = qfx.prepare_qat(qfx.quantize(session, "int8_static", progress=False))
+    assert reads(trained.convert) == (1, 3)
 
 
 class Counting(nn.Module):
@@ -338,16 +367,13 @@ def test_a_model_larger_than_the_device_is_quantized_block_by_block() -> None:
 @pytest.mark.skipif("RANK" not in os.environ, reason="torchrun starts it, from test_pretend_gpu.py")
 def test_ranks_make_the_same_tensors_on_the_device(pretend_gpu: PretendGPU) -> None:
     """One of them has too little memory twice in each run, which the other does not notice."""
-    here, there = (
-        qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=device)) for device in (None, DEVICE)
-    )
+    session = qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=DEVICE))
     is_short = os.environ["RANK"] == "1"
     for name, before in (("w4a16_gptq", 12), (str(passes.AdaRound(iterations=1)), 30)):
-        config = configurations()[name]
         pretend_gpu.refused = [before, 0] * is_short
-        made = qfx.quantize(there, config, progress=False)
+        made = qfx.quantize(session, configurations()[name], progress=False)
         assert pretend_gpu.refused == []
-        assert_same_tensors(qfx.quantize(here, config, progress=False), made, name)
+        assert_same_tensors(on_cpu(name), made, name)
 
 
 def test_weights_are_encoded_in_smaller_pieces_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,14 +388,12 @@ def test_weights_are_encoded_in_smaller_pieces_where_the_device_is_full(monkeypa
     assert told[-1] == "full; weights are rounded in pieces of 1/2 the size"
 
 
-@pytest.mark.parametrize(("name", "before"), [("w4a16_best", 40), ("AdaRound", 60)])
+@pytest.mark.parametrize(("name", "before"), [("w4a16_best", 40), (str(passes.AdaRound(iterations=1)), 60)])
 def test_a_run_continues_where_the_device_is_full(name: str, before: int, pretend_gpu: PretendGPU) -> None:
-    config = next(found for known, found in configurations().items() if known.startswith(name))
-    here = qfx.quantize(seeded(Net()), config, batches(4), progress=False)
     pretend_gpu.refused = [before, 0]  # that allocation, and the next
-    there = qfx.quantize(seeded(Net()), config, batches(4), resources=qfx.Resources(device=DEVICE), progress=False)
+    there = quantized(configurations()[name], 4, DEVICE)
     assert pretend_gpu.refused == []
-    assert_same_tensors(here, there, name)
+    assert_same_tensors(on_cpu(name), there, name)
     told = [c.what for record in there.report().passes for c in record.changes if c.name == "device memory"]
     assert len(told) == 2
     assert "of activations moved to the host" in told[0]

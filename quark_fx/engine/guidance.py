@@ -113,7 +113,7 @@ class Guidance:
             reasons = dict.fromkeys(kernels, blocked)
             return cls({}, reasons, {} if outputs else None, reasons)
         context.ranks.add(*together.values())
-        alone = {name: why for name, found in together.items() if (why := _unusable(found))}
+        alone = _unusable(together)
         usable = {name: found for name, found in together.items() if name not in alone}
         for found in usable.values():
             _shrink(found)
@@ -164,12 +164,12 @@ def _add_together(sums: Tensor, rows: Tensor) -> None:
     sums.baddbmm_(alike.mT, alike)
 
 
-def _unusable(sums: Tensor) -> str:
-    """Return the reason that sums cannot be used; empty if they can."""
-    size = float(sums.diagonal(dim1=-2, dim2=-1).sum())
-    if not math.isfinite(size):
-        return "its gradient is not finite"
-    return "" if size else "no prediction depends on it"
+def _unusable(together: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the reason that sums cannot be used, for each operator whose sums cannot; waits for the device once."""
+    sizes = accelerator.read([sums.diagonal(dim1=-2, dim2=-1).sum() for sums in together.values()])
+    found = dict(zip(together, sizes, strict=True))
+    reasons = {name: "its gradient is not finite" for name, size in found.items() if not math.isfinite(size)}
+    return reasons | {name: "no prediction depends on it" for name, size in found.items() if size == 0}
 
 
 def _shrink(sums: Tensor) -> None:

@@ -188,10 +188,6 @@ class QuantizedWeight:
         """Return the dequantized weight, float32."""
         return self.stored(gm).dequantize()
 
-    def sqnr(self, gm: GraphModule, real: Tensor) -> float:
-        """Return the signal-to-noise ratio of the dequantized weight in dB, with the float weight `real` as signal."""
-        return self.stored(gm).to(real.device).sqnr(real)
-
     def channel_dim(self, output: Tensor) -> int:
         """Return the dimension of the operator's output that counts output channels."""
         return self.linear.channel_dim(output.dim())

@@ -43,10 +43,10 @@ from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_fl
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import INT32, parse_format
 from quark_fx.numbers.qparams import Scheme, Symmetry
-from quark_fx.numbers.quantized_tensor import QuantizedTensor, sqnr
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.scales import FLOAT32
 from quark_fx.plan.pair_sums import PairBound, pair_bound
-from quark_fx.plan.report import Row
+from quark_fx.plan.report import Measured, Row, with_measured
 from quark_fx.system.isolation import warn
 
 ops = torch.ops.quark_fx
@@ -127,7 +127,7 @@ class QATModel(nn.Module):
         _require_finite(self)
         trained, report = self._trained(), self.quantized.report()
         gm = own_tensors(self._current_graph(trained.buffers))
-        rows, changes = list(report.rows), []
+        rows, changes, measured = report.rows, list[Change](), dict[int, Measured]()
         for name, weight in self._weights.items():
             value, quantizer = trained.weights[name]
             codes = quantizer.codes(value)
@@ -137,14 +137,15 @@ class QATModel(nn.Module):
                 set_parameter(gm, weight.constant.names[2], quantizer.point().clone())
             share = float(share_changed(weight.constant.tensor.to(codes.device), codes))
             changes.append(Change(weight.name, f"{share:.1%} of the codes", share > 0, seconds=math.nan))
-            rows = [_updated(row, value, quantizer) if weight.is_of(row) else row for row in rows]
+            now = _measured(value, quantizer)
+            measured |= {i: now for i, row in enumerate(rows) if weight.is_of(row)}
         for name, parameter in trained.floats.items():
             set_parameter(gm, name, parameter.detach().clone())
         for name, quantizer in trained.activations.items():
             set_parameter(gm, name, quantizer.step().clone())
             set_parameter(gm, self._points[name], quantizer.point().clone())
         record = PassRecord("QAT", sum(c.changed for c in changes), math.nan, tuple(changes), validated=False)
-        result = self.quantized.with_graph(gm, rows, (*report.passes, record))
+        result = self.quantized.with_graph(gm, with_measured(rows, measured), (*report.passes, record))
         return result.to(device_of(self.graph_module))
 
     def eager(self, model: nn.Module | None = None) -> nn.Module:
@@ -218,12 +219,11 @@ def _require_finite(model: nn.Module) -> None:
             )
 
 
-def _updated(row: Row, value: Tensor, quantizer: nn.Module) -> Row:
-    """Return the row with the current scales and noise."""
-    row = replace(row, sqnr=sqnr(value, quantizer(value)))
-    if not isinstance(quantizer, FakeQuantize):
-        return row
-    return replace(row, scale_min=float(quantizer.step().min()), scale_max=float(quantizer.step().max()))
+def _measured(value: Tensor, quantizer: nn.Module) -> Measured:
+    """Return the current noise and scale of a weight."""
+    noise = value.float() - quantizer(value).float()
+    norms = [torch.linalg.vector_norm(x) for x in (value.float(), noise)]
+    return Measured.of(norms, quantizer.step() if isinstance(quantizer, FakeQuantize) else None)
 
 
 class _Preparation:

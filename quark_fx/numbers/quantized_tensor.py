@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Self
@@ -160,23 +160,22 @@ class QuantizedTensor:
 
         The host waits for a device once.
         """
+        return decibels(accelerator.read(self.norms(real)))
+
+    def norms(self, real: Tensor) -> list[Tensor]:
+        """Return the norms of each piece of `real`, the tensor before quantization, and of the error there, in turn."""
         norms = list[Tensor]()
         for rows, part in self.pieces():
             values = real[rows].float()
             norms += [torch.linalg.vector_norm(values), torch.linalg.vector_norm(part.decoded().sub_(values))]
-        powers = [norm**2 for norm in accelerator.read(norms)]
-        return _decibels(sum(powers[::2]), sum(powers[1::2]))
+        return norms
 
 
-def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Return the signal to quantization noise ratio in dB; infinite where nothing was lost."""
-    signal = float(torch.linalg.vector_norm(reference.float()))
-    noise = float(torch.linalg.vector_norm(reference.float() - approximation.float()))
-    return _decibels(signal**2, noise**2)
-
-
-def _decibels(signal: float, noise: float) -> float:
+def decibels(norms: Sequence[float]) -> float:
+    """Return the ratio of signal and noise in dB, by their norms in turn; infinite where nothing was lost."""
+    powers = [norm**2 for norm in norms]
+    signal, noise = sum(powers[::2]), sum(powers[1::2])
     return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
 
 
-__all__ = ["QuantizedTensor", "decode", "sqnr", "values_at_once"]
+__all__ = ["QuantizedTensor", "decibels", "decode", "values_at_once"]

@@ -175,7 +175,7 @@ class _Value:
         mapping: Mapping from it to matrix products.
         spec: Spec of the quantization.
         runs: Channels in runs of n, each multiplied by the matrix, on the device.
-        factor: Factor per channel that a folded norm no longer applies to the value; `None` for none.
+        factor: Factor per channel that a folded norm no longer applies to the value, on the device; `None` for none.
         rows: Samples of the value by purpose, `"learned"` or `"judged"`, float32, shape (rows, channels).
     """
 
@@ -186,27 +186,31 @@ class _Value:
     factor: Tensor | None
     rows: dict[str, Tensor] = field(default_factory=dict)
 
+    @torch.no_grad()
     def sample(self, context: Context, entrance: Entrance, wanted: int) -> None:
-        """Sample about `wanted` rows from the batches of all ranks, in random order."""
+        """Sample about `wanted` rows from the batches of all ranks, in random order.
+
+        The rows are spread over each batch, at different positions for each.
+        """
         generator = torch.Generator().manual_seed(0)
         for what, batches in (("learned", context.data.calibration), ("judged", context.data.validation)):
             part = Part.of(batches, context)
             each, some = -(-wanted // max(1, part.count)), spread_indices(part.count, wanted).tolist()
-            numbered = ((batch, number) for batch, number in part.numbers.items() if number in some)
-            found = [self._some(entrance, batch, number, context, each) for batch, number in numbered]
+            numbered = [(batch, number) for batch, number in part.numbers.items() if number in some]
+            found, chosen = list[Tensor](), dict[int, Tensor]()
+            for i, (batch, _) in enumerate(numbered):
+                (rows,) = entrance.values(batch, context.data.kept_positions(batch)).matrices(self.mapping)
+                if (count := len(rows)) not in chosen:  # one copy for all batches of this length
+                    indices = [spread_indices(count, each, seed=number) for _, number in numbered]
+                    chosen[count] = torch.stack(indices).to(context.device)
+                rows = rows[chosen[count][i]]
+                found.append(rows if self.factor is None else rows / self.factor)
             empty = torch.empty(0, entrance.shape[1], device=context.device, dtype=torch.float32)
             here = context.ranks.gather(torch.cat([*found, empty]))
             rows = torch.cat([rows.to(context.device) for rows in here])
             self.rows[what] = rows[torch.randperm(len(rows), generator=generator).to(rows.device)]
         if not len(self.rows["judged"]):
             self.rows["judged"] = self.rows["learned"]
-
-    @torch.no_grad()
-    def _some(self, entrance: Entrance, batch: int, number: int, context: Context, count: int) -> Tensor:
-        """Return rows spread over a batch, at different positions for each batch."""
-        (rows,) = entrance.values(batch, context.data.kept_positions(batch)).matrices(self.mapping)
-        rows = rows[spread_indices(len(rows), count, seed=number).to(rows.device)]
-        return rows if self.factor is None else rows / self.factor.to(rows)
 
     def error(self, rotation: Rotation, rows: Tensor) -> Tensor:
         """Return the squared rounding error of rotated rows, relative to their squares."""
@@ -238,7 +242,7 @@ class _Site:
     def of(cls, gm: GraphModule, drawn: Drawn, names: Mapping[Node, Named], device: torch.device) -> _Site:
         """Return the site with the values that operators read quantized."""
         site, values = drawn.site, dict[tuple[Node, TensorSpec], _Value]()
-        kept = "no operator reads it in codes whose range is measured at run time"
+        kept, zeros = "no operator reads it in codes whose range is measured at run time", False
         runs = {(absorber.parameter, absorber.axis): absorber.runs for absorber in site.absorbers}
         factors = {a.node: (folded, labels) for folded in site.norms for a, labels in folded.readers}
         for linear in site.readers:
@@ -253,11 +257,13 @@ class _Site:
             if linear.node in factors:
                 folded, labels = factors[linear.node]
                 factor = per_element(labels.flatten(), parameter(gm, folded.norm.factor).detach().float().flatten())
+                zeros = zeros or not bool(factor.all())
+                factor = factor.to(device)
             found = _Value(linear, mapping, op.input, along.flatten().to(device), factor)
             values.setdefault((linear.activation, op.input), found)
         if site.keeps_mean:
             kept = "it has to keep means"
-        elif any(value.factor is not None and not bool(value.factor.all()) for value in values.values()):
+        elif zeros:
             kept = "a factor of its norm is zero"
         elif values:
             kept = ""

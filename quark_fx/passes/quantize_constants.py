@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +24,7 @@ from quark_fx.numbers.qparams import QParams
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.pair_sums import PairBound
 from quark_fx.plan.placement import Attending, Coded, Plan, PlannedOperator, Quantized
-from quark_fx.plan.report import Row
+from quark_fx.plan.report import Measured, Row, with_measured
 from quark_fx.plan.siblings import value_read
 from quark_fx.plan.weights import RoundedWeight, observe_tensor, quantize_tensor, rescale_zeros
 from quark_fx.system.memory import give_back
@@ -60,7 +59,7 @@ def quantize_constants(
         CalibrationError: If a weight is not finite, or overflows its format; the message names it.
     """
     stored: dict[_Key, _Stored] = {}
-    rows, joint, beside = [], _joint_magnitudes(gm, plan), _branch_bytes(gm)
+    rows, measured, joint, beside = list[Row](), dict[int, Measured](), _joint_magnitudes(gm, plan), _branch_bytes(gm)
     # An embedding with a tied weight reads the codes of the operator that multiplies by it.
     coded = (op for op in reversed(plan.operators) if isinstance(op, Coded))
     pairs = {str(op.weight_node): op.pairs for op in coded if op.pairs is not None}
@@ -71,9 +70,9 @@ def quantize_constants(
         give_back()
         op = replace(op, pairs=op.pairs or pairs.get(str(op.weight_node)))
         amax = joint.get(op.node)
-        row = _quantize_operator(gm, op, input_scales.get(op.node), stored, amax, settled, context)
+        row, measured[len(rows)] = _quantize_operator(gm, op, input_scales.get(op.node), stored, amax, settled, context)
         rows.append(replace(row, bytes_after=row.bytes_after + beside[op.node.name]))
-    return rows
+    return with_measured(rows, measured)
 
 
 def _branch_bytes(gm: GraphModule) -> Counter[str]:
@@ -112,12 +111,12 @@ _Key = tuple[str, TensorSpec, float | None, PairBound | None]
 
 @dataclass(frozen=True)
 class _Stored:
-    """Quantized constant with its spec, the nodes of its codes, scale, and zero point, and a weight's SQNR in dB."""
+    """Quantized constant with its spec, the nodes of its codes, scale, and zero point, and a weight's norms."""
 
     tensor: QuantizedTensor
     spec: TensorSpec
     nodes: list[Node]
-    sqnr: float = math.nan
+    norms: Sequence[Tensor] = ()
 
 
 def _quantize_operator(
@@ -128,7 +127,7 @@ def _quantize_operator(
     amax: Tensor | None,
     settled: Mapping[tuple[Node, Node], QParams],
     context: Context,
-) -> Row:
+) -> tuple[Row, Measured]:
     weight, bias_spec = parameter(gm, op.weight_node), context.config.bias
     bias_node = op.linear.bias if op.linear is not None and bias_spec is not None else None
     follows = bias_node is not None and bias_spec is not None and _takes_int32_bias(gm, op, bias_spec)
@@ -146,15 +145,15 @@ def _quantize_operator(
     if found is None or not _suits(found, smallest, free if given is None else None):
         known = None if context.known is None else context.known.weights
         encode = partial(_quantize_weight, op, weight.detach(), smallest, amax, given, known)
-        quantized, sqnr = with_room(context, encode)
+        quantized, norms = with_room(context, encode)
         if free is not None and given is None:
             quantized = rescale_zeros(quantized, free, op.weight.scale)  # does not change any value
-        found = stored[key] = replace(_store(gm, op.weight_node, quantized, op.weight), sqnr=sqnr)
+        found = stored[key] = replace(_store(gm, op.weight_node, quantized, op.weight), norms=norms)
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None and op.input is not None:
         own = settled.get((op.node, bias_node))
         _replace_bias(gm, op.node, bias_node, bias_spec, found.tensor, int32_scale, own)
-    return Row.of_quantized(
+    row = Row.of_quantized(
         name=op.name,
         parameter=str(op.weight_node.target),
         kind=op.kind,
@@ -164,9 +163,9 @@ def _quantize_operator(
         quantized=found.tensor,
         spec=op.weight,
         linear=op.linear,
-        sqnr=found.sqnr,
         computed_from=_sources(op.weight_node),
     )
+    return row, Measured.of(found.norms, None if op.weight.is_cast else found.tensor.scale)
 
 
 def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> bool:
@@ -191,12 +190,12 @@ def _quantize_weight(
     amax: Tensor | None,
     given: QParams | None,
     known: MutableMapping[tuple[str, str], RoundedWeight] | None,
-) -> tuple[QuantizedTensor, float]:
-    """Return the codes of a weight, and their SQNR in dB."""
+) -> tuple[QuantizedTensor, list[Tensor]]:
+    """Return the codes of a weight, and its norms and those of its errors."""
     key, spec, largest = (op.node.name, op.weight_node.name), op.weight, None if amax is None else float(amax)
     last = known.get(key) if known is not None and given is None else None
     if last is not None and last.is_of(spec, largest, op.pairs, smallest):
-        return last.copied(), last.sqnr
+        return last.copied(), last.norms
     try:
         observed = None if given is not None or spec.is_cast else observe_tensor(weight, spec, op.linear, amax)
         codes = quantize_tensor(
@@ -214,12 +213,12 @@ def _quantize_weight(
         raise CalibrationError(
             f"weight {op.weight_node.target!r} of {describe(op.node)} cannot be quantized: {error}; {remedy}"
         ) from error
-    sqnr = codes.sqnr(weight)
+    norms = codes.norms(weight)
     if known is not None and observed is not None:
-        made = RoundedWeight(spec, largest, op.pairs, observed, codes, sqnr)
+        made = RoundedWeight(spec, largest, op.pairs, observed, codes, norms)
         if made.is_of(spec, largest, op.pairs, smallest):
             known[key] = replace(made, tensor=made.copied())
-    return codes, sqnr
+    return codes, norms
 
 
 def _use_weight(gm: GraphModule, op: Coded, stored: _Stored) -> None:

@@ -6,16 +6,16 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
 from quark_fx.config.specs import TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import Change, PassRecord
-from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.quantized_tensor import QuantizedTensor, decibels
 from quark_fx.plan.table import Column, Table, tuples
 from quark_fx.plan.weights import stored_bytes
 from quark_fx.system import accelerator
@@ -69,14 +69,40 @@ class Row:
         cls, *, original: Tensor, quantized: QuantizedTensor, spec: TensorSpec, linear: Linear | None, **fields: Any
     ) -> Self:
         """Build the row of a quantized weight; `linear` is the operator that multiplies by it, if any."""
-        ends = (None, None) if spec.is_cast else accelerator.read([quantized.scale.min(), quantized.scale.max()])
-        return cls(
-            scale_min=ends[0],
-            scale_max=ends[1],
-            bytes_before=original.nbytes,
-            bytes_after=stored_bytes(quantized, spec, linear),
-            **fields,
-        )
+        return cls(bytes_before=original.nbytes, bytes_after=stored_bytes(quantized, spec, linear), **fields)
+
+
+class Measured(NamedTuple):
+    """What a row says of the values of its weight, on the device of the weight.
+
+    Attributes:
+        norms: Norms of the weight and of its error in turn, such as of each piece, shapes ().
+        ends: Smallest and largest scale, shapes (); empty if the row keeps its own.
+    """
+
+    norms: Sequence[Tensor]
+    ends: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, norms: Sequence[Tensor], scale: Tensor | None) -> Self:
+        """Return what is reported of a weight, with its scale if that is reported."""
+        return cls(norms, () if scale is None else (scale.min(), scale.max()))
+
+
+def with_measured(rows: Sequence[Row], measured: Mapping[int, Measured]) -> list[Row]:
+    """Return the rows with the noise and the ends of the scales of their weights, with one wait for each device.
+
+    Args:
+        rows: Rows of operators.
+        measured: What is new of the weights, by the indices of their rows.
+    """
+    numbers = iter(accelerator.read([x for one in measured.values() for x in (*one.ends, *one.norms)]))
+    results = list(rows)
+    for i, one in measured.items():
+        least, most = (next(numbers), next(numbers)) if one.ends else (rows[i].scale_min, rows[i].scale_max)
+        noise = decibels([next(numbers) for _ in one.norms])
+        results[i] = replace(rows[i], scale_min=least, scale_max=most, sqnr=noise)
+    return results
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class RoundedWeight:
         pairs: See `quantize_tensor`.
         observed: Result of its observer.
         tensor: Codes and scales.
-        sqnr: Signal-to-quantization-noise ratio, in dB.
+        norms: Result of `tensor.norms`.
     """
 
     spec: TensorSpec
@@ -92,7 +92,7 @@ class RoundedWeight:
     pairs: PairBound | None
     observed: Observed
     tensor: QuantizedTensor
-    sqnr: float
+    norms: list[Tensor]
 
     def is_of(self, spec: TensorSpec, amax: float | None, pairs: PairBound | None, smallest: Tensor | None) -> bool:
         """Tell whether `quantize_tensor` returns the same tensor for these arguments."""

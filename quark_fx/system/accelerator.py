@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,15 +54,19 @@ def checked_later() -> Iterator[list[Check]]:
 
 
 def read(values: Sequence[Tensor], checks: Sequence[Check] = ()) -> list[float]:
-    """Return values, float32 of shape () on one device, as Python numbers, with one wait for the device.
+    """Return values, float32 of shape (), as Python numbers, with one wait for each device they are on.
 
     Raises:
         Exception: Error of the first check whose condition is false.
     """
-    flags = [condition.to(torch.float32) for condition, _ in checks]
-    if not (values or flags):
-        return []
-    numbers: list[float] = torch.stack([*values, *flags]).tolist()
+    tensors = [*values, *(condition.to(torch.float32) for condition, _ in checks)]
+    places: dict[torch.device, list[int]] = {}
+    for i, x in enumerate(tensors):
+        places.setdefault(x.device, []).append(i)
+    numbers = [math.nan] * len(tensors)
+    for here in places.values():
+        for i, number in zip(here, torch.stack([tensors[i] for i in here]).tolist(), strict=True):
+            numbers[i] = number
     for fine, (_, error) in zip(numbers[len(values) :], checks, strict=True):
         if not fine:
             raise error()
