@@ -307,8 +307,8 @@ def errors_of(qmodel: Any) -> list[float]:
     return [c.after for record in qmodel.report().passes for c in record.changes if c.after is not None]
 
 
-def quantized(model: nn.Module, config: Any, batches: Any, device: str | None = None) -> Any:
-    """Quantize without a progress bar and warnings, but for those of waits."""
+def quantized(model: Any, config: Any, batches: Any = None, device: str | None = None) -> Any:
+    """Quantize a model, or a session with its batches, without a progress bar and warnings, but for those of waits."""
     import quark_fx as qfx
 
     with warnings.catch_warnings():
@@ -460,7 +460,7 @@ def step_syncs(place: Place) -> Result:
     """
     if place.device == "cpu":
         return {"skipped": "torch.cuda.set_sync_debug_mode needs CUDA"}
-    from quark_fx import session
+    from quark_fx import Session, session
     from quark_fx.engine import calibration
 
     counted = waits_of(place, lambda: torch.ones(2, device=place.device)[0].item())
@@ -469,7 +469,7 @@ def step_syncs(place: Place) -> Result:
     found: Result = {}
     shape = place.of(SMALL)
     model, on_device = shape.model(place.device, torch.float32), shape.batches(place.device)
-    run, flat = calibration.run_batches, session.flat_batches
+    run, flat, captured = calibration.run_batches, session.flat_batches, Session(model, on_device)
 
     def checked(*args: Any) -> Iterator[Any]:
         return iter(list(flat(*args)))  # `quantize` reads each batch on the host, to check its indices
@@ -480,12 +480,12 @@ def step_syncs(place: Place) -> Result:
 
     try:
         with patch.object(calibration, "run_batches", strict), patch.object(session, "flat_batches", checked):
-            qmodel = quantized(model, "int8_static", on_device)
+            qmodel = quantized(captured, "int8_static")
         found["calibration"] = "no wait"
     except Exception as error:
         found["calibration"] = said(error)
-        qmodel = quantized(model, "int8_static", on_device)
-    for name, run_model in (("int8_static", qmodel), ("w4a4_dynamic", quantized(model, "w4a4_dynamic", on_device))):
+        qmodel = quantized(captured, "int8_static")
+    for name, run_model in (("int8_static", qmodel), ("w4a4_dynamic", quantized(captured, "w4a4_dynamic"))):
         try:
             with torch.no_grad(), sync_mode(place, "error"):
                 run_model(**on_device[0])
@@ -690,15 +690,17 @@ def step_kernels(place: Place) -> Result:
 
     Of one layer of an 8B shape, by kind of product, and of a small Llama; the reports say why others are refused.
     """
+    from quark_fx import Session
+
     inputs, outputs, many = (128, 256, 40) if place.small else (4096, 14336, 2048)
     layer = nn.Linear(inputs, outputs, device=place.device, dtype=torch.bfloat16)
     data = [torch.randn(1, rows, inputs).to(place.device, torch.bfloat16) for rows in (many, 1)]
     float_seconds = [seconds_of(place, partial(layer, x)) for x in data]
     found: Result = {"rows": [many, 1], "float seconds": float_seconds}
-    model = nn.Sequential(layer).eval()
+    captured = Session(nn.Sequential(layer).eval(), data[:1])
     for name, config in product_configs().items():
         try:
-            qmodel = quantized(model, config, data[:1])
+            qmodel = quantized(captured, config)
             found[name] = compared(place, qmodel.eager(), qmodel.eager(kernels=True), data)
         except Exception as error:
             found[name] = said(error)

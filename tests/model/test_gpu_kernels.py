@@ -79,10 +79,17 @@ def session(device: torch.device, dtype: torch.dtype, inputs: int = INPUTS, outp
     return qfx.Session(layer, [rand(2, 3, inputs, seed=seed).to(dtype).to(device) for seed in (1, 2)])
 
 
+@cache
+def simulated_layer(one: qfx.Session, config: QuantConfig) -> tuple[qfx.QuantizedModel, nn.Module]:
+    """Return a quantized layer, which several tests read, and the simulated one."""
+    qmodel = qfx.quantize(one, config, progress=False)
+    return qmodel, qmodel.eager()
+
+
 def of_layer(one: qfx.Session, config: QuantConfig) -> tuple[qfx.QuantizedModel, nn.Module, Any]:
     """Return a quantized layer, the simulated one, and the one with kernels."""
-    qmodel = qfx.quantize(one, config, progress=False)
-    return qmodel, qmodel.eager(), qmodel.eager(kernels=True)
+    qmodel, simulated = simulated_layer(one, config)
+    return qmodel, simulated, qmodel.eager(kernels=True)
 
 
 def magnitudes(qmodel: qfx.QuantizedModel, x: Tensor) -> Tensor:
