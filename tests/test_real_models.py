@@ -349,7 +349,7 @@ def test_a_draft_saves_runs_and_changes_nothing(draft: list[int], most: int) -> 
 
 
 def test_sections_that_were_not_measured_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "DOCS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     tables: dict[str, Table] = {
         "craft": (("preset", "found, %"), {"float": ("float", "1.00"), "xint8": ("xint8", "2.00 / 3.00")}),
         "whisper": (("preset", "WER, %"), {"float": ("float", "9.00")}),

@@ -237,7 +237,7 @@ def _decode(known: DecodedTensor, parts: Mapping[str, Tensor]) -> Tensor:
     if zero is not None:
         zero = zero.float().sub(1 << known.bits - 1 if known.form == "pack-quantized" else 0).reshape(scale.shape)
     column = torch.arange(columns) // wide if place is None else place.long()
-    values = torch.empty(rows, columns)
+    values = torch.empty(rows, columns, dtype=torch.float32)
     step = high * -(-_ROWS // high)
     for first in range(0, rows, step):
         last = min(first + step, rows)
@@ -261,11 +261,12 @@ def _codes(known: DecodedTensor, parts: Mapping[str, Tensor], rows: slice, colum
     if known.form == "pack-quantized":
         return _unpacked(packed, known.bits, columns).sub_(1 << known.bits - 1)
     nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[:, :columns]
-    return torch.tensor((*_E2M1, *(-value for value in _E2M1)))[nibbles.int()]
+    values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.float32)
+    return values[nibbles.int()]
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    return torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32), exponents.int() - 127)
 
 
 def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:

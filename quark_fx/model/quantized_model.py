@@ -69,7 +69,9 @@ class QuantizedModel(nn.Module):
         about = {"model": type(source).__name__} if source is not None else {}
         about |= {"configuration": named, "target": config.target.name}
         draws = random_draws(graph_module, signature.output_names)
-        self._report = Report(tuple(dict.fromkeys(rows)), tuple(passes), tuple(histograms), about, draws)
+        # Rows of one weight that are equal are one; equal products of activations are several.
+        unique = {row if row.parameter else number: row for number, row in enumerate(rows)}.values()
+        self._report = Report(tuple(unique), tuple(passes), tuple(histograms), about, draws)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -316,7 +316,7 @@ class QuantizedScale(ScaleFormat):
         return replace(self, unit=float(global_scale_of(amax, scheme))) if self.has_unit else self
 
     def under(self, largest: float) -> QuantizedScale:
-        return replace(self, unit=float(self.scale.nearest(torch.tensor(largest / FP8_E4M3.max))))
+        return replace(self, unit=float(self.scale.nearest(torch.tensor(largest / FP8_E4M3.max, dtype=torch.float32))))
 
     def in_groups(self, values: Tensor, axis: int, *, offsets: bool = False) -> Tensor:
         """Return scales, or offsets, rounded to ones that can be stored: integers times a float16 per group.

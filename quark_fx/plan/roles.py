@@ -46,10 +46,36 @@ _SCALING = frozenset({"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "
 
 _ADDING = frozenset({"aten.add.Tensor"})
 
+_REDUCING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "logsumexp.default"),
+        *("amax.default", "amin.default", "max.default", "min.default"),
+    )
+)
+"""Operators that make one element of several."""
+
+_FILLED = frozenset(f"aten.{name}_like.default" for name in ("zeros", "ones", "full"))
+"""Operators that read only the shape of their input."""
+
 PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsort.stable"})
 
-CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
+CHOOSING = frozenset(
+    {
+        "aten.topk.default",
+        "aten.max.dim",
+        "aten.min.dim",
+        "aten.sort.default",
+        "aten.sort.stable",
+        "aten.kthvalue.default",
+    }
+)
 """Operators that return values and their indices."""
+
+_KEEPING = (
+    PADS | PLACES | CHOOSING | _NORMALIZING | _REDUCING | {CAST, "aten.where.ScalarOther", "aten.where.ScalarSelf"}
+)
+"""Operators whose output a model returns in place of their input; the elements of others are their own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +97,7 @@ class Uses:
 
     @cached_property
     def returned(self) -> frozenset[Node]:
-        """Values that the model returns, also moved, selected from, and changed element by element with constants."""
+        """Values that the model returns, also moved, selected from, reduced, and changed element by element."""
         pending = list(self.graph.output_node().all_input_nodes)
         values = set(pending)
         while pending:
@@ -191,9 +217,9 @@ def _is_head(node: Node, uses: Uses) -> bool:
 
 
 def _keeps(node: Node, value: Node) -> bool:
-    """Tell whether a node turns an output into an output: it moves, selects, or changes elements of `value`."""
+    """Tell whether a node turns an output into an output: it moves, selects, reduces, or changes `value`."""
     name = target_name(node)
-    if motion(node) is not None or name in PADS | _NORMALIZING | {CAST} or BRANCH in node.meta:
+    if motion(node) is not None or name in _KEEPING or BRANCH in node.meta:
         return True
     if not is_pointwise(node):
         return False
@@ -208,7 +234,12 @@ def _is_branch(value: Node) -> bool:
 def _is_constant(node: Node) -> bool:
     while (moves(node) or target_name(node) == CAST) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    return node.op == "get_attr"
+    filled = target_name(node) in _FILLED or not any(map(_is_tensor, node.all_input_nodes))
+    return node.op == "get_attr" or (node.op == "call_function" and filled)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _holds_floats(node: Node) -> bool:

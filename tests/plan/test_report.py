@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -66,6 +67,8 @@ def test_the_bytes_are_those_of_what_is_stored(preset: str) -> None:
         assert row.bytes_before == weight.numel() * 4
         bits = 32 if row.reason else parse_format(row.weight.split()[0]).bits
         scales = state.get(f"{row.name}.weight_scale", torch.empty(0)).numel()
+        if "128x128" in row.weight:  # the graph repeats the scale of a block along its rows
+            scales = math.prod(-(-size // 128) for size in weight.shape)
         stored = {"e8m0_even": scales, "e4m3 scales": scales + 4, "e8m0_floor": scales // 8 + weight.numel() // 16}
         kind = next((kind for kind in stored if kind in row.weight), "")
         points = state.get(f"{row.name}.weight_zero_point", torch.empty(0))

@@ -608,7 +608,9 @@ def compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a layer in a scheme, by the ends of their names."""
     weight, activation, kind = layer.weight, layer.input, scheme["format"]
     unit = None if activation is None else scale_format(activation.scale_type).unit
-    whole = {} if unit is None else {"input_global_scale": torch.tensor([unit]).reciprocal()}  # readers divide by it
+    whole = (
+        {} if unit is None else {"input_global_scale": torch.tensor([unit], dtype=torch.float32).reciprocal()}
+    )  # readers divide by it
     if kind in _BLOCK_FORMS:
         return _blocks(weight, kind, layer.unit) | whole
     blocks = block_scales(weight) if scheme["weights"]["strategy"] == "block" else None

@@ -122,7 +122,7 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
     if not (kind.has_unit if of_16 else kind.rule):
         needs = "E4M3 floats times one number" if of_16 else "powers of two"
         raise Declined(f"scales of its activation are not {needs}, measured at run time")
-    unit = None if kind.unit is None else torch.tensor(kind.unit, device=codes.device)
+    unit = None if kind.unit is None else torch.tensor(kind.unit, dtype=torch.float32, device=codes.device)
     constants = (_pairs(codes) if packs else codes, _tiled(scale), whole, unit)
     try:  # a build of torch may lack a kernel of its version
         small_block_product(codes[:1], weight.scale[:1], *constants)
