@@ -206,7 +206,8 @@ def _integer_product(x: Any, weight: Any, bias: Any, *, output_axis: int) -> Any
     a, b = made_by(x, "DequantizeLinear"), made_by(weight, "DequantizeLinear")
     if a is None or b is None or _measurement(a.inputs[1]) is None:
         return None
-    codes, scale, zero_point = b.inputs
+    stored: Any = b.inputs
+    codes, scale, zero_point = stored
     if codes.producer() is not None or codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
         return None
     if codes.shape.rank() != 2 and (scale.shape.rank() or output_axis == 0):

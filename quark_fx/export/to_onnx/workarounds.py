@@ -70,7 +70,8 @@ def _lacks_bias(node: ir.Node) -> bool:
 
 def _add_vanishing_bias(model: ir.Model, node: ir.Node) -> None:
     assert node.outputs[0].shape is not None
-    channels = int(node.outputs[0].shape[1])
+    channels = node.outputs[0].shape[1]
+    assert isinstance(channels, int)
     node.resize_inputs(3)
     node.replace_input_with(2, add_array(model, f"vanishing_{channels}", np.full(channels, _VANISHING)))
 

@@ -201,13 +201,13 @@ class _Program:
         entries = [(row, g, f) for row, (_, sums, _) in enumerate(self.limits) for g, f in sums.items()]
         rows, columns, coefficients = np.array(entries, int).reshape(-1, 3).T
         sums = coo_array((coefficients, (rows, columns)), (len(self.limits), count)).tocsr()
-        room = np.array([bound for *_, bound in self.limits], int) - sums @ calibrated
+        room: Any = np.array([bound for *_, bound in self.limits], int) - sums @ calibrated
         if (room >= 0).all():
             return np.zeros(count, int)
         limits = LinearConstraint(hstack([-sums, sums, sums]), -np.inf, room)
 
-        upper = np.stack([calibrated + _FAR, np.maximum(-calibrated, 0), _FAR - np.maximum(calibrated, 0)])
-        lower = np.zeros_like(upper)
+        upper: Any = np.stack([calibrated + _FAR, np.maximum(-calibrated, 0), _FAR - np.maximum(calibrated, 0)])
+        lower: Any = np.zeros_like(upper)
         finest_first = np.argsort(np.argsort(-calibrated, kind="stable")) / count
         price = 1 + 1e-3 * finest_first + np.array([[0], [0], [1e-2]])
         price[:, self.biases] *= 2
