@@ -60,21 +60,16 @@ _FILLED = frozenset(f"aten.{name}_like.default" for name in ("zeros", "ones", "f
 
 PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsort.stable"})
 
-CHOOSING = frozenset(
-    {
-        "aten.topk.default",
-        "aten.max.dim",
-        "aten.min.dim",
-        "aten.sort.default",
-        "aten.sort.stable",
-        "aten.kthvalue.default",
-    }
-)
-"""Operators that return values and their indices."""
+CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
+"""Operators that return the largest values and their indices."""
 
-_KEEPING = (
-    PADS | PLACES | CHOOSING | _NORMALIZING | _REDUCING | {CAST, "aten.where.ScalarOther", "aten.where.ScalarSelf"}
+_REPLACING = frozenset(
+    f"aten.{name}"
+    for name in ("where.ScalarOther", "where.ScalarSelf", "min.dim", "kthvalue.default", "argmin.default")
 )
+"""Operators that select elements or replace them by a number, but route nothing."""
+
+_KEEPING = PADS | PLACES | CHOOSING | _NORMALIZING | _REDUCING | _REPLACING | {CAST}
 """Operators whose output a model returns in place of their input; the elements of others are their own."""
 
 

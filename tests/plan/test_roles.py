@@ -61,6 +61,26 @@ def test_a_layer_that_makes_an_output_is_a_head(name: str) -> None:
     assert "head" not in next(op for op in operators if op.name == "body").kinds
 
 
+@pytest.mark.parametrize(
+    ("function", "routes"),
+    [
+        (lambda scores: scores.topk(1, -1).indices.squeeze(-1), True),
+        (lambda scores: scores.softmax(-1).max(-1).indices, True),
+        (lambda scores: scores.sort(-1, descending=True).indices[..., 0], True),
+        (lambda scores: scores.min(-1).indices, False),
+        (lambda scores: scores.argmin(-1), False),
+        (lambda scores: scores.kthvalue(2, -1).indices, False),
+    ],
+    ids=["topk", "max", "sort", "min", "argmin", "kthvalue"],
+)
+def test_what_chooses_the_largest_scores_routes(function: Callable[[Tensor], Tensor], routes: bool) -> None:
+    """The nearest entry of a table is no route: its distances are computed in low precision like other values."""
+    layers = {name: nn.Linear(8, 8) for name in ("scores", "head")}
+    model = build(lambda m, x: m.head(m.table(function(m.scores(x)))), **layers, table=nn.Embedding(8, 8))
+    operators = plan_quantization(qfx.capture_graph(model, rand(3, 5, 8)).module, INT8_STATIC, quiet=True).operators
+    assert ("router" in next(op for op in operators if op.name == "scores").kinds) == routes
+
+
 SHAPE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
