@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from quark_fx.engine.context import Context
-from quark_fx.errors import Declined
+from quark_fx.errors import ConfigError, Declined
 from quark_fx.graph.nodes import target_name
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.plan.placement import module_name
@@ -34,7 +34,13 @@ def graph_rule(*targets: str, **promise: Any) -> Callable[[Any], Any]:
     Args:
         targets: Names of operators; none for all operators.
         promise: Arguments of `graph_pass`.
+
+    Raises:
+        ConfigError: If a target is no name: the decorator was written without parentheses, or with an operator.
     """
+    if any(not isinstance(target, str) for target in targets):
+        example = "@graph_rule('aten.silu.default')"
+        raise ConfigError(f"graph_rule takes the names of operators, not {targets[0]!r}; write {example}")
 
     def decorate(rule: Any) -> Any:
         if isinstance(rule, type):
