@@ -175,7 +175,7 @@ def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
 
 def stored_array(value: ir.Value | None) -> np.ndarray[Any, Any]:
     """Return the array of a value that must be constant."""
-    array = array_of(value)
+    array = constant_of(value)
     assert array is not None
     return array
 

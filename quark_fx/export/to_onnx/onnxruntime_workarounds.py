@@ -15,6 +15,7 @@ from quark_fx.export.to_onnx.edit import (
     made_by,
     only_reader,
     operand,
+    producer_of,
     put_node,
     put_same_behind,
     replace_node,
@@ -53,8 +54,7 @@ def has_row_scales(node: ir.Node) -> bool:
 
 def spell_out_row_scales(model: ir.Model, node: ir.Node) -> None:
     """Dequantize the weight by arithmetic, which is not fused."""
-    weight = made_by(node.inputs[1], "DequantizeLinear")
-    assert weight is not None
+    weight = producer_of(operand(node, 1))
     shape = [-1 if dim == weight.attributes.get_int("axis", 1) % 2 else 1 for dim in range(2)]
     node.replace_input_with(1, _dequantized_by_arithmetic(model, weight, shape))
 
@@ -237,8 +237,7 @@ def split_product(model: ir.Model, node: ir.Node) -> None:
     """Add the bias after the product; keep an activation function apart. A quantizer's kernel includes both."""
     result = node.outputs[0]
     if not _has_float_bias(node):
-        reader = only_reader(result)
-        assert reader is not None
+        ((reader, _),) = result.uses()
         keep_apart(model, reader)
         return
     product = ir.node("Gemm", node.inputs[:2], dict(node.attributes))
@@ -271,9 +270,7 @@ def becomes_gemm(node: ir.Node) -> bool:
 
 def keep_product_from_sum(model: ir.Model, node: ir.Node) -> None:
     """Add a constant to a stack of matrices as a matrix of one row, which is not fused; keep other sums apart."""
-    add = only_reader(node.outputs[0])
-    assert add is not None
-    index = list(add.inputs).index(node.outputs[0])
+    ((add, index),) = node.outputs[0].uses()
     vector = array_of(add.inputs[1 - index])
     if _rank(node.inputs[0]) > 2 and vector is not None:
         add.replace_input_with(1 - index, add_array(model, f"{node.name}_bias_row", vector.reshape(1, -1)))
@@ -316,9 +313,7 @@ def sums_before_norm(node: ir.Node) -> bool:
 
 def spell_as_sum(model: ir.Model, node: ir.Node) -> None:
     """Write the sum as `Sum`, which is not fused."""
-    add = made_by(node.inputs[0], "Add")
-    assert add is not None
-    add.op_type = "Sum"
+    producer_of(operand(node)).op_type = "Sum"
 
 
 # Arithmetic of bfloat16 ----------------------------------------------------------------------------------------------

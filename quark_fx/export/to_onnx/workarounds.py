@@ -13,7 +13,17 @@ import numpy as np
 import onnx_ir as ir
 
 from quark_fx.export.to_onnx import onnxruntime_workarounds as ort
-from quark_fx.export.to_onnx.edit import add_array, array_of, constant_of, erase_unread, made_by, operand, replace_node
+from quark_fx.export.to_onnx.edit import (
+    add_array,
+    array_of,
+    constant_of,
+    erase_unread,
+    made_by,
+    operand,
+    replace_node,
+    shape_of,
+    stored_array,
+)
 from quark_fx.targets.onnxruntime import MOVES
 
 
@@ -69,8 +79,7 @@ def _lacks_bias(node: ir.Node) -> bool:
 
 
 def _add_vanishing_bias(model: ir.Model, node: ir.Node) -> None:
-    assert node.outputs[0].shape is not None
-    channels = node.outputs[0].shape[1]
+    channels = shape_of(node.outputs[0])[1]
     assert isinstance(channels, int)
     node.resize_inputs(3)
     node.replace_input_with(2, add_array(model, f"vanishing_{channels}", np.full(channels, _VANISHING)))
@@ -101,8 +110,7 @@ def _is_convolved(value: ir.Value) -> bool:
 
 def _store_unsigned(model: ir.Model, node: ir.Node) -> None:
     """Store int8 codes as uint8 codes, 128 larger. Matrix products keep signed codes, which need no zero points."""
-    zero, codes = constant_of(node.inputs[2]), node.outputs[0]
-    assert zero is not None
+    zero, codes = stored_array(node.inputs[2]), node.outputs[0]
     name = f"{node.name or codes.name}_zero_point_unsigned"
     unsigned = add_array(model, name, (zero.astype(np.int16) + 128).astype(np.uint8))
     for one in (node, *(reader for reader, _ in codes.uses())):
@@ -138,8 +146,7 @@ def _pool_one_value(model: ir.Model, node: ir.Node) -> None:
     """Insert maximum pools with a window of one value, which change nothing."""
     for index in _resized(node):
         value = operand(node, index)
-        assert value.shape is not None
-        same = ir.node("MaxPool", [value], attributes={"kernel_shape": [1] * (value.shape.rank() - 2)})
+        same = ir.node("MaxPool", [value], attributes={"kernel_shape": [1] * (shape_of(value).rank() - 2)})
         same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
         node.prepend(same)
         node.replace_input_with(index, same.outputs[0])
@@ -151,9 +158,8 @@ def _pads_in_circles(node: ir.Node) -> bool:
 
 
 def _slice_and_join(model: ir.Model, node: ir.Node) -> None:
-    value, pads, made = operand(node), constant_of(node.inputs[1]), node.outputs[0]
+    value, pads, made = operand(node), stored_array(node.inputs[1]), node.outputs[0]
     axes = constant_of(node.inputs[3]) if len(node.inputs) > 3 else None
-    assert pads is not None
     for axis, (before, after) in enumerate(pads.reshape(2, -1).T.tolist()):
         along = axis if axes is None else int(axes[axis])
         parts = [_slice(model, node, value, -before, np.iinfo(np.int64).max, along)] if before else []
