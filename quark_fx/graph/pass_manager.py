@@ -117,9 +117,9 @@ class Change:
     all_samples: bool = False
 
     @classmethod
-    def skipped(cls, name: str, reason: str) -> Self:
-        """Return the row for an operator that stays as it is."""
-        return cls(name, f"skipped: {reason}", changed=False)
+    def skipped(cls, name: str, reason: str, error: float | None = None) -> Self:
+        """Return the row for an operator that stays as it is, with its error if that was measured."""
+        return cls(name, f"skipped: {reason}", changed=False, before=error, after=error)
 
 
 @dataclass(frozen=True)

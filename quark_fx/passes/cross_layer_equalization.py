@@ -69,12 +69,13 @@ class CrossLayerEqualization(Selective):
                 break
         rescaled = 0
         for site, scale in zip(sites, scales, strict=True):
-            moved = bool((scale != 1).any())
-            if moved:
-                apply_scale(gm, site, scale)
-                rescaled += 1
-            what = f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}" if moved else "skipped: it is even"
-            note(Change(site_name(site, names), what, moved))
+            name = site_name(site, names)
+            if not bool((scale != 1).any()):
+                note(Change.skipped(name, "its channels are even"))
+                continue
+            apply_scale(gm, site, scale)
+            rescaled += 1
+            note(Change(name, f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}"))
         return rescaled
 
     def _refusal(self, site: ScaleSite) -> str:

@@ -230,9 +230,7 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
         matrix = reader.matrix(gm).to(learned.device)
         weights.addmm_(matrix.T, matrix)
     if not all(bool(form.isfinite().all()) for form in (learned, judge, weights)):
-        return None, Change(
-            site.name, "skipped: its input or weight is infinite or too large to be squared", changed=False
-        )
+        return None, Change.skipped(site.name, "its input or weight is infinite or too large to be squared")
     if not bool((learned.trace() > 0) & (weights.trace() > 0)):
         return None, Change.skipped(site.name, "its input or weight is zero")
     directions = _directions(learned, weights, rank)
@@ -241,11 +239,11 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
         max(0.0, float(_left(form, directions) / form.trace())) for form in (learned, judge, weights)
     )
     if site.is_calibrated and other > _CONFIRMED * rest:
-        what = (
-            f"skipped: the directions leave {rest:.0%} of the calibration data and {other:.0%} of the validation data; "
+        reason = (
+            f"the directions leave {rest:.0%} of the calibration data and {other:.0%} of the validation data; "
             "pass more data"
         )
-        return None, Change(site.name, what, changed=False)
+        return None, Change.skipped(site.name, reason)
     what = f"rank {rank}, for {site.overhead(rank):.1%} of the multiplications; error times {other * columns:.2g}"
     return directions.cpu().contiguous(), Change(site.name, what, seconds=time.perf_counter() - began)
 

@@ -128,11 +128,12 @@ class TuneScales(Selective):
         for scales, offset in zip(tuned, values, strict=True):
             scales.offset = offset
             stored |= scales.tensors(gm)
-            changed = bool(offset.any())
-            unused, worse = "the model's outputs do not depend on it", f"no better on {context.data.judged_on}"
-            reason = worse if best == first else unused
-            what = "scales" if changed else f"skipped: {reason}"
-            context.note(Change(scales.weight.name, what, changed, first, best))
+            name, worse = scales.weight.name, f"no better on {context.data.judged_on}"
+            if bool(offset.any()):
+                context.note(Change(name, "scales", before=first, after=best))
+            else:
+                unused = "the model's outputs do not depend on it"
+                context.note(Change.skipped(name, worse if best == first else unused, first))
         for name, tensor in stored.items():
             set_parameter(gm, name, tensor.to(tensor_of(gm, name).device))
         return stored

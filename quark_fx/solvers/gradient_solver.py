@@ -56,8 +56,7 @@ class GradientSolver(Schedule, ABC):
         own = own_weights(gm, context, self)
         learns_scales = self.scale_rate > 0 and _free_scales(context)
         if self.scale_rate and not learns_scales:
-            what = "skipped: activation scales may not take any value (scale)"
-            context.note(Change("scale_rate", what, changed=False))
+            context.note(Change.skipped("scale_rate", "activation scales may not take any value (scale)"))
         for run in walk_blocks(gm, context, unit=self.unit, label=type(self).__name__):
             if run.finished or not (weights := self._learnable(run, own(run.module), context)):
                 continue

@@ -129,14 +129,13 @@ class FormJudge:
         results = list[tuple[WeightSlot, _Judged | Change]]()
         for slot, answer in answers:
             if isinstance(answer, Skip):
-                results.append((slot, _skipped(slot, answer)))
+                results.append((slot, Change.skipped(slot.name, answer.reason)))
                 continue
             before, after = next(errors), next(errors)
             if after < before:
                 results.append((slot, _Judged(answer.proposal, before, after)))
             else:
-                reason = f"skipped: no better on {self.context.data.judged_on}"
-                results.append((slot, Change(slot.name, reason, False, before, before)))
+                results.append((slot, Change.skipped(slot.name, f"no better on {self.context.data.judged_on}", before)))
         return results
 
     def _require(self, checks: Sequence[_Check], wrong: Sequence[float]) -> None:
@@ -202,7 +201,7 @@ def _stored(slot: WeightSlot, accepted: _Judged, wider: object, told: Mapping[in
             continue
         errors, is_wider = (accepted.before, accepted.after), answer is wider
         return Change(slot.name, _what(changed, answer), bool(changed), *errors, all_samples=is_wider)
-    return Change(slot.name, f"skipped: {reason}", False, accepted.before, accepted.before)
+    return Change.skipped(slot.name, reason, accepted.before)
 
 
 @dataclass(frozen=True)
@@ -266,12 +265,12 @@ class BlockJudge:
         give_back()
         answer = self.context.ranks.first(lambda: with_room(self.context, lambda: self._answer(slot, data)))
         if isinstance(answer, Skip):
-            return _skipped(slot, answer)
+            return Change.skipped(slot.name, answer.reason)
         tensors, what = answer
         after = run.attempt(lambda: run.store_all(tensors), before)
-        better = after < before
-        refused = f"skipped: no better on {self.context.data.judged_on}"
-        return Change(slot.name, what if better else refused, better, before, after)
+        if after < before:
+            return Change(slot.name, what, before=before, after=after)
+        return Change.skipped(slot.name, f"no better on {self.context.data.judged_on}", before)
 
     def _answer(self, slot: Slot, data: object) -> tuple[dict[str, Tensor], str] | Skip:
         """Return the tensors that a proposal changes, and the text to report if it is accepted."""
@@ -306,10 +305,6 @@ def _proposed(answer: object, now: object) -> Proposal | Skip:
         return answer
     got = f"Proposal({type(answer.value).__name__})" if isinstance(answer, Proposal) else type(answer).__name__
     raise PassError(f"solve returns a Proposal of a {type(now).__name__}, or a Skip with a reason, not {got}")
-
-
-def _skipped(slot: Slot, answer: Skip) -> Change:
-    return Change(slot.name, f"skipped: {answer.reason}", changed=False)
 
 
 def _what(changed: Sequence[str], answer: Proposal) -> str:

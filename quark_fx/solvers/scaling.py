@@ -12,7 +12,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -194,7 +194,7 @@ class ScalingSolver(Selective, ABC):
         """Return the scale of a site, or `None` if no scale is better, and the change to report."""
         began, grid, trial = time.perf_counter(), self.grid, self.judge(gm, site, found)
         if trial.refusal:
-            return None, Change(site.name, f"skipped: {trial.refusal}", changed=False)
+            return None, Change.skipped(site.name, trial.refusal)
 
         def scale_of(point: Point) -> ScaleOf:
             values = tuple(axis[i] for axis, i in zip(grid.values(), point, strict=True))
@@ -204,12 +204,13 @@ class ScalingSolver(Selective, ABC):
         best = search(lambda points: trial.errors([*map(scale_of, points)]), sizes, trial.foreseen(self.scales, sizes))
         ones = torch.ones(site.site.channels, dtype=torch.float32)
         before, after = trial.verdicts([lambda seen: ones, scale_of(best)])
-        kept = all(a < trial.gain * b for b, a in zip(before, after, strict=True))
+        seconds = time.perf_counter() - began
+        if not all(a < trial.gain * b for b, a in zip(before, after, strict=True)):
+            refusal = Change.skipped(site.name, _refusal(before, after, trial.gain, context), before[0])
+            return None, replace(refusal, seconds=seconds)
         what = ", ".join(f"{name} {axis[i]:g}" for (name, axis), i in zip(grid.items(), best, strict=True))
-        if not kept:
-            what = f"skipped: {_refusal(before, after, trial.gain, context)}"
-        change = Change(site.name, what, kept, before[0], (after if kept else before)[0], time.perf_counter() - began)
-        return scale_of(best)(trial.seen_on_host).cpu() if kept else None, change
+        change = Change(site.name, what, before=before[0], after=after[0], seconds=seconds)
+        return scale_of(best)(trial.seen_on_host).cpu(), change
 
 
 def _refusal(before: Sequence[float], after: Sequence[float], gain: float, context: Context) -> str:

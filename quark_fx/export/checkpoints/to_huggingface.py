@@ -300,7 +300,21 @@ class Schemes:
 
         It reads all experts with one scheme, and all other layers with one if it dequantizes them.
         """
-        _require_readable(self._schemes, self._members)
+        shown = ("num_bits", "strategy", "group_size")
+        kinds = {
+            key: f"{s['format']} {[s['weights'][what] for what in shown]}"
+            + " with zero points" * (not s["weights"]["symmetric"])
+            for key, s in self._schemes.items()
+        }
+        layers = [(layer, key) for key, members in self._members.items() for layer in members]
+        experts = {layer.stack: kinds[key] for layer, key in layers if layer.stack}
+        if len(set(experts.values())) > 1:
+            rule = "all experts of a checkpoint have the same"
+            raise unholdable([f"{name}: {kind}; {rule}" for name, kind in experts.items()])
+        others = {layer.name: key for layer, key in layers if not layer.stack}
+        if _has_zero_points(self._schemes) and len(set(others.values())) > 1:
+            rule = "transformers needs the same of all layers but experts, if one has zero points"
+            raise unholdable([f"{name}: {kinds[key]}; {rule}" for name, key in others.items()])
 
 
 def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
@@ -413,22 +427,6 @@ def _needs(schemes: Iterable[dict[str, Any]]) -> str:
 
 def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
     return [f"re:{pattern}" for pattern in name_patterns(names, others)]
-
-
-def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[str, list[Layer]]) -> None:
-    shown = ("num_bits", "strategy", "group_size")
-    kinds = {
-        key: f"{s['format']} {[s['weights'][what] for what in shown]}"
-        + " with zero points" * (not s["weights"]["symmetric"])
-        for key, s in schemes.items()
-    }
-    found = {layer.stack: kinds[key] for key, some in members.items() for layer in some if layer.stack}
-    if len(set(found.values())) > 1:
-        raise unholdable([f"{name}: {kind}; all experts of a checkpoint have the same" for name, kind in found.items()])
-    others = {layer.name: key for key, some in members.items() for layer in some if not layer.stack}
-    if _has_zero_points(schemes) and len(set(others.values())) > 1:
-        rule = "transformers needs the same of all layers but experts, if one has zero points"
-        raise unholdable([f"{name}: {kinds[key]}; {rule}" for name, key in others.items()])
 
 
 def _has_zero_points(schemes: Mapping[str, dict[str, Any]]) -> bool:
