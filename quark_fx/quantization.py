@@ -147,6 +147,7 @@ def quantize(
             kept=unchanged,
             parameter_names=parameters,
             sample=sample,
+            data=context.data.described,
         )
         if output_dir is not None:
             del gm.meta["shelf"]

@@ -68,6 +68,7 @@ class CalibrationData:
         shapes: Shapes of each batch's flat inputs.
         first: Number of the first batch among the batches of all ranks.
         unread: Flat inputs of batches that are read once and not kept.
+        described: Number of batches of all ranks, and the shapes of the first one; empty without data.
     """
 
     cache: ActivationCache
@@ -77,6 +78,7 @@ class CalibrationData:
     shapes: list[BatchShape] = field(default_factory=list)
     first: int = 0
     unread: Iterable[list[Any]] = ()
+    described: str = ""
     _kept: dict[tuple[int, int], Positions | None] = field(default_factory=dict)
     _given: int = 0
     _judging: int = 0
@@ -133,6 +135,9 @@ class CalibrationData:
         if kept and all(positions is not None and not len(positions.rows) for positions in kept):
             raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
         self._given = len(self.batches)
+        if self.batches:
+            shapes = [f"{name} of shape {tuple(s)}" for name, s in zip(self.names, self.shapes[0], strict=False) if s]
+            self.described = f"Batches: {self.batches[-1][0] + 1}; the first holds {', '.join(shapes)}"
         if learns and not self.has_validation:
             warn(
                 "the calibration data is one sample, or one batch that cannot be divided: passes are "

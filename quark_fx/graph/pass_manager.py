@@ -12,6 +12,7 @@ a pass whose `stage` is `QUANTIZED` runs after conversion, on the graph of codes
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -139,6 +140,19 @@ class PassRecord:
     changes: tuple[Change, ...] = ()
     validated: bool = True
     remark: str = ""
+
+    @property
+    def summary(self) -> str:
+        """One line about a pass that recorded changes; `Report.pass_table` has the rest."""
+        judged = [(c.before, c.after) for c in self.changes if c.before is not None and c.after is not None]
+        error = ""
+        if judged:
+            before, after = (sum(values) / len(judged) for values in zip(*judged, strict=True))
+            where = "validation data" if self.validated else "the data it was learned from"
+            error = f", mean error {before:.3g} → {after:.3g} on {where}"
+        remark = f"; {self.remark}" if self.remark else ""
+        seconds = "" if math.isnan(self.seconds) else f", {self.seconds:.1f} s"
+        return f"{self.name}: {self.rewrites} changed of {len(self.changes)}{error}{seconds}{remark}"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

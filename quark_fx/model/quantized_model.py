@@ -39,6 +39,7 @@ class QuantizedModel(nn.Module):
         parameter_names: Names of all parameters of the model, `None` if unknown.
         sample: Flat inputs with which an exported file is run once: the first samples of the first batch. `None` if the
             model was loaded, since stored models contain no data.
+        data: Description of the calibration data, for the report; empty without data.
     """
 
     source: nn.Module | None
@@ -56,6 +57,7 @@ class QuantizedModel(nn.Module):
         kept: Mapping[str, Tensor] = MappingProxyType({}),
         parameter_names: frozenset[str] | None = None,
         sample: Sample | None = None,
+        data: str = "",
     ) -> None:
         super().__init__()
         object.__setattr__(self, "source", source)  # not a submodule: its parameters are not state of this model
@@ -67,7 +69,7 @@ class QuantizedModel(nn.Module):
             (name for name, known in PRESETS.items() if known == config), f"no preset, weights {config.weight}"
         )
         about = {"model": type(source).__name__} if source is not None else {}
-        about |= {"configuration": named, "target": config.target.name}
+        about |= {"configuration": named, "target": config.target.name} | ({"data": data} if data else {})
         draws = random_draws(graph_module, signature.output_names)
         # Rows of one weight that are equal are one; equal products of activations are several.
         unique = {row if row.parameter else number: row for number, row in enumerate(rows)}.values()

@@ -90,6 +90,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "config": _plain(qmodel.config.to_dict()),
         "rows": [_plain(row) for row in report.to_rows()],
         "passes": [_record_to_data(record) for record in report.passes],
+        "data": report.about.get("data", ""),
         "symbols": (symbols := _Symbols()).sizes,
         "inputs": [_value_to_data(node, symbols) for node in gm.graph.nodes if node.op == "placeholder"],
         "tensors": {ids[name]: names.get(name, name) for name in tensors},
@@ -146,6 +147,7 @@ def load(
             [_record_from_data(record) for record in listed(document["passes"])],
             kept=provenance.kept,
             parameter_names=provenance.parameter_names,
+            data=str(document.get("data", "")),
         )
     except QuarkError as error:
         error.add_note(f"in {directory / GRAPH_FILE}")

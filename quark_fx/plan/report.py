@@ -322,7 +322,7 @@ class Report:
             f"{t['bytes_before'] / 1024:.1f} KiB → {t['bytes_after'] / 1024:.1f} KiB ({t['ratio']:.2f}×)"
         )
         computed = [f"{row.name} is computed from {row.computed_from}" for row in self.rows if row.computed_from]
-        done = [_summary(record) for record in self.passes if record.changes]
+        done = [record.summary for record in self.passes if record.changes]
         return "\n".join([*lines, summary, *dict.fromkeys(computed), *self.random, *done])
 
 
@@ -362,19 +362,6 @@ def _changes(title: str, changes: Sequence[tuple[str, Change]], *, full: bool) -
         Column("seconds", lambda named: None if math.isnan(named[1].seconds) else named[1].seconds, ".2f"),
     ]
     return Table(title, columns, changes)
-
-
-def _summary(record: PassRecord) -> str:
-    """Return one line about a pass that recorded changes; `pass_table` has the rest."""
-    judged = [(c.before, c.after) for c in record.changes if c.before is not None and c.after is not None]
-    error = ""
-    if judged:
-        before, after = (sum(values) / len(judged) for values in zip(*judged, strict=True))
-        where = "validation data" if record.validated else "the data it was learned from"
-        error = f", mean error {before:.3g} → {after:.3g} on {where}"
-    remark = f"; {record.remark}" if record.remark else ""
-    seconds = "" if math.isnan(record.seconds) else f", {record.seconds:.1f} s"
-    return f"{record.name}: {record.rewrites} changed of {len(record.changes)}{error}{seconds}{remark}"
 
 
 def _shortened(text: str) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 from tiny import quantize, rand, seeded
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ import quark_fx as qfx
 from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.export.checkpoints.experts import as_saved
+from quark_fx.export.checkpoints.model_card import model_card
 from quark_fx.export.checkpoints.values import unholdable
 from quark_fx.export.packing import pack, pack_awq, pack_columns
 from quark_fx.numbers import ops
@@ -263,6 +265,34 @@ def test_the_tokenizer_and_the_generation_config_lie_beside_it(tmp_path: Path) -
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
         file.name for file in tmp_path.iterdir()
     }
+
+
+def test_the_card_names_recipe_data_and_errors(tmp_path: Path) -> None:
+    qmodel = quantized(INT8_WEIGHT_ONLY)
+    qmodel.save(tmp_path / "own")
+    for place, model in (("new", qmodel), ("loaded", qfx.load(tmp_path / "own"))):
+        float_model = None if model is qmodel else llama()
+        card = (qfx.export.huggingface(model, tmp_path / place, model=float_model) / "README.md").read_text()
+        metadata, text = yaml.safe_load(card.split("---")[1]), card.split("---", 2)[2]
+        assert metadata == {"library_name": "transformers", "tags": ["quark_fx", "compressed-tensors"]}
+        assert "# LlamaForCausalLM, quantized" in text or model is not qmodel
+        recipe = text.split("```yaml\n")[1].split("```")[0]
+        assert QuantConfig.from_yaml(recipe) == qmodel.config
+        assert str(tuple(IDS.shape)) in text
+        least = min(row.sqnr for row in qmodel.report() if row.sqnr is not None)
+        assert f"{least:.1f} dB or more" in text
+    assert "base_model: owner/model" in model_card(qmodel, "owner/model", "gptq")
+
+
+def test_a_card_of_somebody_else_stays(tmp_path: Path) -> None:
+    directory = qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY), tmp_path)
+    own = (directory / "README.md").read_text()
+    (directory / "README.md").write_text(own.replace("quantized", "rewritten"))
+    qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY), tmp_path)
+    assert (directory / "README.md").read_text() == own
+    (directory / "README.md").write_text("---\ntags: [mine]\n---\n# Mine")
+    qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY), tmp_path)
+    assert (directory / "README.md").read_text().endswith("# Mine")
 
 
 REFUSED: dict[str, tuple[str, QuantConfig, str]] = {

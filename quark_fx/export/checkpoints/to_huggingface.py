@@ -21,6 +21,7 @@ from quark_fx.checkpoints.open_checkpoint import require_no_weights
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoints.experts import as_saved, common_paths, literal, name_patterns
+from quark_fx.export.checkpoints.model_card import CARD, is_own, model_card
 from quark_fx.export.checkpoints.values import (
     Checkpoint,
     Layer,
@@ -78,6 +79,8 @@ def huggingface(
     load time. Experts that stay in float are stored in their stacks, because transformers would not find them next to
     quantized layers otherwise; with `target="vllm"` or `"sglang"`, they are stored separately, where servers find them.
 
+    A model card (`README.md`) lists recipe, data, and measured errors; a card that somebody else wrote stays.
+
     GPTQModel reads zero points from `"gptq_v2"`; from `"gptq"`, only if it wrote the file. Rotations at run time are
     supported in compressed-tensors for `target="vllm"` only.
 
@@ -116,6 +119,9 @@ def huggingface(
     replaced = new_directory(directory, replaces=_is_of_checkpoint, last="config.json")
     with writing(directory), replaced as folder:
         _write(qmodel, checkpoint, folder, format, tokenizer)
+        if not (directory / CARD).exists() or is_own(directory / CARD):
+            card = model_card(qmodel, checkpoint.shell.config.name_or_path, format)
+            (folder / CARD).write_text(card, encoding="utf-8")
     return directory
 
 
