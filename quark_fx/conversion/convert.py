@@ -35,7 +35,7 @@ from quark_fx.conversion.plan import (
     unstacked,
 )
 from quark_fx.errors import CheckpointError, ExportError
-from quark_fx.export.checkpoints.to_huggingface import compressed, decompress_to_bfloat16
+from quark_fx.export.checkpoints.compressed_tensors import compressed, decompress_to_bfloat16
 from quark_fx.quantization import resolve
 from quark_fx.system.isolation import isolated
 from quark_fx.system.memory import bytes_text

@@ -19,8 +19,8 @@ from quark_fx.config.quant_config import Granularity, OperatorSpecs, QuantConfig
 from quark_fx.config.selection import matches
 from quark_fx.conversion.names import EMBEDDING, NUMBERED_EXPERT, experts, fused, roles
 from quark_fx.errors import CheckpointError, ConfigError, ExportError
+from quark_fx.export.checkpoints.compressed_tensors import Schemes, compressed
 from quark_fx.export.checkpoints.experts import literal, name_patterns
-from quark_fx.export.checkpoints.to_huggingface import Schemes, compressed
 from quark_fx.export.checkpoints.values import Layer, fused_names, unholdable
 from quark_fx.export.packing import matrix_of
 from quark_fx.graph.pass_manager import pass_name

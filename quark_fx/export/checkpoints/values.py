@@ -74,6 +74,10 @@ class Layer:
         return bool(self.stack) or isinstance(self.module, nn.Linear)
 
 
+Written = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors of the quantized layers, and the configuration."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The parts of a quantized transformers model.

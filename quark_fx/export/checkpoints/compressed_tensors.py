@@ -1,0 +1,465 @@
+"""Checkpoints of compressed-tensors: the scheme of each layer, and its tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.errors import ExportError
+from quark_fx.export.checkpoints.experts import as_saved, literal, name_patterns
+from quark_fx.export.checkpoints.values import (
+    Checkpoint,
+    Layer,
+    Written,
+    each_layer,
+    unholdable,
+)
+from quark_fx.export.packing import (
+    NO_OFFSETS,
+    are_exponents,
+    block_scales,
+    exponents,
+    group_size,
+    pack,
+    pack_columns,
+    unsigned,
+)
+from quark_fx.model.rounded_modules import UNROTATED, Activation
+from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, Format, parse_format
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.scales import E4M3_SCALES, E8M0_CEIL, E8M0_EVEN, scale_format
+from quark_fx.system.isolation import warn
+
+
+def decompress_to_bfloat16(config: Mapping[str, Any]) -> bool:
+    """Tell whether readers of a `quantization_config` decompress to bfloat16, the dtype of the whole model then."""
+    return any(group.get("format", "") in _BLOCK_FORMS for group in config.get("config_groups", {}).values())
+
+
+class Schemes:
+    """Schemes of compressed-tensors, and the layers of each.
+
+    Args:
+        layers: All layers that will be added.
+    """
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        layers = list(layers)
+        stacks = {layer.stack: layer for layer in layers if layer.stack}.values()
+        self._sizes = groups_of(x for x in layers if not x.stack)
+        self._of_experts = next(iter(groups_of(stacks)), None)
+        self._schemes: dict[str, dict[str, Any]] = {}
+        self._members: dict[str, list[Layer]] = {}
+
+    def add(self, layer: Layer) -> dict[str, Any]:
+        """Return the scheme of a layer, and list the layer.
+
+        Raises:
+            ExportError: If compressed-tensors has no scheme for it.
+        """
+        scheme, size = _scheme(layer), None
+        if scheme["weights"]["strategy"] == "channel" and layer.stack:
+            size = self._of_experts  # transformers reads all experts with one scheme; a row of one group fits any
+        elif scheme["weights"]["strategy"] == "channel" and scheme["format"] == "pack-quantized":
+            size = row_or_group(layer.weight, self._sizes)
+        if size is not None and size > 0:
+            scheme["weights"] |= {"strategy": "group", "group_size": size}
+        key = repr(scheme)
+        self._members.setdefault(key, []).append(layer)
+        return self._schemes.setdefault(key, scheme)
+
+    def configuration(
+        self, ignore: Sequence[str], head: str = "", left_experts: Collection[str] = (), **others: Any
+    ) -> dict[str, Any]:
+        """Return the `quantization_config`.
+
+        Args:
+            ignore: Names and patterns of the modules that stay in float.
+            head: Module that projects to the vocabulary; empty if the model has none.
+            left_experts: Modules of experts that stay in float.
+            others: Further entries.
+        """
+        schemes, members = self._schemes, self._members
+        experts = {layer.name for some in members.values() for layer in some if layer.stack}
+        groups = {}
+        common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
+        # Readers that fuse layers need the class name; transformers uses the first group with it for all layers but
+        # experts (`get_dense_scheme`).
+        usual = [key for key, _ in common.most_common(1)]
+        for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
+            # In vLLM, a head is not a linear layer, so it needs its name.
+            rest = [x for x in members[key] if key not in usual or not x.is_linear or x.name == head]
+            targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
+            mine = [layer.name for layer in rest if layer.stack]
+            targets += _patterns(mine, {*experts, *left_experts} - set(mine))
+            groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
+        formats = {scheme["format"] for scheme in schemes.values()}
+        # Transformers 5.23 does not support packed zero points with packed codes.
+        dequantized = {"dequantize": True} if _has_zero_points(schemes) else {}
+        return {
+            "quant_method": "compressed-tensors",
+            "version": _needs(schemes.values()),
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(ignore),
+            "kv_cache_scheme": None,
+            **others,
+            **dequantized,
+        }
+
+    def require_readable(self) -> None:
+        """Raise if transformers would misread some codes.
+
+        It reads all experts with one scheme, and all other layers with one if it dequantizes them.
+        """
+        shown = ("num_bits", "strategy", "group_size")
+        kinds = {
+            key: f"{s['format']} {[s['weights'][what] for what in shown]}"
+            + " with zero points" * (not s["weights"]["symmetric"])
+            for key, s in self._schemes.items()
+        }
+        layers = [(layer, key) for key, members in self._members.items() for layer in members]
+        experts = {layer.stack: kinds[key] for layer, key in layers if layer.stack}
+        if len(set(experts.values())) > 1:
+            rule = "all experts of a checkpoint have the same"
+            raise unholdable([f"{name}: {kind}; {rule}" for name, kind in experts.items()])
+        others = {layer.name: key for layer, key in layers if not layer.stack}
+        if _has_zero_points(self._schemes) and len(set(others.values())) > 1:
+            rule = "transformers needs the same of all layers but experts, if one has zero points"
+            raise unholdable([f"{name}: {kinds[key]}; {rule}" for name, key in others.items()])
+
+
+def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
+    """Write https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
+    schemes = Schemes(checkpoint.layers)
+    tensors = each_layer(checkpoint.layers, lambda layer: compressed(layer, schemes.add(layer)), shelf)
+    for message in dict.fromkeys(filter(None, map(_measured_otherwise, checkpoint.layers))):
+        warn(message)
+    _share_global_scales(tensors)
+    schemes.require_readable()
+    scales, cache = _cache(checkpoint)
+    matrices, transforms = _transforms(checkpoint)
+    ignore = [
+        *checkpoint.left,
+        *_patterns(checkpoint.left_experts, checkpoint.experts),
+        *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
+    ]
+    others = {"kv_cache_scheme": cache, **transforms}
+    config = schemes.configuration(ignore, checkpoint.head, checkpoint.left_experts, **others)
+    return tensors | scales | matrices, config
+
+
+def _transforms(checkpoint: Checkpoint) -> Written:
+    """Return the matrices that rotate activations at run time, and the configuration of their transforms.
+
+    All layers of a transform share a matrix in vLLM. It treats orthogonal matrices as Hadamard matrices and divides by
+    the square root of their size, so they are stored multiplied by it.
+    """
+    saved = as_saved(checkpoint.shell, {f"{path}.weight": m for path, m in checkpoint.rotations.items()})
+    if other := [path for path in checkpoint.rotations if f"{path}.weight" not in saved]:
+        why = f"it is rotated, and transformers saves it under another name; {UNROTATED}"
+        raise unholdable([f"{path}: {why}" for path in other])
+    alike: list[tuple[Tensor, list[str]]] = []
+    for path, matrix in checkpoint.rotations.items():
+        found = next((paths for known, paths in alike if torch.equal(known, matrix)), None)
+        if found is None:
+            alike.append((matrix, [path]))
+        else:
+            found.append(path)
+    tensors, groups = dict[str, Tensor](), dict[str, Any]()
+    for index, (matrix, paths) in enumerate(alike):
+        size, name = len(matrix), f"R{index}"
+        where = {"targets": paths, "location": "input", "inverse": False, "ignore": []}
+        groups[name] = {"type": "random-hadamard", "head_dim": size, "apply": [where]}
+        tensors |= {f"{path}.{name}_input.weight": matrix * size**0.5 for path in paths}
+    if groups:
+        warn(
+            "only vLLM applies the rotations of this checkpoint; transformers leaves out the matrices, and computes "
+            "something else"
+        )
+    return tensors, {"transform_config": {"config_groups": groups}} if groups else {}
+
+
+def _cache(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]:
+    """Return the scales of keys and values, with their names in vLLM and compressed-tensors, and the common scheme."""
+    if not checkpoint.caches:
+        return {}, None
+    tensors, formats, errors = dict[str, Tensor](), dict[str, None](), []
+    for path, attention in checkpoint.caches.items():
+        for name, activation in zip("kv", attention.entering or (), strict=False):
+            zero, scale = activation.zero_point, activation.scale
+            if activation.factors:
+                errors.append(f"{path}: a pass rotates its keys; quantize with Rotate(keys=False)")
+            elif scale is None or zero is None or scale.dim() or activation.format not in _CACHES or int(zero):
+                what = activation.format or activation.cast
+                errors.append(
+                    f"{path}: keys or values in {what}; a server's cache is {' or '.join(_CACHES)} with one static "
+                    "scale for keys and one for values: kv_cache=TensorSpec(format=FP8_E4M3)"
+                )
+            else:
+                formats[activation.format] = None
+                tensors[f"{path}.{name}_scale"] = scale.reshape(1)
+        if attention.entering is None:
+            errors.append(f"{path}: several attentions in one module, whose caches a checkpoint does not tell apart")
+    errors += [
+        f"{path}: its keys and values stay in float; a checkpoint has one cache for all"
+        for path in checkpoint.float_caches
+    ]
+    if len(formats) > 1:
+        errors.append(f"keys and values in {' and '.join(formats)}; a checkpoint has one format for all")
+    if errors:
+        raise unholdable(list(dict.fromkeys(errors)))
+    (fmt,) = formats
+    if fmt != str(FP8_E4M3):
+        warn(f"vLLM has caches in {FP8_E4M3} alone; this checkpoint's is in {fmt}, as compressed-tensors reads it")
+    return tensors, _arguments(parse_format(fmt), True, "tensor")
+
+
+_CACHES = (str(FP8_E4M3), str(INT8))
+"""Formats of keys and values that `kv_cache_scheme` supports."""
+
+
+_VERSIONS = {
+    ("mxfp4-pack-quantized", 4): "0.16.0",
+    ("mxfp6-pack-quantized", 6): "0.20.0",
+    ("mxfp8-quantized", 8): "0.15.0",
+    ("nvfp4-pack-quantized", 4): "0.14.0",
+    **{("pack-quantized", bits): "0.18.0" for bits in (3, 5, 6, 7)},
+}
+"""Oldest versions of compressed-tensors that decompress a form with so many bits, if later than `_OLDEST`."""
+
+_OLDEST = "0.13.0"
+
+
+def _needs(schemes: Iterable[dict[str, Any]]) -> str:
+    """Return the oldest version of compressed-tensors that reads all schemes."""
+    needed = [_VERSIONS.get((scheme["format"], scheme["weights"]["num_bits"]), _OLDEST) for scheme in schemes]
+    return max(needed)
+
+
+def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    return [f"re:{pattern}" for pattern in name_patterns(names, others)]
+
+
+def _has_zero_points(schemes: Mapping[str, dict[str, Any]]) -> bool:
+    return not all(scheme["weights"]["symmetric"] for scheme in schemes.values())
+
+
+def _measured_otherwise(layer: Layer) -> str:
+    """Return how transformers measures the scales of a layer's activations, if it does so differently."""
+    activation = layer.input
+    if activation is None or activation.scale is not None or activation.cast is not None:
+        return ""
+    fmt, kind = parse_format(activation.format), scale_format(activation.scale_type)
+    if fmt.is_integer and activation.symmetry == Symmetry.SYMMETRIC:
+        most = 2 ** (fmt.bits - 1) - 1
+        return (
+            f"transformers divides the largest magnitude of a token by {most}.5, this model by {most} as other readers "
+            f"do: there its {fmt} activations are rounded differently; for equal results in transformers set "
+            "symmetry='symmetric_full' on `input`"
+        )
+    rule = E8M0_CEIL if fmt == FP8_E4M3 else E8M0_EVEN
+    if kind.rule is None or kind == rule:
+        return ""
+    return (
+        f"readers measure scales of {fmt} activations by the rule {rule}, this model by {kind}: they round some blocks "
+        f"differently; for equal results set scale='{rule}' on `input`"
+    )
+
+
+def _scheme(layer: Layer) -> dict[str, Any]:
+    weight, activation = layer.weight, layer.input
+    if weight.has_offsets:
+        raise ExportError(NO_OFFSETS)
+    size, integer = group_size(weight), weight.format.is_integer
+    strategy = "group" if size else "tensor" if weight.scale.numel() == 1 else "channel"
+    dense = layer.is_linear and not layer.stack
+    if not weight.is_symmetric and (activation is not None or not dense or strategy == "tensor"):
+        raise ExportError(
+            "zero points, which it holds for weights of linear layers per channel or group, beside float activations "
+            "and of no experts; use symmetry='symmetric'"
+        )
+    weights = _arguments(weight.format, weight.is_symmetric, strategy)
+    weights["group_size"] = size
+    inputs = None if activation is None else _inputs(activation, weight.codes.shape[1])
+    grouped = inputs is not None and inputs["group_size"] == weight.layout.block
+    # One scale per output and one per block of all inputs look the same; grouped activations imply blocks.
+    blocks = (
+        (size or grouped) and weight.format == FP8_E4M3 and dense and not (size == 32 and are_exponents(weight.scale))
+    )
+    square = weight.layout.block if blocks and block_scales(weight) is not None else None
+    if square:
+        weights |= {"strategy": "block", "group_size": None, "block_structure": [square, square]}
+        if inputs is not None and inputs["group_size"] != square:
+            raise ExportError(
+                f"activations in other groups than weights in blocks of {square}x{square}; it holds fp8_e4m3 in square "
+                "blocks beside float32 scales per group of as many channels"
+            )
+    elif not integer and (size or weight.format.bits < 8):
+        weights, kind = _block_weights(layer, weights)
+        return {"weights": weights, "input_activations": inputs, "format": kind}
+    if not integer and weight.format != FP8_E4M3:
+        raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
+    if not integer and activation is not None:
+        kind = "float-quantized"
+    elif not integer or not layer.is_linear:
+        kind = "naive-quantized"  # transformers fails to find the `weight` of an embedding with packed codes
+    else:
+        # Servers read integers beside activations packed, except 8 bits per channel.
+        kind = "pack-quantized" if activation is None or size or weight.format.bits < 8 else "int-quantized"
+    return {"weights": weights, "input_activations": inputs, "format": kind}
+
+
+def _inputs(activation: Activation, channels: int) -> dict[str, Any]:
+    """Return the arguments of an activation with so many channels."""
+    fmt = parse_format(activation.format) if activation.format else None
+    if fmt is None or not (str(fmt) in _FLOATS or (fmt.is_integer and fmt.bits <= 8 and not fmt.sign_magnitude)):
+        raise ExportError(
+            f"activations in {fmt or activation.cast}; it holds integers of at most 8 bits, and {', '.join(_FLOATS)}"
+        )
+    size, kind = max(activation.block_size, 0) or None, scale_format(activation.scale_type)
+    if size and channels % size:
+        raise ExportError(f"activations of {channels} channels, which are not a multiple of their groups of {size}")
+    local = kind.unit is not None and size == 16 and fmt == FP4_E2M1
+    if kind.is_8_bit and not (local or (kind.rule and size == 32 and not fmt.is_integer)):
+        raise ExportError(
+            f"activations with scales in {kind}; it holds float32, fp8_e4m3_calibrated for {FP4_E2M1} in groups of 16, "
+            "or E8M0 for small floats in groups of 32"
+        )
+    if activation.ratio != 1:
+        raise ExportError("activations in a share of the range at run time; drop the observer Adjusted")
+    zero = activation.zero_point
+    symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == fmt.middle
+    per = "group" if size else "token" if activation.per_token else "tensor"
+    inputs = _arguments(fmt, symmetric or not fmt.is_integer, per, dynamic=activation.scale is None)
+    inputs |= {"group_size": size} | ({"scale_dtype": str(torch.uint8)} if kind.is_8_bit else {})
+    return inputs | (_LOCAL if local else {})
+
+
+_LOCAL = {"strategy": "tensor_group", "dynamic": "local", "scale_dtype": str(torch.float8_e4m3fn)}
+"""How the activations of NVFP4 are described: their scales are measured, the scale of these is calibrated."""
+
+
+_MXFP8 = "mxfp8-quantized"
+
+_FLOATS = (str(FP4_E2M1), str(FP6_E2M3), str(FP8_E4M3))
+
+_MICROSCALING = {
+    str(FP4_E2M1): "mxfp4-pack-quantized",
+    str(FP6_E2M3): "mxfp6-pack-quantized",
+    str(FP8_E4M3): _MXFP8,
+}
+"""The form of each format in groups of 32 with E8M0 scales."""
+
+_NVFP4 = "nvfp4-pack-quantized"
+_BLOCK_FORMS = {*_MICROSCALING.values(), _NVFP4}
+
+
+def _block_weights(layer: Layer, weights: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the arguments and the form of small floats in groups."""
+    weight = layer.weight
+    if not layer.is_linear:
+        raise ExportError(f"{weight.format} in groups, which it holds for linear layers; exclude it")
+    if group_size(weight) == 16 and weight.format == FP4_E2M1:
+        form, strategy, scales = _NVFP4, "tensor_group", torch.float8_e4m3fn
+    elif group_size(weight) == 32 and str(weight.format) in _MICROSCALING:
+        form, strategy, scales = _MICROSCALING[str(weight.format)], "group", torch.uint8
+    else:
+        raise ExportError(
+            f"{weight.format} in groups of {group_size(weight)}; it holds fp4_e2m1 in groups of 16 or 32, fp6_e2m3 and "
+            "fp8_e4m3 in groups of 32, and fp8_e4m3 in square blocks (group_rows=) of linear layers but experts"
+        )
+    if layer.stack and form in (_NVFP4, _MXFP8):
+        raise ExportError(f"experts in {form}, which transformers reads wrongly; leave them in float, or use MXFP4")
+    return weights | {"strategy": strategy, "scale_dtype": str(scales)}, form
+
+
+def _blocks(weight: QuantizedTensor, form: str, unit: float | None) -> dict[str, Tensor]:
+    """Return the tensors of small floats in groups; `unit` is the scale of all scales, if it is known."""
+    if form == _MXFP8:
+        return {"weight": weight.codes, "weight_scale": exponents(weight)}
+    bits = weight.format.bits
+    packed = torch.cat([pack(part.format.patterns(part.codes), bits) for _, part in weight.pieces()]).view(torch.uint8)
+    if form != _NVFP4:
+        return {"weight_packed": packed, "weight_scale": exponents(weight)}
+    try:
+        scale = replace(E4M3_SCALES, unit=unit).quantized(weight.scale)
+    except ValueError as error:
+        raise ExportError(f"{error}; use scale='fp8_e4m3'") from error
+    # Readers divide by the global scale.
+    whole = scale.scale.reshape(1).reciprocal()
+    return {"weight_packed": packed, "weight_scale": scale.codes, "weight_global_scale": whole}
+
+
+def _share_global_scales(tensors: dict[str, Tensor]) -> None:
+    """Store layers whose global scales differ by a power of two with the smallest of these (readers divide by it).
+
+    Layers with the same input have a common global scale, because servers fuse them. Factoring their scales again may
+    return global scales that differ by a power of two.
+    """
+    smallest: dict[float, Tensor] = {}
+    known = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight_global_scale")}
+    for whole in known.values():
+        mantissa = float(torch.frexp(whole)[0])
+        smallest[mantissa] = min(smallest.get(mantissa, whole), whole)
+    for name, whole in known.items():
+        shared, scale = smallest[float(torch.frexp(whole)[0])], name.replace("_global_scale", "_scale")
+        wanted = tensors[scale].float() * (shared / whole)
+        if bool((wanted.to(torch.float8_e4m3fn).float() == wanted).all()):
+            tensors |= {name: shared.clone(), scale: wanted.to(torch.float8_e4m3fn)}
+
+
+def _arguments(fmt: Format, symmetric: bool, strategy: str, *, dynamic: bool = False) -> dict[str, Any]:
+    kind = "int" if fmt.is_integer else "float"
+    return {"num_bits": fmt.bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
+
+
+def compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a layer in a scheme, by the ends of their names."""
+    weight, activation, kind = layer.weight, layer.input, scheme["format"]
+    unit = None if activation is None else scale_format(activation.scale_type).unit
+    whole = (
+        {} if unit is None else {"input_global_scale": torch.tensor([unit], dtype=torch.float32).reciprocal()}
+    )  # readers divide by it
+    if kind in _BLOCK_FORMS:
+        return _blocks(weight, kind, layer.unit) | whole
+    blocks = block_scales(weight) if scheme["weights"]["strategy"] == "block" else None
+    scale = weight.scale if blocks is None else blocks
+    tensors = {"weight_scale": scale.reshape(-1) if weight.scale.numel() == 1 else scale} | whole
+    if kind == "pack-quantized":
+        parts = [unsigned(part) for _, part in weight.pieces()]
+        tensors["weight_packed"] = torch.cat([pack(codes, weight.format.bits) for codes, _ in parts])
+        if not scheme["weights"]["symmetric"]:
+            zero_point = torch.cat([zero_point for _, zero_point in parts])
+            tensors["weight_zero_point"] = pack_columns(zero_point, weight.format.bits)
+        tensors["weight_shape"] = torch.tensor(weight.codes.shape, dtype=torch.int64)
+    else:
+        tensors["weight"] = weight.codes
+    if activation is not None and activation.scale is not None and activation.zero_point is not None:
+        zero_point = activation.zero_point - parse_format(activation.format).middle
+        tensors["input_scale"] = activation.scale.reshape(1)
+        if int(zero_point):
+            tensors["input_zero_point"] = zero_point.reshape(1).to(torch.int8)
+    return tensors
+
+
+def groups_of(layers: Iterable[Layer]) -> set[int]:
+    """Return the group sizes of integer layers with several groups in a row."""
+    return {size for weight in (x.weight for x in layers) if weight.format.is_integer and (size := group_size(weight))}
+
+
+def row_or_group(weight: QuantizedTensor, groups: set[int]) -> int:
+    """Return the group size; for one scale per row, the row length if other layers have such groups, or else -1."""
+    inputs = weight.codes.shape[1]
+    return group_size(weight) or (inputs if inputs in groups else -1)
+
+
+__all__ = ["Schemes", "compressed", "compressed_tensors", "decompress_to_bfloat16", "groups_of", "row_or_group"]
