@@ -30,6 +30,7 @@ from quark_fx.engine.resources import OF_SESSION, Resources, require_usable, tak
 from quark_fx.errors import CalibrationError, ConfigError, ExportError, PassError
 from quark_fx.export import gguf, huggingface, onnx, pt2e
 from quark_fx.export.checkpoints.plain_model import require_reader
+from quark_fx.export.checkpoints.to_huggingface import FORMATS as CHECKPOINTS
 from quark_fx.graph.nodes import own_tensors, stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import (
     PassRecord,
@@ -279,8 +280,9 @@ def check(
         model: Same as in `quantize`.
         config: Same as in `quantize`.
         calibration_data: Batches; only the first one is used.
-        export: Format: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"`, or `"awq"` (`quark_fx.export.huggingface`);
-            `"gguf"`; `"qdq"`, `"qoperator"`, `"matmul_nbits"`, or `"vitis"` (`quark_fx.export.onnx`); or `"pt2e"`.
+        export: Format: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"`, `"awq"`, or `"modelopt"`
+            (`quark_fx.export.huggingface`); `"gguf"`; `"qdq"`, `"qoperator"`, `"matmul_nbits"`, or `"vitis"`
+            (`quark_fx.export.onnx`); or `"pt2e"`.
         resources: Same as in `quantize`; only `device` and `cache` apply.
         dynamic_shapes: Same as in `quantize`.
 
@@ -317,13 +319,11 @@ def check(
         _EXPORTS[export](qmodel, Path(folder, "checked"))
 
 
-_CHECKPOINTS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
-
-_WITHOUT_BRANCHES = (*_CHECKPOINTS, "gguf")
+_WITHOUT_BRANCHES = (*CHECKPOINTS, "gguf")
 """Formats that hold only weights of layers, without float branches next to them."""
 
 _EXPORTS: dict[str, Callable[..., Any]] = {
-    **{name: partial(huggingface, format=name) for name in _CHECKPOINTS},
+    **{name: partial(huggingface, format=name) for name in CHECKPOINTS},
     "gguf": gguf,
     **{name: partial(onnx, format=name) for name in ("qdq", "qoperator", "matmul_nbits", "vitis")},
     "pt2e": lambda qmodel, _: pt2e(qmodel),

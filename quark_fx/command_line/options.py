@@ -47,8 +47,8 @@ Outputs = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="An .onnx or .gguf file; or a directory: a checkpoint with --format compressed-tensors, gptq, gptq_v2 or "
-        "awq, otherwise a model that quark_fx loads again. Repeatable.",
+        help="An .onnx or .gguf file; or a directory: a checkpoint with --format compressed-tensors, gptq, gptq_v2, "
+        "awq or modelopt, otherwise a model that quark_fx loads again. Repeatable.",
     ),
 ]
 
@@ -57,7 +57,7 @@ Formats = Annotated[
     typer.Option(
         "--format",
         help="Formats of outputs. ONNX: qdq (the default), qoperator, matmul_nbits, vitis. "
-        "Checkpoints: compressed-tensors, gptq, gptq_v2, awq.",
+        "Checkpoints: compressed-tensors, gptq, gptq_v2, awq, modelopt.",
     ),
 ]
 

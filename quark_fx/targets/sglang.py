@@ -27,6 +27,8 @@ def _unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -
     if form.startswith("gptq") and left_experts:
         # SGLang loads all experts as quantized ones, even if `dynamic` in the configuration excludes them.
         return "GPTQ with experts in float; use format='compressed-tensors' or 'awq'"
+    if form == "modelopt":
+        return "ModelOpt's layout as it is written here for vLLM; use format='compressed-tensors'"
     return unread(form, config, left_experts)
 
 

@@ -140,12 +140,12 @@ class Schemes:
 def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     """Write https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
     schemes = Schemes(checkpoint.layers)
-    tensors = each_layer(checkpoint.layers, lambda layer: compressed(layer, schemes.add(layer)), shelf)
+    tensors = each_layer(checkpoint.layers, lambda layer: parts(layer, schemes.add(layer)), shelf)
     for message in dict.fromkeys(filter(None, map(_measured_otherwise, checkpoint.layers))):
         warn(message)
-    _share_global_scales(tensors)
+    share_global_scales(tensors)
     schemes.require_readable()
-    scales, cache = _cache(checkpoint)
+    scales, cache = cache_of(checkpoint)
     matrices, transforms = _transforms(checkpoint)
     ignore = [
         *checkpoint.left,
@@ -154,7 +154,7 @@ def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     ]
     others = {"kv_cache_scheme": cache, **transforms}
     config = schemes.configuration(ignore, checkpoint.head, checkpoint.left_experts, **others)
-    return tensors | scales | matrices, config
+    return _divisors(tensors) | scales | matrices, config
 
 
 def _transforms(checkpoint: Checkpoint) -> Written:
@@ -188,7 +188,7 @@ def _transforms(checkpoint: Checkpoint) -> Written:
     return tensors, {"transform_config": {"config_groups": groups}} if groups else {}
 
 
-def _cache(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]:
+def cache_of(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]:
     """Return the scales of keys and values, with their names in vLLM and compressed-tensors, and the common scheme."""
     if not checkpoint.caches:
         return {}, None
@@ -394,25 +394,23 @@ def _blocks(weight: QuantizedTensor, form: str, unit: float | None) -> dict[str,
         scale = replace(E4M3_SCALES, unit=unit).quantized(weight.scale)
     except ValueError as error:
         raise ExportError(f"{error}; use scale='fp8_e4m3'") from error
-    # Readers divide by the global scale.
-    whole = scale.scale.reshape(1).reciprocal()
-    return {"weight_packed": packed, "weight_scale": scale.codes, "weight_global_scale": whole}
+    return {"weight_packed": packed, "weight_scale": scale.codes, "weight_global_scale": scale.scale.reshape(1)}
 
 
-def _share_global_scales(tensors: dict[str, Tensor]) -> None:
-    """Store layers whose global scales differ by a power of two with the smallest of these (readers divide by it).
+def share_global_scales(tensors: dict[str, Tensor]) -> None:
+    """Give layers whose global scales (`parts`) differ by a power of two the largest of these.
 
     Layers with the same input have a common global scale, because servers fuse them. Factoring their scales again may
     return global scales that differ by a power of two.
     """
-    smallest: dict[float, Tensor] = {}
-    known = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight_global_scale")}
-    for whole in known.values():
-        mantissa = float(torch.frexp(whole)[0])
-        smallest[mantissa] = min(smallest.get(mantissa, whole), whole)
-    for name, whole in known.items():
-        shared, scale = smallest[float(torch.frexp(whole)[0])], name.replace("_global_scale", "_scale")
-        wanted = tensors[scale].float() * (shared / whole)
+    largest: dict[float, Tensor] = {}
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight_global_scale")}
+    for unit in scales.values():
+        mantissa = float(torch.frexp(unit)[0])
+        largest[mantissa] = max(largest.get(mantissa, unit), unit)
+    for name, unit in scales.items():
+        shared, scale = largest[float(torch.frexp(unit)[0])], name.replace("_global_scale", "_scale")
+        wanted = tensors[scale].float() * (unit / shared)
         if bool((wanted.to(torch.float8_e4m3fn).float() == wanted).all()):
             tensors |= {name: shared.clone(), scale: wanted.to(torch.float8_e4m3fn)}
 
@@ -422,23 +420,31 @@ def _arguments(fmt: Format, symmetric: bool, strategy: str, *, dynamic: bool = F
     return {"num_bits": fmt.bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
 
 
+def _divisors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as compressed-tensors stores them: it divides by global scales."""
+    return {name: x.reciprocal() if name.endswith("_global_scale") else x for name, x in tensors.items()}
+
+
 def compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a layer in a scheme, by the ends of their names."""
+    """Return the tensors of a layer as compressed-tensors stores them, by the ends of their names."""
+    return _divisors(parts(layer, scheme))
+
+
+def parts(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a layer in a scheme, by the ends of their names; all scales multiply."""
     weight, activation, kind = layer.weight, layer.input, scheme["format"]
     unit = None if activation is None else scale_format(activation.scale_type).unit
-    whole = (
-        {} if unit is None else {"input_global_scale": torch.tensor([unit], dtype=torch.float32).reciprocal()}
-    )  # readers divide by it
+    whole = {} if unit is None else {"input_global_scale": torch.tensor([unit], dtype=torch.float32)}
     if kind in _BLOCK_FORMS:
         return _blocks(weight, kind, layer.unit) | whole
     blocks = block_scales(weight) if scheme["weights"]["strategy"] == "block" else None
     scale = weight.scale if blocks is None else blocks
     tensors = {"weight_scale": scale.reshape(-1) if weight.scale.numel() == 1 else scale} | whole
     if kind == "pack-quantized":
-        parts = [unsigned(part) for _, part in weight.pieces()]
-        tensors["weight_packed"] = torch.cat([pack(codes, weight.format.bits) for codes, _ in parts])
+        pieces = [unsigned(part) for _, part in weight.pieces()]
+        tensors["weight_packed"] = torch.cat([pack(codes, weight.format.bits) for codes, _ in pieces])
         if not scheme["weights"]["symmetric"]:
-            zero_point = torch.cat([zero_point for _, zero_point in parts])
+            zero_point = torch.cat([zero_point for _, zero_point in pieces])
             tensors["weight_zero_point"] = pack_columns(zero_point, weight.format.bits)
         tensors["weight_shape"] = torch.tensor(weight.codes.shape, dtype=torch.int64)
     else:
@@ -462,4 +468,7 @@ def row_or_group(weight: QuantizedTensor, groups: set[int]) -> int:
     return group_size(weight) or (inputs if inputs in groups else -1)
 
 
-__all__ = ["Schemes", "compressed", "compressed_tensors", "decompress_to_bfloat16", "groups_of", "row_or_group"]
+__all__ = [
+    *("Schemes", "cache_of", "compressed", "compressed_tensors", "decompress_to_bfloat16", "groups_of", "parts"),
+    *("row_or_group", "share_global_scales"),
+]

@@ -22,6 +22,7 @@ from quark_fx.export.checkpoints.compressed_tensors import compressed_tensors, d
 from quark_fx.export.checkpoints.experts import as_saved
 from quark_fx.export.checkpoints.gptq_and_awq import awq, gptq, gptq_v2
 from quark_fx.export.checkpoints.model_card import CARD, is_own, model_card
+from quark_fx.export.checkpoints.modelopt import modelopt
 from quark_fx.export.checkpoints.values import (
     Checkpoint,
     Written,
@@ -68,8 +69,8 @@ def huggingface(
         qmodel: Result of `quantize`.
         directory: Directory to write, created if needed; an earlier quantized checkpoint in it is replaced.
         format: `"compressed-tensors"` (integers up to 8 bits, FP8 E4M3 also in square blocks, NVFP4, MXFP4, MXFP6 E2M3,
-            and MXFP8 E4M3; activations in all of these), `"gptq"`, `"gptq_v2"`, or `"awq"`
-            (integers, weights only, all with one group size).
+            and MXFP8 E4M3; activations in all of these), `"gptq"`, `"gptq_v2"`, or `"awq"` (integers, weights only, all
+            with one group size), or `"modelopt"` (FP8, FP8 blocks, NVFP4, or MXFP8, the same for all layers).
         tokenizer: Tokenizer to save in the same directory.
         model: Float model of the same architecture, if `qmodel` was loaded.
 
@@ -205,4 +206,10 @@ _WRITERS: Mapping[str, Callable[[Checkpoint, Shelf], Written]] = {
     "gptq": gptq,
     "gptq_v2": gptq_v2,
     "awq": awq,
+    "modelopt": modelopt,
 }
+
+FORMATS = tuple(_WRITERS)
+"""Names of the formats, the default first."""
+
+__all__ = ["FORMATS", "huggingface"]

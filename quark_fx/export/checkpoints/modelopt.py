@@ -1,0 +1,98 @@
+"""Checkpoints in the layout of NVIDIA ModelOpt, which vLLM, SGLang, and TensorRT-LLM read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.errors import ExportError
+from quark_fx.export.checkpoints.compressed_tensors import Schemes, cache_of, parts, share_global_scales
+from quark_fx.export.checkpoints.values import Checkpoint, Layer, Written, each_layer, unholdable
+from quark_fx.export.packing import block_scales
+
+_ALGORITHMS = {
+    ("float-quantized", "tensor", "tensor"): "FP8",
+    ("float-quantized", "channel", "token"): "FP8_PER_CHANNEL_PER_TOKEN",
+    ("float-quantized", "block", "group"): "FP8_PB_WO",
+    ("nvfp4-pack-quantized", "tensor_group", "tensor_group"): "NVFP4",
+    ("nvfp4-pack-quantized", "tensor_group", ""): "W4A16_NVFP4",
+    ("mxfp8-quantized", "group", "group"): "MXFP8",
+}
+"""Algorithm by form, and by strategies of weights and activations, of the equal scheme of compressed-tensors."""
+
+_NAMES = {
+    "weight_packed": "weight",
+    "weight_global_scale": "weight_scale_2",
+    "input_global_scale": "input_scale",
+}
+"""Names of tensors that differ from those of compressed-tensors."""
+
+_IN_FLOAT = ("vision_tower", "vision_model", "visual")
+"""Parts of names of layers that vLLM never quantizes."""
+
+_BLOCK = 128
+"""Rows and columns of a block that readers take for granted."""
+
+
+def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
+    """Write one algorithm for all layers; `weight_scale_2` and `input_scale` multiply.
+
+    Source:
+        vllm/model_executor/layers/quantization/modelopt.py of vLLM 0.32.
+    """
+    if checkpoint.rotations:
+        raise unholdable([f"{path}: ModelOpt has no place for a rotation at run time" for path in checkpoint.rotations])
+    schemes, chosen = Schemes(checkpoint.layers), dict[str, None]()
+
+    def write(layer: Layer) -> dict[str, Tensor]:
+        scheme = schemes.add(layer)
+        chosen[_algorithm(layer, scheme)] = None
+        first, *others = chosen
+        if others:
+            raise ExportError(f"{others[-1]}, beside {first}; a checkpoint has one algorithm for all layers")
+        require_read(layer.name, checkpoint.left)
+        tensors = parts(layer, scheme)
+        if (blocks := block_scales(layer.weight)) is not None:
+            tensors["weight_scale"] = blocks[:, None, :, None]
+        return tensors
+
+    tensors = each_layer(checkpoint.layers, write, shelf)
+    share_global_scales(tensors)
+    scales, cache = cache_of(checkpoint)
+    (algorithm,) = chosen
+    named = {f"{path}.{_NAMES.get(leaf, leaf)}": x for n, x in tensors.items() for path, _, leaf in [n.rpartition(".")]}
+    return named | scales, {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "group_size": 16 if "NVFP4" in algorithm else None,
+        "kv_cache_scheme": cache,
+        "ignore": checkpoint.left,
+        "producer": {"name": "quark_fx"},
+    }
+
+
+def _algorithm(layer: Layer, scheme: Mapping[str, Any]) -> str:
+    """Return the name of the scheme; raise `ExportError` if ModelOpt has none."""
+    weights, inputs = scheme["weights"], scheme["input_activations"]
+    key = scheme["format"], weights["strategy"], "" if inputs is None else inputs["strategy"]
+    algorithm, other = _ALGORITHMS.get(key, ""), layer.stack or not layer.is_linear
+    blocks = weights.get("block_structure") or [_BLOCK, _BLOCK]
+    if not algorithm or other or blocks != [_BLOCK, _BLOCK] or (algorithm == "FP8" and inputs["dynamic"]):
+        held = ", ".join(_ALGORITHMS.values())
+        raise ExportError(f"{' '.join(filter(None, key))}; ModelOpt's layout holds {held} of linear layers but experts")
+    return algorithm
+
+
+def require_read(name: str, left: list[str]) -> None:
+    """Raise `ExportError` if vLLM would leave a quantized layer in float, because of its name."""
+    if shadow := next((other for other in (*left, *_IN_FLOAT) if other != name and other in name), ""):
+        raise ExportError(
+            f"vLLM leaves layers in float whose names contain {shadow!r}; exclude this layer, or use "
+            "format='compressed-tensors'"
+        )
+
+
+__all__ = ["modelopt", "require_read"]

@@ -1,0 +1,152 @@
+"""Checkpoints in ModelOpt's layout hold the values of the quantized model, under the names that vLLM reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny import quantize, seeded
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.config.quant_config import Override, QuantConfig
+from quark_fx.export.checkpoints.modelopt import require_read
+from quark_fx.presets import FP8_BLOCK, FP8_STATIC, INT8_DYNAMIC, SCHEMES, preset
+
+IDS = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(0))
+ENDS = ("op:embedding", "lm_head")
+NIBBLES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+# What vLLM's methods multiply by (`ModelOpt*LinearMethod.create_weights`), and its algorithm.
+ALGORITHMS: dict[str, tuple[QuantConfig, dict[str, Any]]] = {
+    "FP8": (
+        FP8_STATIC.replace(
+            exclude=ENDS, output=None, bias=None, weight=FP8_STATIC.weight.replace(granularity="tensor")
+        ),
+        {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32, "input_scale": torch.float32},
+    ),
+    "FP8_PER_CHANNEL_PER_TOKEN": (
+        preset("fp8_dynamic").replace(exclude=ENDS),
+        {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32},
+    ),
+    "FP8_PB_WO": (
+        FP8_BLOCK.replace(exclude=ENDS),
+        {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32},
+    ),
+    "NVFP4": (
+        SCHEMES["nvfp4"].replace(exclude=ENDS),
+        {
+            "weight": torch.uint8,
+            "weight_scale": torch.float8_e4m3fn,
+            "weight_scale_2": torch.float32,
+            "input_scale": torch.float32,
+        },
+    ),
+    "W4A16_NVFP4": (
+        SCHEMES["nvfp4a16"].replace(exclude=ENDS),
+        {"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_scale_2": torch.float32},
+    ),
+    "MXFP8": (
+        SCHEMES["mxfp8"].replace(exclude=ENDS),
+        {"weight": torch.float8_e4m3fn, "weight_scale": torch.uint8},
+    ),
+}
+
+
+def llama(**sizes: Any) -> Any:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2} | sizes
+    config = transformers.LlamaConfig(num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, **sizes)
+    return seeded(transformers.LlamaForCausalLM(config))
+
+
+@pytest.fixture(scope="module")
+def session() -> qfx.Session:
+    return qfx.Session(llama(), [{"input_ids": IDS}])
+
+
+def value(algorithm: str, parts: dict[str, Tensor]) -> Tensor:
+    """Return a weight as vLLM's kernels multiply by it; scales multiply."""
+    weight, scale = parts["weight"], parts["weight_scale"]
+    if "NVFP4" in algorithm:
+        codes = torch.stack((weight & 15, weight >> 4), -1).flatten(1)
+        scales = (scale.float() * parts["weight_scale_2"]).repeat_interleave(16, 1)
+        return NIBBLES[codes.long()] * scales
+    if algorithm == "MXFP8":
+        return weight.float() * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
+    if algorithm == "FP8_PB_WO":
+        scale = scale.squeeze(3).squeeze(1).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return weight.float() * (scale if scale.numel() != len(weight) else scale.reshape(-1, 1))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_values_are_those_of_the_model(algorithm: str, session: qfx.Session, tmp_path: Path) -> None:
+    config, dtypes = ALGORITHMS[algorithm]
+    qmodel = quantize(session, config)
+    qfx.export.huggingface(qmodel, tmp_path, format="modelopt")
+    described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (described["quant_method"], described["quant_algo"]) == ("modelopt", algorithm)
+    assert described["ignore"] == ["lm_head"]
+    stored, eager = load_file(tmp_path / "model.safetensors"), qmodel.eager()
+    for name, module in eager.named_modules():
+        if not isinstance(module, nn.Linear) or name == "lm_head":
+            continue
+        parts = {n.rpartition(".")[2]: t for n, t in stored.items() if n.startswith(f"{name}.")}
+        assert {leaf: tensor.dtype for leaf, tensor in parts.items()} == dtypes
+        assert torch.equal(value(algorithm, parts), module.weight.detach().float())
+    qkv = [stored.get(f"model.layers.0.self_attn.{x}_proj.weight_scale_2") for x in "qkv"]
+    assert len({float(unit) for unit in qkv if unit is not None}) <= 1, "vLLM fuses them under the largest"
+
+
+def test_a_cache_is_described_as_in_compressed_tensors(session: qfx.Session, tmp_path: Path) -> None:
+    config, _ = ALGORITHMS["FP8"]
+    spec = qfx.TensorSpec(format="fp8_e4m3", granularity="tensor")
+    qfx.export.huggingface(quantize(session, config.replace(kv_cache=spec)), tmp_path, format="modelopt")
+    scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    assert (scheme["type"], scheme["num_bits"]) == ("float", 8)
+    assert {"model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"} <= set(
+        load_file(tmp_path / "model.safetensors")
+    )
+
+
+MIXED = ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(
+    overrides=(Override(pattern="*down_proj", weight=ALGORITHMS["FP8"][0].weight, input=ALGORITHMS["FP8"][0].input),)
+)
+
+
+REFUSED: dict[str, tuple[QuantConfig, str]] = {
+    "integers": (INT8_DYNAMIC.replace(exclude=ENDS), "int-quantized channel tensor; ModelOpt's layout holds"),
+    "two algorithms": (MIXED, "FP8, beside FP8_PER_CHANNEL_PER_TOKEN; a checkpoint has one algorithm for all layers"),
+    "an embedding": (
+        ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(exclude=("lm_head",), input=None),
+        "of linear layers but experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_vllm_would_read_otherwise_is_refused(name: str, session: qfx.Session, tmp_path: Path) -> None:
+    config, message = REFUSED[name]
+    qmodel = quantize(session, config)
+    with pytest.raises(qfx.ExportError, match=message):
+        qfx.export.huggingface(qmodel, tmp_path / "out", format="modelopt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_whose_name_contains_that_of_a_float_layer_is_refused() -> None:
+    """`ModelOptQuantConfigBase.is_layer_excluded` looks for each name of `ignore` in the name of the layer."""
+    require_read("layers.0.mlp.gate_proj", ["layers.0.mlp.gate_up", "lm_head"])
+    with pytest.raises(qfx.ExportError, match=r"whose names contain 'layers.0.mlp.gate'"):
+        require_read("layers.0.mlp.gate_proj", ["layers.0.mlp.gate"])
+    with pytest.raises(qfx.ExportError, match="whose names contain 'visual'"):
+        require_read("visual.blocks.0.fc1", [])
+
+
+def test_sglang_gets_another_layout(session: qfx.Session, tmp_path: Path) -> None:
+    config = ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(target="sglang")
+    with pytest.raises(qfx.ExportError, match="target='sglang' reads no ModelOpt's layout"):
+        qfx.export.huggingface(quantize(session, config), tmp_path / "out", format="modelopt")
