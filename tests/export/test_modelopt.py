@@ -14,20 +14,21 @@ from tiny import quantize, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from quark_fx.config.quant_config import Override, QuantConfig
+from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.export.checkpoints.modelopt import require_read
+from quark_fx.numbers.formats import FP8_E4M3
 from quark_fx.presets import FP8_BLOCK, FP8_STATIC, INT8_DYNAMIC, SCHEMES, preset
 
 IDS = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(0))
 ENDS = ("op:embedding", "lm_head")
 NIBBLES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
+TENSOR = TensorSpec(format=FP8_E4M3, granularity=Granularity.TENSOR)
+
 # What vLLM's methods multiply by (`ModelOpt*LinearMethod.create_weights`), and its algorithm.
 ALGORITHMS: dict[str, tuple[QuantConfig, dict[str, Any]]] = {
     "FP8": (
-        FP8_STATIC.replace(
-            exclude=ENDS, output=None, bias=None, weight=FP8_STATIC.weight.replace(granularity="tensor")
-        ),
+        FP8_STATIC.replace(exclude=ENDS, output=None, bias=None, weight=TENSOR),
         {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32, "input_scale": torch.float32},
     ),
     "FP8_PER_CHANNEL_PER_TOKEN": (
@@ -104,8 +105,7 @@ def test_values_are_those_of_the_model(algorithm: str, session: qfx.Session, tmp
 
 def test_a_cache_is_described_as_in_compressed_tensors(session: qfx.Session, tmp_path: Path) -> None:
     config, _ = ALGORITHMS["FP8"]
-    spec = qfx.TensorSpec(format="fp8_e4m3", granularity="tensor")
-    qfx.export.huggingface(quantize(session, config.replace(kv_cache=spec)), tmp_path, format="modelopt")
+    qfx.export.huggingface(quantize(session, config.replace(kv_cache=TENSOR)), tmp_path, format="modelopt")
     scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
     assert (scheme["type"], scheme["num_bits"]) == ("float", 8)
     assert {"model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"} <= set(
