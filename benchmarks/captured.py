@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import struct
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ import transformers
 
 import quark_fx as qfx
 from benchmarks.common import apart_from_others, environment, publish, table
+from quark_fx.checkpoints.files import header_of
 
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -57,16 +57,12 @@ def write_checkpoint(directory: Path, shape: str) -> int:
 
 
 def _write_zeros(path: Path, tensors: dict[str, torch.Tensor]) -> int:
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + 2 * tensor.numel()
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header = header_of({name: ("BF16", tensor.shape) for name, tensor in tensors.items()}, {})
+    size = sum(2 * tensor.numel() for tensor in tensors.values())
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
-    return end
+        file.write(header)
+        file.truncate(len(header) + size)
+    return size
 
 
 def _child(directory: str) -> None:

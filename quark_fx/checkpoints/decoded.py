@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles, some_of, stored_bytes
+from quark_fx.checkpoints.files import DTYPES, CheckpointFiles, MappedFiles, is_float, some_of, stored_bytes
 from quark_fx.checkpoints.open_checkpoint import quantized_by
 from quark_fx.errors import CheckpointError
 from quark_fx.system.untrusted import brief
 
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes of values, in the spelling of safetensors."""
-
-_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items() if is_float(dtype)}
+"""Names in safetensors of dtypes of values, by their names in configurations."""
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 """Names of scales; codes are multiplied by either."""
@@ -83,7 +81,7 @@ class DecodedTensor:
     @property
     def is_float(self) -> bool:
         """True if it holds floats of at least 16 bits."""
-        return self.dtype in _FLOATS
+        return self.dtype in _NAMES.values()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -156,13 +156,52 @@ class CheckpointFiles:
         return MappedFiles()
 
 
-_BYTES = {"BOOL": 1, "F4": 0.5, "E8M0": 1}
-_BYTES |= {f"{kind}{8 * size}": size for kind in "IUFC" for size in (1, 2, 4, 8)} | {"BF16": 2}
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""Dtypes by their names in safetensors."""
+TORCH_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
+"""Names in safetensors of dtypes."""
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}
+
+Shapes = Mapping[str, tuple[str, Sequence[int]]]
+"""Dtype, by its name in safetensors, and shape of each tensor; keys are names."""
 
 
 def stored_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor, from its dtype in the spelling of safetensors."""
-    return int(math.prod(shape) * _BYTES.get(dtype, 1))
+    """Return the bytes of a tensor, from the name of its dtype in safetensors."""
+    return math.prod(shape) * _BITS.get(dtype, 8) // 8
+
+
+def header_of(tensors: Shapes, metadata: Mapping[str, str]) -> bytes:
+    """Return the beginning of a safetensors file whose tensors follow each other; its size is a multiple of 8 bytes."""
+    entries, start = dict[str, Any](), 0
+    for name, (dtype, shape) in tensors.items():
+        end = start + stored_bytes(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    content = {"__metadata__": dict(metadata), **entries} if metadata else entries
+    text = json.dumps(content, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def is_float(dtype: torch.dtype) -> bool:
@@ -278,9 +317,13 @@ def some_of(names: Sequence[str]) -> str:
 
 
 __all__ = [
+    "DTYPES",
     "GRAPH_FILE",
+    "TORCH_DTYPES",
     "CheckpointFiles",
     "MappedFiles",
+    "Shapes",
+    "header_of",
     "is_float",
     "link_or_copy",
     "some_of",

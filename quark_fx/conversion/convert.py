@@ -21,13 +21,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from quark_fx.checkpoints.decoded import DecodedFiles
-from quark_fx.checkpoints.files import CheckpointFiles, stored_bytes
+from quark_fx.checkpoints.files import DTYPES, CheckpointFiles, Shapes, header_of, stored_bytes
 from quark_fx.checkpoints.open_checkpoint import quantized_by
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.conversion.plan import (
     Conversion,
     PlannedTensor,
-    Shapes,
     layer_of,
     plan,
     require_data_free,
@@ -53,6 +52,9 @@ _SHARD = 5 * 10**9
 
 _UNIT = 1 << 26
 """Bytes of the source that are finished together, unless fused layers are larger."""
+
+_METADATA = {"format": "pt"}
+"""Metadata of a file of the result, which transformers requires."""
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -219,29 +221,17 @@ class _Job:
         """Return the file, the offset, and the shape of each tensor of the result."""
         found = {}
         for file, tensors in self.shards.items():
-            position = len(_header(tensors))
+            position = len(header_of(tensors, _METADATA))
             for name, header in tensors.items():
-                found[name] = (file, position, header[1])
+                found[name] = (file, position, tuple(header[1]))
                 position += stored_bytes(*header)
         return found
-
-
-def _header(tensors: Shapes) -> bytes:
-    """Return the beginning of a safetensors file."""
-    position, entries = 0, dict[str, Any]()
-    for name, (dtype, shape) in tensors.items():
-        end = position + stored_bytes(dtype, shape)
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _run(job: _Job, said: dict[str, Any], others: Mapping[str, Path], processes: int, progress: bool) -> None:
     with writing(job.conversion.output), _taken(job) as done:
         for file, tensors in job.shards.items():
-            header = _header(tensors)
+            header = header_of(tensors, _METADATA)
             with (job.result / file).open("r+b" if (job.result / file).exists() else "wb") as stream:
                 stream.write(header)
                 stream.truncate(len(header) + sum(stored_bytes(*t) for t in tensors.values()))
@@ -369,7 +359,7 @@ def _made(source: DecodedFiles, tensor: PlannedTensor, sizes: dict[tuple[str, ..
     values = source.read(tensor.name)
     if tensor.weight is None or tensor.scheme is None:
         kind = source.tensors[tensor.name]
-        return {tensor.name: values.to(_FLOATS[kind.dtype]) if kind.form else values}
+        return {tensor.name: values.to(DTYPES[kind.dtype]) if kind.form else values}
     try:
         amax = unit = None
         if tensor.weight.scale.has_unit:
@@ -386,9 +376,6 @@ def _made(source: DecodedFiles, tensor: PlannedTensor, sizes: dict[tuple[str, ..
         raise CheckpointError(
             f"{tensor.name} cannot be quantized: {error}; fetch the checkpoint again, or add {tensor.name!r} to ignore"
         ) from error
-
-
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _write_others(job: _Job, said: dict[str, Any], others: Mapping[str, Path]) -> None:

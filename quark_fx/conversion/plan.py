@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quark_fx.checkpoints.decoded import DecodedFiles, DecodedTensor
-from quark_fx.checkpoints.files import some_of, stored_bytes
+from quark_fx.checkpoints.files import TORCH_DTYPES, Shapes, some_of, stored_bytes
 from quark_fx.config.quant_config import Granularity, OperatorSpecs, QuantConfig, TensorSpec
 from quark_fx.config.selection import matches
 from quark_fx.conversion.names import EMBEDDING, NUMBERED_EXPERT, experts, fused, roles
@@ -39,12 +39,6 @@ from quark_fx.system.memory import bytes_text
 
 _LINEAR = nn.Linear(1, 1, device="meta")
 """Module in a `Layer` for every matrix."""
-
-_DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64", torch.int8: "I8", torch.uint8: "U8"}
-_DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Dtype, in the spelling of safetensors, and shape of each tensor; keys are names."""
 
 
 @dataclass(frozen=True)
@@ -366,7 +360,7 @@ def _sizes(spec: TensorSpec, shape: tuple[int, ...], scheme: Mapping[str, Any]) 
         more = compressed(layer_of("", _stand_in(spec, height + step, columns), None), scheme)
         for leaf, (first, *rest) in shapes.items():
             shapes[leaf] = (first + (len(more[leaf]) - first) * (rows - height) // step, *rest)
-    return {leaf: (_DTYPES[tensor.dtype], shapes[leaf]) for leaf, tensor in one.items()}
+    return {leaf: (TORCH_DTYPES[tensor.dtype], shapes[leaf]) for leaf, tensor in one.items()}
 
 
-__all__ = ["Conversion", "PlannedTensor", "Shapes", "layer_of", "plan", "require_data_free", "rounded", "unstacked"]
+__all__ = ["Conversion", "PlannedTensor", "layer_of", "plan", "require_data_free", "rounded", "unstacked"]

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.checkpoints.files import GRAPH_FILE, TORCH_DTYPES, header_of
 from quark_fx.errors import QuarkError
 from quark_fx.system.untrusted import brief, parse_json, read_bytes, require_regular
 from quark_fx.system.writable import abandoned, locked, new_file, sync_directory
@@ -33,28 +33,6 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _OLD_TENSORS = "model.safetensors"
 """Tensor file of format versions 1 and 2."""
 _PIECE = 1 << 24
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
-"""Names of dtypes in safetensors."""
 
 
 def is_model_file(name: str) -> bool:
@@ -165,25 +143,17 @@ def _checked(document: Any, directory: Path) -> dict[str, Any]:
 
 def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> str:
     """Write a safetensors file, one tensor at a time, and return its SHA-256."""
-    if rare := next((t.dtype for t in tensors.values() if t.dtype not in _DTYPES), None):
+    if rare := next((t.dtype for t in tensors.values() if t.dtype not in TORCH_DTYPES), None):
         raise QuarkError(f"a tensor of type {rare} cannot be stored")
     # Dtypes with larger elements come first, so that all tensors are aligned.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header, end = dict[str, Any](), 0
-    for name in order:
-        start, end = end, end + tensors[name].nbytes
-        tensor = tensors[name]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
 
     def write(content: Any) -> None:
         digest.update(content)
         file.write(content)
 
-    write(len(text).to_bytes(8, "little"))
-    write(text)
+    write(header_of({name: (TORCH_DTYPES[tensors[name].dtype], tensors[name].shape) for name in order}, {}))
     for name in order:
         values = tensors[name].detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for piece in values.split(_PIECE):  # from a device or a mapped file, without a copy of the whole tensor

@@ -20,6 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import quark_fx as qfx
+from quark_fx.checkpoints.files import DTYPES
 from quark_fx.command_line.app import app
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.conversion import convert as running
@@ -124,7 +125,7 @@ def test_compressed_tensors_reads_the_values_of_quantize_tensor(name: str, tmp_p
     made = qfx.convert(tmp_path / "source", SCHEMES[name], tmp_path / "out", progress=False)
     written = stored(tmp_path / "out")
     assert {n: (t.dtype, tuple(t.shape)) for n, t in written.items()} == {
-        n: (running._FLOATS.get(d, written[n].dtype), s) for t in made.tensors for n, (d, s) in t.outputs.items()
+        n: (DTYPES[d], s) for t in made.tensors for n, (d, s) in t.outputs.items()
     }
     spec = resolve(SCHEMES[name]).weight
     assert spec is not None

@@ -243,10 +243,11 @@ def test_types_and_shapes_of_tensors_survive(tmp_path: Path) -> None:
     """What is written is read back by safetensors, aligned and in every type."""
     from safetensors.torch import load_file
 
-    from quark_fx.model.model_directory import _DTYPES, write_model
+    from quark_fx.checkpoints.files import TORCH_DTYPES
+    from quark_fx.model.model_directory import write_model
 
     tensors: dict[str, Any] = {
-        f"t{i}": torch.arange(6).reshape(2, 3).to(torch.uint8).to(dtype).t() for i, dtype in enumerate(_DTYPES)
+        f"t{i}": torch.arange(6).reshape(2, 3).to(torch.uint8).to(dtype).t() for i, dtype in enumerate(TORCH_DTYPES)
     }
     tensors |= {"t90": torch.zeros(()), "t91": torch.zeros(0, 4), "t92": rand(70, 70)[::2, 1::3]}
     write_model(tmp_path, tensors, {"nodes": []})
