@@ -236,7 +236,7 @@ def plan(
         module = name.removesuffix(_WEIGHT)
         reason = reasons.get(module, "a stack of matrices" if len(stored.shape) == 3 else "not the matrix of a layer")
         if module not in chosen or module == name:
-            outputs = {name: (stored.dtype, stored.shape)}
+            outputs: Shapes = {name: (stored.dtype, stored.shape)}
             planned.append(PlannedTensor(name, None, None, None, reason, (), outputs, stored.bytes))
             continue
         spec, read, scheme = specs[module].weight, specs[module].input, chosen[module]
