@@ -8,6 +8,7 @@ import pydoc
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +26,7 @@ from quark_fx import block_formats, observers, passes
 from quark_fx.numbers import qparams
 from quark_fx.passes.dpu import align_shifts
 from quark_fx.presets import PRESETS
+from quark_fx.solvers.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -290,6 +292,16 @@ def test_options_of_an_algorithm_exist_and_their_defaults_are_those_shown(name: 
     for option, value in re.findall(r"`(\w+)=(.*?)`", " ".join(shown)):
         assert parameters[option].default == ast.literal_eval(value), option
     assert "Source:" in ALGORITHMS[name]
+
+
+def test_the_shared_options_of_learning_passes_are_listed_with_their_defaults() -> None:
+    table = [row for row in rows(DOCS / "algorithms.md") if len(row) == 6]
+    header, *body = [[cell.strip("`") for cell in row] for row in table]
+    assert [option for option, *_ in body] == [field.name for field in fields(Schedule) if field.name != "only"]
+    for option, _, *defaults in body:
+        for name, default in zip(header[2:], defaults, strict=True):
+            shown, parameters = ast.literal_eval(default), inspect.signature(NAMES[name]).parameters
+            assert parameters[option].default == shown, f"{name}({option}=)"
 
 
 def test_the_reference_has_every_public_name() -> None:

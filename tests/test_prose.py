@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     f"docs/{path.name}"
     for path in (ROOT / "docs").glob("*.md")
-    if path.stem not in ("algorithms", "internals", "limits", "on_gpu", "onnx", "presets")
+    if path.stem not in ("internals", "limits", "on_gpu", "presets")
 )
 """Pages in plain words."""
 
