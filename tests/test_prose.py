@@ -11,11 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-PAGES = sorted(
-    f"docs/{path.name}"
-    for path in (ROOT / "docs").glob("*.md")
-    if path.stem not in ("internals", "limits", "on_gpu", "presets")
-)
+PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.stem != "on_gpu")
 """Pages in plain words."""
 
 FINISHED = (
