@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from benchmarks.common import environment, publish, table
+from quark_fx.config.quant_config import Granularity
+from quark_fx.numbers.formats import INT2, INT4, INT8, IntFormat
 
 PRESETS = ("int8_static", "xint8", "int8_dynamic")
 FORMATS = ("qdq", "qoperator")
-WEIGHTS = (("int4", 32), ("int4", 128), ("int8", 128), ("int2", 32))
+WEIGHTS = ((INT4, 32), (INT4, 128), (INT8, 128), (INT2, 32))
 """Format of the codes, and the size of a group."""
 
 RUNS = 30
@@ -60,12 +62,12 @@ def operators(preset: str, folder: Path) -> tuple[str, ...]:
     return f"`{preset}`", *times, ", ".join(shares), ", ".join(steps)
 
 
-def levels(codes: str, size: int, folder: Path) -> tuple[str, ...]:
+def levels(codes: IntFormat, size: int, folder: Path) -> tuple[str, ...]:
     """Return the row of weights in groups for two matrix products."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).eval()
     data = [torch.randn(8, 2048)]
-    config = qfx.QuantConfig(weight=qfx.TensorSpec(format=codes, granularity="group", group_size=size))
+    config = qfx.QuantConfig(weight=qfx.TensorSpec(format=codes, granularity=Granularity.GROUP, group_size=size))
     qmodel = qfx.quantize(model, config, data, progress=False)
     times, steps, bytes_ = [], [], 0
     for level in (0, 4):
