@@ -82,6 +82,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say in one line what the machine lacks for the tests that were skipped: `-q` hides their reasons."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if reasons:
+        listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped {sum(reasons.values())} tests: {listed}")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Draw the same weights in every run, whatever ran before."""
     torch.manual_seed(0)
