@@ -100,7 +100,8 @@ def convert(
     Raises:
         ConfigError: If the scheme needs data or a model, or nothing is left to quantize.
         CheckpointError: If the source is damaged, or its codes are not decoded.
-        ExportError: If compressed-tensors cannot hold a layer (all are listed), or the output cannot be written.
+        ExportError: If compressed-tensors cannot hold a layer, or matrices are stored as (inputs, outputs) (all are
+            listed), or the output cannot be written.
     """
     config, source, output = resolve(scheme), Path(source), Path(output)
     require_data_free(config, repr(scheme) if isinstance(scheme, str) else "of this configuration")

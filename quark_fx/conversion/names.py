@@ -76,6 +76,24 @@ def fused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def transposed(shapes: Mapping[str, Sequence[int]], biases: Mapping[str, int]) -> list[str]:
+    """Return the layers that store matrices as (inputs, outputs), as GPT-2's `Conv1D` does.
+
+    Their biases are as long as the matrices have columns. One name, such as `c_fc`, has one orientation in all layers,
+    also where a matrix is square. A single name may have another kind of bias; two names are evidence.
+
+    Args:
+        shapes: Shapes of the weights, by the names of their modules.
+        biases: Lengths of the biases, by the names of their modules.
+    """
+    evidence: dict[str, set[bool]] = {}
+    for name, (rows, columns) in shapes.items():
+        if rows != columns and biases.get(name) in (rows, columns):
+            evidence.setdefault(name.rpartition(".")[2], set()).add(biases[name] == columns)
+    leaves = {leaf for leaf, orientations in evidence.items() if orientations == {True}}
+    return [name for name in shapes if name.rpartition(".")[2] in leaves] if len(leaves) > 1 else []
+
+
 def experts(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Within]]:
     """Return the matrices in stacks of experts, by the names of the stacks, where shapes tell the layout.
 
@@ -108,4 +126,4 @@ def _tables(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, 
             yield from _tables(value, depth + 1)
 
 
-__all__ = ["DRAFT", "EMBEDDING", "NUMBERED_EXPERT", "experts", "fused", "roles"]
+__all__ = ["DRAFT", "EMBEDDING", "NUMBERED_EXPERT", "experts", "fused", "roles", "transposed"]

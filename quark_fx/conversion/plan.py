@@ -17,7 +17,7 @@ from quark_fx.checkpoints.decoded import DecodedFiles, DecodedTensor
 from quark_fx.checkpoints.files import TORCH_DTYPES, Shapes, some_of, stored_bytes
 from quark_fx.config.quant_config import Granularity, OperatorSpecs, QuantConfig, TensorSpec
 from quark_fx.config.selection import matches
-from quark_fx.conversion.names import EMBEDDING, NUMBERED_EXPERT, experts, fused, roles
+from quark_fx.conversion.names import EMBEDDING, NUMBERED_EXPERT, experts, fused, roles, transposed
 from quark_fx.errors import CheckpointError, ConfigError, ExportError
 from quark_fx.export.checkpoints.compressed_tensors import Schemes, compressed
 from quark_fx.export.checkpoints.experts import literal, name_patterns
@@ -192,7 +192,7 @@ def plan(
         left_out: Files of the source that the result will not have.
 
     Raises:
-        ExportError: If compressed-tensors cannot hold a layer; all are listed.
+        ExportError: If compressed-tensors cannot hold a layer, or a layer stores its matrix transposed; all are listed.
         CheckpointError: If a tensor has a name that the result needs.
         ConfigError: If no tensor is left to quantize, or a pattern is not a regular expression.
     """
@@ -211,6 +211,10 @@ def plan(
             reasons.setdefault(name, f"fused with {floats[name][0]}, which stays in float")
         elif other := [n for n in group if specs[n] != specs[name]]:
             errors[name] = f"servers fuse it with {other[0]}, which has another scheme; give both the same"
+    biases = {
+        n.removesuffix(_BIAS): t.shape[0] for n, t in source.tensors.items() if n.endswith(_BIAS) and len(t.shape) == 1
+    }
+    errors |= {name: _TRANSPOSED for name in transposed(shapes, biases) if name not in reasons}
     matrix, layers = cache(_stand_in), dict[str, Layer]()
     for name in (name for name in shapes if name not in reasons and name not in errors):
         spec, read = specs[name].weight, specs[name].input
@@ -258,7 +262,12 @@ def plan(
     return Conversion(source.files.path, output, planned, configuration, notes * bool(source.method), left_out)
 
 
-_WEIGHT = ".weight"
+_WEIGHT, _BIAS = ".weight", ".bias"
+
+_TRANSPOSED = (
+    "its matrix is stored as (inputs, outputs), as biases of layers with this name tell (Conv1D of GPT-2), and servers "
+    "would read groups and scales along the wrong axis; load the model with transformers and call quark_fx.quantize"
+)
 
 
 def _reasons(

@@ -476,6 +476,31 @@ def test_layouts_of_experts_are_told_from_shapes_or_not_at_all() -> None:
     assert not found((8, 6), (6, 4))
 
 
+def test_a_source_of_transposed_matrices_is_refused(tmp_path: Path) -> None:
+    """The square matrix of attn.c_proj counts, too: mlp.c_proj has its name."""
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 80, "n_positions": 16}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "source")
+    with pytest.raises(ExportError, match=r"\(inputs, outputs\)[^\n]*call quark_fx.quantize") as caught:
+        qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", dry_run=True)
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        assert f"transformer.h.1.{name}: " in str(caught.value)
+    ignore = ["*.c_attn", "*.c_proj", "*.c_fc"]
+    with pytest.raises(ConfigError, match=r"nothing .* is left to quantize"):
+        qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", ignore=ignore, dry_run=True)
+
+
+def test_biases_of_other_sources_tell_no_transposed_matrix(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    assert qfx.convert(tmp_path / "llama", "fp8_dynamic", tmp_path / "out", dry_run=True).tensors
+    tensors = invented(tmp_path / "source")
+    # Every gate_proj has 96 rows, 64 columns, and a bias that is added to its input; wk has a bias of both lengths.
+    tensors |= {f"trunk.layers.{i}.mlp.gate_proj.bias": values(WIDTH) for i in range(2)}
+    tensors |= {"trunk.layers.0.mix.wk.bias": values(WIDTH), "trunk.layers.1.mix.wk.bias": values(32)}
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    assert qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", dry_run=True).tensors
+
+
 def test_names_tell_roles_and_fused_layers() -> None:
     shapes = {
         "model.layers.3.mlp.gate": (4, 8),
