@@ -147,13 +147,17 @@ class DecodedFiles:
             )
         return cls(files, tensors, method)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, files: MappedFiles) -> Tensor:
         """Return the values of a tensor: memory-mapped if they are stored, otherwise float32.
+
+        Args:
+            name: Name of the tensor.
+            files: Open files; a tensor of values keeps the mapping of its file.
 
         Raises:
             CheckpointError: If a file cannot be read, or codes and scales contradict each other.
         """
-        known, files = self.tensors[name], MappedFiles()
+        known = self.tensors[name]
         parts = {leaf: files.tensor(self.files.files[stored], stored) for leaf, stored in known.parts.items()}
         if (place := known.within) is not None:
             matrix = next(iter(parts.values()))[place.index]

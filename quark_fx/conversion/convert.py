@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from quark_fx.checkpoints.decoded import DecodedFiles
-from quark_fx.checkpoints.files import DTYPES, CheckpointFiles, Shapes, header_of, stored_bytes
+from quark_fx.checkpoints.files import DTYPES, CheckpointFiles, MappedFiles, Shapes, header_of, stored_bytes
 from quark_fx.checkpoints.open_checkpoint import quantized_by
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.conversion.plan import (
@@ -314,6 +314,25 @@ def _fill_in_processes(job: _Job, units: Sequence[int], processes: int, progress
             (job.unfinished / _STOP).touch()  # other processes do not begin another unit
 
 
+_MAPPED = 1 << 21
+"""Bytes that are read from open files before they are opened again: pages of a mapping count as memory once read."""
+
+
+class _Reader:
+    """Reads tensors of a source; small ones share open files."""
+
+    def __init__(self, source: DecodedFiles) -> None:
+        self.tensors = source.tensors
+        self._source, self._files, self._bytes = source, MappedFiles(), 0
+
+    def read(self, name: str) -> Tensor:
+        """Return the values of a tensor."""
+        if self._bytes >= _MAPPED:
+            self._files, self._bytes = MappedFiles(), 0
+        self._bytes += self.tensors[name].bytes
+        return self._source.read(name, self._files)
+
+
 def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -> None:
     """Write the tensors of some units into the files of the result.
 
@@ -326,7 +345,7 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
     parent = multiprocessing.parent_process()
     if processes:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
-    places, opened = job.places(), dict[str, BinaryIO]()
+    places, source, opened = job.places(), _Reader(job.source), dict[str, BinaryIO]()
     with ExitStack() as stack, torch.no_grad():
         log = stack.enter_context((job.unfinished / _DONE).open("ab", buffering=0))
         for index in tqdm(units, disable=not progress, desc="convert"):
@@ -336,7 +355,7 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
                 break
             sizes: dict[tuple[str, ...], Tensor] = {}
             for tensor in job.units[index]:
-                for name, value in _made(job.source, tensor, sizes).items():
+                for name, value in _made(source, tensor, sizes).items():
                     file, position, shape = places[name]
                     if file not in opened:
                         opened[file] = stack.enter_context((job.result / file).open("r+b"))
@@ -349,7 +368,7 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
             log.write(f"{index}\n".encode())
 
 
-def _made(source: DecodedFiles, tensor: PlannedTensor, sizes: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
+def _made(source: _Reader, tensor: PlannedTensor, sizes: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
     """Return the tensors of the result that one of the source becomes.
 
     Args:
