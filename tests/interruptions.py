@@ -46,14 +46,14 @@ def interrupted(moment: int) -> Iterator[Steps]:
 
 def convert_and_die(source: Path, output: Path, count: int) -> None:
     """Convert a checkpoint, and end the process without a trace as it begins with tensor number `count`."""
-    made, seen = convert._made, iter(range(count))
+    converted, seen = convert._converted, iter(range(count))
 
     def ends(*args: Any) -> dict[str, Any]:
         if next(seen, None) is None:
             os._exit(9)
-        return made(*args)
+        return converted(*args)
 
-    with mock.patch.multiple(convert, _made=ends, _UNIT=1, _SHARD=1 << 15):
+    with mock.patch.multiple(convert, _converted=ends, _UNIT=1, _SHARD=1 << 15):
         convert.convert(source, "mxfp4_weight_only", output, progress=False)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.checkpoints.files import DTYPES, CheckpointFiles, MappedFiles, is_float, some_of, stored_bytes
-from quark_fx.checkpoints.open_checkpoint import quantized_by
+from quark_fx.checkpoints.open_checkpoint import NO_CODES, quantized_by
 from quark_fx.errors import CheckpointError
 from quark_fx.system.untrusted import brief
 
@@ -105,10 +105,10 @@ class DecodedFiles:
         Raises:
             CheckpointError: If codes are stored that this module does not decode, or do not match the configuration.
         """
-        key, said = quantized_by(config), config
+        key, quantization = quantized_by(config), config
         for step in key.split(".") if key else ():
-            said = said.get(step) or {} if isinstance(said, dict) else {}
-        method = str(said.get("quant_method")) if key and isinstance(said, dict) else ""
+            quantization = quantization.get(step) or {} if isinstance(quantization, dict) else {}
+        method = str(quantization.get("quant_method")) if key and isinstance(quantization, dict) else ""
         if key and method not in ("fp8", "compressed-tensors"):
             raise CheckpointError(
                 f"{files.path} is quantized by {brief(method)}, whose codes quark_fx does not decode (it decodes "
@@ -126,7 +126,7 @@ class DecodedFiles:
             for owner, leaves in layers.items():
                 parts, coded = dict(leaves), None
                 if method and any(scale in leaves for scale in _SCALES):
-                    coded = _coded(owner[:-1], leaves, files, method, said, dtype)
+                    coded = _coded(owner[:-1], leaves, files, method, quantization, dtype)
                     parts = {k: v for k, v in leaves.items() if k not in coded.parts}
                     tensors[f"{owner}weight"] = coded
                 for leaf, name in parts.items():
@@ -138,7 +138,9 @@ class DecodedFiles:
                 f"{files.path}: config.json in {key} does not match the tensors: {type(error).__name__}: {error}; "
                 "fetch the files again"
             ) from error
-        codes = [n for n, t in tensors.items() if n.endswith(".weight") and not t.is_float and len(t.shape) > 1]
+        codes = [
+            n for n, t in tensors.items() if n.endswith(".weight") and t.dtype not in NO_CODES and len(t.shape) > 1
+        ]
         codes += [n for n in tensors if n.endswith((".weight_packed", ".qweight", "_blocks"))]
         if codes:
             raise CheckpointError(
@@ -157,31 +159,36 @@ class DecodedFiles:
         Raises:
             CheckpointError: If a file cannot be read, or codes and scales contradict each other.
         """
-        known = self.tensors[name]
-        parts = {leaf: files.tensor(self.files.files[stored], stored) for leaf, stored in known.parts.items()}
-        if (place := known.within) is not None:
+        tensor = self.tensors[name]
+        parts = {leaf: files.tensor(self.files.files[stored], stored) for leaf, stored in tensor.parts.items()}
+        if (place := tensor.within) is not None:
             matrix = next(iter(parts.values()))[place.index]
             return (matrix.t() if place.transposed else matrix)[slice(*place.rows)]
-        if not known.form:
+        if not tensor.form:
             return next(iter(parts.values()))
         try:
-            return _decode(known, parts)
+            return _decode(tensor, parts)
         except (LookupError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{name} in {self.files.path} cannot be decoded: {brief(str(error))}") from error
 
 
 def _coded(
-    layer: str, leaves: Mapping[str, str], files: CheckpointFiles, method: str, said: Mapping[str, Any], dtype: str
+    layer: str,
+    leaves: Mapping[str, str],
+    files: CheckpointFiles,
+    method: str,
+    quantization: Mapping[str, Any],
+    dtype: str,
 ) -> DecodedTensor:
     """Return the matrix of a layer of codes."""
     headers = files.headers
     codes = "weight_packed" if "weight_packed" in leaves else "weight"
     parts = {leaf: leaves[leaf] for leaf in (codes, *_SCALES, *_BESIDE) if leaf in leaves}
     rows, columns = headers[leaves[codes]][1]
-    form, bits, block = "fp8", 8, said.get("weight_block_size")
+    form, bits, block = "fp8", 8, quantization.get("weight_block_size")
     if method != "fp8":
-        scheme = group_of(layer, said)
-        weights, form = scheme["weights"], str(scheme.get("format") or said["format"])
+        scheme = group_of(layer, quantization)
+        weights, form = scheme["weights"], str(scheme.get("format") or quantization["format"])
         bits, block = int(weights["num_bits"]), weights.get("block_structure")
         if form not in _FORMS or not 1 <= bits <= 8:
             raise CheckpointError(
@@ -211,9 +218,9 @@ def _coded(
     return DecodedTensor((rows, columns), dtype, parts, size, form, bits, (high, wide))
 
 
-def group_of(layer: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
+def group_of(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the group in a configuration of compressed-tensors that contains a layer."""
-    groups = [group for group in (said.get("config_groups") or {}).values() if isinstance(group, dict)]
+    groups = [group for group in (quantization.get("config_groups") or {}).values() if isinstance(group, dict)]
     for fits in (layer.__eq__, lambda target: names_layer(target, layer)):  # names take precedence over patterns
         for group in groups:
             if any(map(fits, group.get("targets", ()))):
@@ -226,24 +233,24 @@ def names_layer(target: Any, layer: str) -> bool:
     return target == layer or (str(target).startswith("re:") and re.match(str(target)[3:], layer) is not None)
 
 
-def _decode(known: DecodedTensor, parts: Mapping[str, Tensor]) -> Tensor:
-    (rows, columns), (high, wide) = known.shape, known.block
+def _decode(tensor: DecodedTensor, parts: Mapping[str, Tensor]) -> Tensor:
+    (rows, columns), (high, wide) = tensor.shape, tensor.block
     scale = next(parts[leaf] for leaf in _SCALES if leaf in parts)
     scale = _powers(scale) if scale.dtype == torch.uint8 else scale.float()
     scale = scale.reshape(-(-rows // high), -(-columns // wide))
     if (whole := parts.get("weight_global_scale")) is not None:
         scale = scale / whole.float()
     zero, place = parts.get("weight_zero_point"), parts.get("weight_g_idx")
-    if zero is not None and known.form == "pack-quantized":
-        zero = _unpacked(zero.t(), known.bits, rows).t()
+    if zero is not None and tensor.form == "pack-quantized":
+        zero = _unpacked(zero.t(), tensor.bits, rows).t()
     if zero is not None:
-        zero = zero.float().sub(1 << known.bits - 1 if known.form == "pack-quantized" else 0).reshape(scale.shape)
+        zero = zero.float().sub(1 << tensor.bits - 1 if tensor.form == "pack-quantized" else 0).reshape(scale.shape)
     column = torch.arange(columns) // wide if place is None else place.long()
     values = torch.empty(rows, columns, dtype=torch.float32)
     step = high * -(-_ROWS // high)
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        part = _codes(known, parts, slice(first, last), columns)
+        part = _codes(tensor, parts, slice(first, last), columns)
         row = torch.arange(first, last) // high
         if zero is not None:
             part -= zero[row][:, column]
@@ -255,13 +262,13 @@ _ROWS = 64
 """Rows that are decoded together, at least."""
 
 
-def _codes(known: DecodedTensor, parts: Mapping[str, Tensor], rows: slice, columns: int) -> Tensor:
+def _codes(tensor: DecodedTensor, parts: Mapping[str, Tensor], rows: slice, columns: int) -> Tensor:
     """Return some rows of codes, float32."""
     if "weight_packed" not in parts:
         return parts["weight"][rows].float()
     packed = parts["weight_packed"][rows]
-    if known.form == "pack-quantized":
-        return _unpacked(packed, known.bits, columns).sub_(1 << known.bits - 1)
+    if tensor.form == "pack-quantized":
+        return _unpacked(packed, tensor.bits, columns).sub_(1 << tensor.bits - 1)
     nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[:, :columns]
     values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.float32)
     return values[nibbles.int()]

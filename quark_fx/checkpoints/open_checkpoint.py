@@ -33,7 +33,7 @@ _WEIGHTS = frozenset({".safetensors", ".bin"})
 """Suffixes of files with weights of transformers."""
 _CONVERTED = "converted"
 """Folder of weights that transformers assembles from several tensors."""
-_NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 """Dtypes of weights, positions, and masks, in the spelling of safetensors."""
 
 
@@ -361,7 +361,7 @@ def _refuse_converted_codes(
         return  # other unused tensors are masks and positions of earlier versions
     unconverted = {name for _, name in index.values()} | unexpected | {name for name, _ in model.named_buffers()}
     for name, dtype in files.dtypes(files.files.keys() - unconverted).items():
-        if dtype not in _NO_CODES:
+        if dtype not in NO_CODES:
             raise _codes(name, dtype, model)
 
 
@@ -478,6 +478,7 @@ def _library(name: str) -> Any:
 
 
 __all__ = [
+    "NO_CODES",
     "class_of",
     "is_rotated",
     "limited_modules",

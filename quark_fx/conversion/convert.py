@@ -33,7 +33,7 @@ from quark_fx.conversion.plan import (
     rounded,
     unstacked,
 )
-from quark_fx.errors import CheckpointError, ExportError
+from quark_fx.errors import CheckpointError, ConfigError, ExportError
 from quark_fx.export.checkpoints.compressed_tensors import compressed, decompress_to_bfloat16
 from quark_fx.quantization import resolve
 from quark_fx.system.isolation import isolated
@@ -103,50 +103,52 @@ def convert(
         ExportError: If compressed-tensors cannot hold a layer, or matrices are stored as (inputs, outputs) (all are
             listed), or the output cannot be written.
     """
+    if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
+        raise ConfigError(f"ignore must be a list of patterns, such as ignore=['*router*'], not {ignore!r}")
     config, source, output = resolve(scheme), Path(source), Path(output)
     require_data_free(config, repr(scheme) if isinstance(scheme, str) else "of this configuration")
     require_possible(output)
     files = CheckpointFiles.of(source)
     if not source.is_dir():
         raise CheckpointError(f"{source} is one file of a checkpoint; pass its directory, {files.directory}")
-    said = _configuration(files.directory)
-    decoded = unstacked(DecodedFiles.of(files, said), said, config, ignore)
+    description = _configuration(files.directory)
+    decoded = unstacked(DecodedFiles.of(files, description), description, config, ignore)
     others, left_out = _other_files(files)
-    conversion = plan(decoded, said, config, tuple(ignore), output, left_out)
+    conversion = plan(decoded, description, config, tuple(ignore), output, left_out)
     _require_place(files.directory, output)
     if not dry_run:
-        _run(_Job.of(conversion, decoded), said, others, processes, progress)
+        _run(_Job.of(conversion, decoded), description, others, processes, progress)
     return conversion
 
 
 def _configuration(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     try:
-        said = read_json(file, _LIMIT)
-        if not isinstance(said, dict):
+        description = read_json(file, _LIMIT)
+        if not isinstance(description, dict):
             raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {error}; pass the directory of a Hugging Face checkpoint, or fetch the file again"
         ) from error
-    return said
+    return description
 
 
 def _other_files(files: CheckpointFiles) -> tuple[dict[str, Path], list[str]]:
     """Return the other files of a directory, keyed by their paths in it, and the paths of files that are left out."""
-    known, found, left = {file.name for file in files.files.values()}, dict[str, Path](), list[str]()
+    weights, others, left_out = {file.name for file in files.files.values()}, dict[str, Path](), list[str]()
     for folder, folders, names in os.walk(files.directory):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             file = Path(folder, name)
             path = file.relative_to(files.directory).as_posix()
-            if path in known or path in (_INDEX, "config.json"):
+            if path in weights or path in (_INDEX, "config.json"):
                 continue
             if file.suffix in _OTHER_FORMS or _OTHER_WEIGHTS.fullmatch(path) or not file.is_file():
-                left.append(path)
+                left_out.append(path)
             else:
-                found[path] = file
-    return found, left
+                others[path] = file
+    return others, left_out
 
 
 def _require_place(source: Path, output: Path) -> None:
@@ -160,14 +162,14 @@ def _require_place(source: Path, output: Path) -> None:
 
 def _batches(items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
     """Return consecutive items in lists of at most `most` bytes, or of one item."""
-    found, filled = list[list[T]](), most
+    batches, filled = list[list[T]](), most
     for item in items:
-        if filled + size(item) > most or not found:
-            found.append([])
+        if filled + size(item) > most or not batches:
+            batches.append([])
             filled = 0
-        found[-1].append(item)
+        batches[-1].append(item)
         filled += size(item)
-    return found
+    return batches
 
 
 @dataclass(frozen=True)
@@ -220,16 +222,16 @@ class _Job:
 
     def places(self) -> dict[str, tuple[str, int, tuple[int, ...]]]:
         """Return the file, the offset, and the shape of each tensor of the result."""
-        found = {}
+        places = {}
         for file, tensors in self.shards.items():
             position = len(header_of(tensors, _METADATA))
             for name, header in tensors.items():
-                found[name] = (file, position, tuple(header[1]))
+                places[name] = (file, position, tuple(header[1]))
                 position += stored_bytes(*header)
-        return found
+        return places
 
 
-def _run(job: _Job, said: dict[str, Any], others: Mapping[str, Path], processes: int, progress: bool) -> None:
+def _run(job: _Job, description: dict[str, Any], others: Mapping[str, Path], processes: int, progress: bool) -> None:
     with writing(job.conversion.output), _taken(job) as done:
         for file, tensors in job.shards.items():
             header = header_of(tensors, _METADATA)
@@ -241,7 +243,7 @@ def _run(job: _Job, said: dict[str, Any], others: Mapping[str, Path], processes:
             _fill(job, rest, progress)
         else:
             _fill_in_processes(job, rest, processes, progress)
-        _write_others(job, said, others)
+        _write_others(job, description, others)
         sync_tree(job.result)
         if job.conversion.output.exists():
             job.conversion.output.rmdir()
@@ -261,24 +263,24 @@ def _taken(job: _Job) -> Iterator[set[int]]:
         ExportError: If it belongs to another conversion, or another process writes to it.
     """
     folder, output = job.unfinished, job.conversion.output
-    known = folder / _IDENTITY
-    if folder.exists() and not known.is_file() and any(path.name != _LOCK for path in folder.iterdir()):
+    identity = folder / _IDENTITY
+    if folder.exists() and not identity.is_file() and any(path.name != _LOCK for path in folder.iterdir()):
         raise ExportError(f"{folder} is in the way of {output}; move it, or choose another output")
     needed = sum(t.bytes_after for t in job.conversion.tensors)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("a+b") as file:
         if not lock(file.fileno(), wait=False) and os.name == "posix":
             raise ExportError(f"another process converts to {output}; wait until it has ended")
-        if known.is_file() and known.read_text(errors="replace") != job.identity:
+        if identity.is_file() and identity.read_text(errors="replace") != job.identity:
             raise ExportError(
                 f"{folder} holds an unfinished conversion of another source or scheme; repeat that call to finish it, "
                 "or remove the folder"
             )
-        if not known.is_file() and (free := shutil.disk_usage(folder).free) < needed:
+        if not identity.is_file() and (free := shutil.disk_usage(folder).free) < needed:
             shutil.rmtree(folder)
             raise ExportError(f"{output} needs {bytes_text(needed)}, and {bytes_text(free)} are free; make room")
         job.result.mkdir(exist_ok=True)
-        known.write_text(job.identity)
+        identity.write_text(job.identity)
         log = folder / _DONE
         log.touch()
         (folder / _STOP).unlink(missing_ok=True)
@@ -355,7 +357,7 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
                 break
             sizes: dict[tuple[str, ...], Tensor] = {}
             for tensor in job.units[index]:
-                for name, value in _made(source, tensor, sizes).items():
+                for name, value in _converted(source, tensor, sizes).items():
                     file, position, shape = places[name]
                     if file not in opened:
                         opened[file] = stack.enter_context((job.result / file).open("r+b"))
@@ -368,7 +370,7 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
             log.write(f"{index}\n".encode())
 
 
-def _made(source: _Reader, tensor: PlannedTensor, sizes: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
+def _converted(source: _Reader, tensor: PlannedTensor, sizes: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
     """Return the tensors of the result that one of the source becomes.
 
     Args:
@@ -391,14 +393,14 @@ def _made(source: _Reader, tensor: PlannedTensor, sizes: dict[tuple[str, ...], T
             unit = getattr(tensor.weight.scale.of_tensor(amax, tensor.weight.scheme), "unit", None)
         name = tensor.name.removesuffix(".weight")
         layer = layer_of(name, rounded(values, tensor.weight, amax), tensor.read, unit)
-        return {f"{name}.{leaf}": made for leaf, made in compressed(layer, tensor.scheme).items()}
+        return {f"{name}.{leaf}": part for leaf, part in compressed(layer, tensor.scheme).items()}
     except (ValueError, ExportError) as error:
         raise CheckpointError(
             f"{tensor.name} cannot be quantized: {error}; fetch the checkpoint again, or add {tensor.name!r} to ignore"
         ) from error
 
 
-def _write_others(job: _Job, said: dict[str, Any], others: Mapping[str, Path]) -> None:
+def _write_others(job: _Job, description: dict[str, Any], others: Mapping[str, Path]) -> None:
     """Write the index, the configuration, and copies of all other files."""
     for path, file in others.items():
         require_regular(file)
@@ -409,21 +411,21 @@ def _write_others(job: _Job, said: dict[str, Any], others: Mapping[str, Path]) -
         weights = {name: file for name, (file, _, _) in job.places().items()}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         (job.result / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    (job.result / "config.json").write_text(json.dumps(_described(said, job), indent=2) + "\n", encoding="utf-8")
+    (job.result / "config.json").write_text(json.dumps(_described(description, job), indent=2) + "\n", encoding="utf-8")
 
 
-def _described(said: dict[str, Any], job: _Job) -> dict[str, Any]:
+def _described(description: dict[str, Any], job: _Job) -> dict[str, Any]:
     """Return the content of `config.json` of the result."""
-    said = json.loads(json.dumps(said))
-    while key := quantized_by(said):
-        owner = said
+    description = json.loads(json.dumps(description))
+    while key := quantized_by(description):
+        owner = description
         *path, last = key.split(".")
         for step in path:
             owner = owner[step]
         del owner[last]
     if decompress_to_bfloat16(job.conversion.configuration):
-        said["dtype" if "dtype" in said else "torch_dtype"] = "bfloat16"
-    return {**said, "quantization_config": job.conversion.configuration}
+        description["dtype" if "dtype" in description else "torch_dtype"] = "bfloat16"
+    return {**description, "quantization_config": job.conversion.configuration}
 
 
 __all__ = ["convert"]

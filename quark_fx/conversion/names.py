@@ -46,34 +46,34 @@ def roles(shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dic
     depths = [table.get("num_hidden_layers") for table in tables if any(_DRAFT_LAYERS.search(key) for key in table)]
     depth = next((d for d in depths if isinstance(d, int)), 0)
     routed = {name.rpartition(".experts")[0] for name in shapes if ".experts" in name}
-    found = {}
+    role_of = {}
     for name, shape in shapes.items():
         parts = name.split(".")
         layer = re.match(r"(?:(?:language_)?model[.])*layers[.](\d+)[.]", name)
         if any(_DRAFTS.fullmatch(part) for part in parts) or (layer and 0 < depth <= int(layer[1])):
-            found[name] = DRAFT
+            role_of[name] = DRAFT
         elif _HEADS & {*parts}:
-            found[name] = HEAD
+            role_of[name] = HEAD
         elif any(_EMBEDDINGS.search(part) for part in parts):
-            found[name] = EMBEDDING
+            role_of[name] = EMBEDDING
         elif "router" in name or (parts[-1] in _GATES and name.rpartition(".")[0] in routed):
-            found[name] = ROUTER
+            role_of[name] = ROUTER
         elif shape[0] in rows and not any(part.isdigit() for part in parts):
-            found[name] = HEAD
-    return found
+            role_of[name] = HEAD
+    return role_of
 
 
 def fused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
     """Return the layers of each group that servers fuse, by the name of each: they have one owner, and equal inputs."""
-    found: dict[str, tuple[str, ...]] = {}
+    groups: dict[str, tuple[str, ...]] = {}
     for name, shape in shapes.items():
         owner, dot, leaf = name.rpartition(".")
         for leaves in _FUSED:
             group = tuple(f"{owner}{dot}{other}" for other in leaves)
             group = tuple(n for n in group if n in shapes and shapes[n][1:] == shape[1:])
             if leaf in leaves and len(group) > 1:
-                found[name] = group
-    return found
+                groups[name] = group
+    return groups
 
 
 def transposed(shapes: Mapping[str, Sequence[int]], biases: Mapping[str, int]) -> list[str]:
@@ -99,7 +99,7 @@ def experts(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Within]]
 
     The stacks of one module are `gate_up_proj` and `down_proj`, gate before up. A module with biases interleaves them.
     """
-    found: dict[str, dict[str, Within]] = {}
+    stacks: dict[str, dict[str, Within]] = {}
     for name, shape in shapes.items():
         owner, _, leaf = name.rpartition(".")
         down, lengths = f"{owner}.down_proj", shapes.get(f"{owner}.down_proj", ())
@@ -113,9 +113,9 @@ def experts(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Within]]
         rows = {"gate_proj": (0, inner), "up_proj": (inner, both), "down_proj": (0, outputs)}
         for expert in range(count):
             for part, range_ in rows.items():
-                stack = found.setdefault(down if part == "down_proj" else name, {})
-                stack[f"{owner}.{expert}.{part}.weight"] = Within(expert, range_, transposed)
-    return found
+                matrices = stacks.setdefault(down if part == "down_proj" else name, {})
+                matrices[f"{owner}.{expert}.{part}.weight"] = Within(expert, range_, transposed)
+    return stacks
 
 
 def _tables(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:

@@ -151,7 +151,7 @@ def _beyond_files(config: QuantConfig) -> str:
 
 
 def unstacked(
-    source: DecodedFiles, said: Mapping[str, Any], config: QuantConfig, ignore: Sequence[str]
+    source: DecodedFiles, description: Mapping[str, Any], config: QuantConfig, ignore: Sequence[str]
 ) -> DecodedFiles:
     """Return the tensors with stacks of experts replaced by one matrix per projection of each, as servers read them.
 
@@ -163,7 +163,7 @@ def unstacked(
         excluded = any(
             config.exclusion(n, "experts") or any(_ignores(p, n, ("experts",)) for p in ignore) for n in modules
         )
-        if excluded or any(_ignores(p, name, ("experts",)) for p in ignore) or roles(modules, said):
+        if excluded or any(_ignores(p, name, ("experts",)) for p in ignore) or roles(modules, description):
             continue
         stack = tensors.pop(name)
         for n, place in matrices.items():
@@ -175,7 +175,7 @@ def unstacked(
 
 def plan(
     source: DecodedFiles,
-    said: Mapping[str, Any],
+    description: Mapping[str, Any],
     config: QuantConfig,
     ignore: Sequence[str],
     output: Path,
@@ -185,7 +185,7 @@ def plan(
 
     Args:
         source: Tensors of the checkpoint.
-        said: Content of its `config.json`.
+        description: Content of its `config.json`.
         config: Data-free configuration.
         ignore: Patterns of layers that stay in float.
         output: Directory of the result.
@@ -193,11 +193,11 @@ def plan(
 
     Raises:
         ExportError: If compressed-tensors cannot hold a layer, or a layer stores its matrix transposed; all are listed.
-        CheckpointError: If a tensor has a name that the result needs.
+        CheckpointError: If a tensor has a name that the result needs, or none is a matrix of floats.
         ConfigError: If no tensor is left to quantize, or a pattern is not a regular expression.
     """
     shapes = {n.removesuffix(_WEIGHT): t.shape for n, t in source.tensors.items() if _is_matrix(n, t)}
-    role_of, groups = roles(shapes, said), fused(shapes)
+    role_of, groups = roles(shapes, description), fused(shapes)
     kind_of = {name: "experts" if NUMBERED_EXPERT.search(name) else "linear" for name in shapes}
     kinds = {name: (kind, role_of[name]) if name in role_of else (kind,) for name, kind in kind_of.items()}
     specs = {name: config.specs_for(name, *kinds[name]) for name in shapes}
@@ -233,7 +233,12 @@ def plan(
         lines = [f"{name}: {why}" for name, why in errors.items()]
         raise unholdable(lines, errors, [*chosen], "ignore=[{}] (on the command line, --ignore before each)")
     if not chosen:
-        why = ", ".join(sorted(set(reasons.values()))[:3]) or "no matrix of floats is called *.weight"
+        if not reasons:
+            raise CheckpointError(
+                f"{source.files.path} holds {len(source.tensors)} tensors, and none is a matrix of floats called "
+                "*.weight; pass the directory of another checkpoint, or quantize the model with quark_fx.quantize"
+            )
+        why = "; ".join(sorted(set(reasons.values()))[:3])
         raise ConfigError(f"nothing in {source.files.path} is left to quantize ({why}); change ignore, or the scheme")
     planned, sizes = [], dict[tuple[Any, ...], Shapes]()
     for name, stored in source.tensors.items():
@@ -280,11 +285,11 @@ def _reasons(
     """Return why layers stay in float."""
     reasons = dict[str, str]()
     for name, own in kinds.items():
-        found = [pattern for pattern in ignore if _ignores(pattern, name, own)]
+        patterns = [pattern for pattern in ignore if _ignores(pattern, name, own)]
         if name in role_of:
             reasons[name] = f"{role_of[name]}, in float for servers"
-        elif found:
-            reasons[name] = f"ignored by {found[0]!r}"
+        elif patterns:
+            reasons[name] = f"ignored by {patterns[0]!r}"
         elif why := config.exclusion(name, *own) or "no weight in the scheme" * (specs[name].weight is None):
             reasons[name] = why
     return reasons

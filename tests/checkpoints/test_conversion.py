@@ -274,6 +274,23 @@ def _codes(source: Path) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _contradicting(source: Path) -> None:
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["absent.weight"] = "part-0.safetensors"
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _twice(source: Path) -> None:
+    parts = [load_file(source / f"part-{i}.safetensors") for i in range(2)]
+    save_file({**parts[0], **parts[1]}, source / "part-1.safetensors")
+
+
+def _empty(source: Path) -> None:
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    save_file({}, source / "model.safetensors")
+
+
 def _infinite(source: Path) -> None:
     file = source / "part-0.safetensors"
     tensors = load_file(file)
@@ -290,6 +307,9 @@ DAMAGE = {
     _gptq: "quantized by 'gptq'.*pass the float checkpoint",
     _stray_method: "quantized by .*pass the float checkpoint",
     _codes: "holds codes without scales.*a.weight.*pass the float checkpoint",
+    _contradicting: "part-0.safetensors lacks absent.weight, which the index says it holds; fetch the shard again",
+    _twice: "part-1.safetensors and .*part-0.safetensors both hold .*; remove one of them",
+    _empty: "holds 0 tensors, and none is a matrix of floats called .*weight; pass the directory",
     _infinite: "cannot be quantized.*not finite.*ignore",
 }
 
@@ -321,6 +341,7 @@ def test_outputs_and_schemes_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ("fp8_dynamik", tmp_path / "new", {}, "fp8_dynamic"),
         ("fp8_dynamic", tmp_path / "new", {"ignore": ["re:("]}, "not a regular expression"),
         ("fp8_dynamic", tmp_path / "new", {"ignore": ["*"]}, "nothing .* is left to quantize"),
+        ("fp8_dynamic", tmp_path / "new", {"ignore": "*.wo"}, r"ignore must be a list of patterns.*not '\*[.]wo'"),
         ("fp8_dynamic", tmp_path / "new", {"processes": 0}, "processes"),
         (W4A16_RTN.replace(group_size=48), tmp_path / "new", {}, "not a multiple of the group size 48.*ignore="),
     ]
@@ -333,6 +354,23 @@ def test_outputs_and_schemes_that_cannot_be_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     qfx.convert(source, "fp8_dynamic", tmp_path / "empty", progress=False)
     assert (tmp_path / "empty" / "config.json").is_file()
+
+
+def test_tensors_of_unusual_types_are_kept_or_rounded_by_their_type(tmp_path: Path) -> None:
+    tensors = invented(tmp_path / "source")
+    kept = {
+        "masks.weight": torch.eye(4).bool(),
+        "ids.weight": torch.ones(4, 4, dtype=torch.int64),
+        "steps.weight": torch.ones(4, dtype=torch.int8),
+    }
+    kept |= {"none.weight": torch.zeros(0, 4), "scale.weight": torch.tensor(2.0).double()}
+    rounded = {"wide.weight": values(32, WIDTH).double(), "narrow.weight": values(32, WIDTH).half()}
+    save_file(tensors | kept | rounded, tmp_path / "source" / "model.safetensors")
+    qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", progress=False)
+    written = stored(tmp_path / "out")
+    for name, tensor in kept.items():
+        assert torch.equal(written[name], tensor)
+    assert {written[name].dtype for name in rounded} == {torch.float8_e4m3fn}
 
 
 def test_a_copy_of_a_directory_is_not_read_twice(tmp_path: Path) -> None:
@@ -430,7 +468,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "source" / "config.json").write_text("{}")
     done = run_program(_PEAK, tmp_path / "source")
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < (tmp_path / "source" / "model.safetensors").stat().st_size // 4
+    assert int(done.stdout) < (tmp_path / "source" / "model.safetensors").stat().st_size // 3
 
 
 @pytest.mark.parametrize("transposed", [False, True])
