@@ -183,6 +183,19 @@ class OnGPU(Tensor):
         PretendGPU.now().read_by_host(self)
         return self.held.tolist()
 
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a part; torch copies lists in the index to a device without dispatch, so they become tensors here."""
+        parts: Tensor = super().__getitem__(_without_lists(index))
+        return parts
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Change a part."""
+        super().__setitem__(_without_lists(index), value)
+
+    def new_tensor(self, data: Any, **options: Any) -> Tensor:
+        """Return values of this type on this device, which torch copies there without dispatch, too."""
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **options})
+
     def numpy(self, *, force: bool = False) -> Any:
         """Raise what a GPU raises."""
         raise TypeError("can't convert pretend:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
@@ -489,6 +502,14 @@ def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
 
 def _on_cpu(x: Any) -> Any:
     return x.held if isinstance(x, OnGPU) else torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+def _without_lists(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(map(_without_lists, index))
+    if not isinstance(index, list):
+        return index
+    return torch.tensor(index, dtype=None if index else torch.long)
 
 
 def _restored(value: Tensor) -> Tensor:
