@@ -25,6 +25,9 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +37,7 @@ import pytest
 import torch
 from gpu_products import PRODUCTS
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -157,6 +161,7 @@ class OnGPU(Tensor):
 
     held: Tensor
     memory: _Memory
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, held: Tensor) -> OnGPU:
@@ -370,8 +375,8 @@ class PretendGPU(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `func` where its tensors are."""
         asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-        flat = list(_leaves((args, kwargs)))
-        tensors = [x for x in flat if isinstance(x, Tensor)]
+        tensors = list[Tensor]()
+        _add_tensors((args, kwargs), tensors)
         ours = [t for t in tensors if isinstance(t, OnGPU)]
         here = asked is not None and asked.type == DEVICE.type
         fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -379,7 +384,8 @@ class PretendGPU(TorchDispatchMode):
             if not func.is_view:
                 self._host_uses(tensors)
             return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
+        operator = _Operator.of(func)
+        name = operator.name
         if name in _ABSENT:
             raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend")
         theirs = [t for t in tensors if not isinstance(t, OnGPU)]
@@ -393,8 +399,8 @@ class PretendGPU(TorchDispatchMode):
                 f"Expected all tensors to be on the same device: {func} has some on pretend:0, some on cpu"
             )
         number = self.stream.advance()
-        writes = {id(a) for a, t in zip(args, func._schema.arguments, strict=False) if _is_written(t)}
-        writes |= {id(kwargs[t.name]) for t in func._schema.arguments if t.name in kwargs and _is_written(t)}
+        writes = {id(args[i]) for i in operator.places if i < len(args)}
+        writes |= {id(kwargs[name]) for name in operator.names if name in kwargs}
         memories = [(t.memory, id(t) in writes) for t in ours] + [(m, id(t) in writes) for t, m in async_pinned]
         for memory, written in memories:
             self._require_order(memory, self.stream.clock, written=written)
@@ -402,14 +408,14 @@ class PretendGPU(TorchDispatchMode):
         held_args, held_kwargs = _mapped(_on_cpu, (args, kwargs))
         if held_kwargs.get("pin_memory"):
             held_kwargs = {**held_kwargs, "pin_memory": False}
-        with _disable_current_modes():
+        with _disable_current_modes() if _has_modes() else nullcontext():
             out = _REPLACED.get(name, func)(*held_args, **held_kwargs)
         if not here:
             known = {id(t): t for t in theirs}
             return out if name != "copy_" else known.get(id(args[0]), out)
         if name == "_to_copy" and theirs and isinstance(out, Tensor) and any(out is t for t in theirs):
             out = out.clone()
-        if torch.Tag.inplace_view in func.tags:
+        if operator.changes_view:
             with no_dispatch():  # the sizes and strides of the wrapper follow
                 func(*args, **kwargs)
         known_held = {id(t.held): t for t in ours}
@@ -480,23 +486,53 @@ def pretend_gpu() -> Iterator[PretendGPU]:
         yield gpu
 
 
-def _leaves(x: Any) -> Iterator[Any]:
-    """Yield what nested arguments or results of an operator hold; functions of torch for that take most of the time."""
-    if isinstance(x, tuple | list):
+@dataclass(frozen=True)
+class _Operator:
+    """Facts of an operator that each call needs.
+
+    Attributes:
+        name: Name without namespace and overload.
+        places: Positions of the arguments that it writes.
+        names: Names of these.
+        changes_view: Whether it changes sizes or strides of an argument.
+    """
+
+    name: str
+    places: tuple[int, ...]
+    names: tuple[str, ...]
+    changes_view: bool
+
+    @classmethod
+    @cache
+    def of(cls, func: Any) -> _Operator:
+        """Read the schema of an operator."""
+        writes = [(i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+        places, names = zip(*writes, strict=True) if writes else ((), ())
+        return cls(func.overloadpacket.__name__, places, names, torch.Tag.inplace_view in func.tags)
+
+
+def _has_modes() -> bool:
+    return bool(torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch())
+
+
+def _add_tensors(x: Any, tensors: list[Tensor]) -> None:
+    """Append the tensors in nested arguments; torch's functions for that would take most of the time."""
+    if isinstance(x, Tensor):
+        tensors.append(x)
+    elif isinstance(x, (tuple, list)):
         for part in x:
-            yield from _leaves(part)
+            _add_tensors(part, tensors)
     elif isinstance(x, dict):
-        yield from _leaves(list(x.values()))
-    else:
-        yield x
+        for part in x.values():
+            _add_tensors(part, tensors)
 
 
 def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
-    """Return nested arguments or results with what they hold changed."""
+    """Return nested arguments or results with each value changed."""
+    if isinstance(x, (tuple, list)):
+        return (list if isinstance(x, list) else tuple)([_mapped(change, part) for part in x])
     if isinstance(x, dict):
         return {name: _mapped(change, part) for name, part in x.items()}
-    if isinstance(x, tuple | list):
-        return (list if isinstance(x, list) else tuple)([_mapped(change, part) for part in x])
     return change(x)
 
 
@@ -518,10 +554,6 @@ def _restored(value: Tensor) -> Tensor:
 
 def _has_storage(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _merge(clock: Clock, other: Clock) -> None:
