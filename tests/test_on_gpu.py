@@ -19,7 +19,7 @@ from benchmarks import on_gpu
 from quark_fx.model.kernels.gpu_products import KERNELS
 
 STEPS = {
-    "pretend": ("device", "codes", "tests", "syncs", "triton", "plain GPTQ 8B", "AdaRound 1B", "kernels"),
+    "pretend": ("device", "tests", "syncs", "triton", "AutoRound 1B", "plain GPTQ 8B", "kernels", "codes int8_static"),
     "cpu": ("w4a16_gptq 8B",),
 }
 """What runs where: between them all kinds of steps."""
@@ -47,7 +47,7 @@ def test_the_script_runs(device: str, tmp_path: Path, monkeypatch: pytest.Monkey
     if device == "pretend":
         assert rows["syncs"]["calibration"] == rows["syncs"]["forward int8_static"] == "no wait"
         assert rows["syncs"]["w4a16_gptq"]["waits and blocking copies"] > 0
-        assert rows["codes"]["w4a16_gptq"]["same codes"] == 1
+        assert rows["codes int8_static"]["int8_static"]["same codes"] == 1
         assert (rows["tests"]["passed"] > 20, rows["tests"]["failed"]) == (True, [])
     for name in STEPS[device]:
         if name.endswith("8B"):
