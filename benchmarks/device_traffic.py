@@ -134,7 +134,7 @@ def count_all(names: list[str], *, lines: bool, accept: bool) -> None:
 
 
 def counted_in(package: Path, names: list[str], *options: str) -> dict[str, list[str]]:
-    """Count in a process of its own, with the `quark_fx` of a folder."""
+    """Count in a new process, with the `quark_fx` of a folder."""
     paths = [str(package), str(ROOT), str(ROOT / "tests")]
     command = [sys.executable, "-P", __file__, "--child", *options, "--only", *names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -182,7 +182,7 @@ def main() -> None:
 
 
 def text_of(rows: Mapping[str, Sequence[str]]) -> str:
-    """Return the table of what was counted, by algorithm."""
+    """Return the table of counts, by algorithm."""
     header = ("algorithm", *(f"{when}, {count} batches" for when in ("before", "now") for count in COUNTS))
     return table(header, [(name, *cells) for name, cells in rows.items()])
 

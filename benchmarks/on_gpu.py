@@ -50,7 +50,7 @@ PAGE = ROOT / "benchmarks" / "results" / "on_gpu.md"
 
 WHEELS = ROOT / "wheels"
 INSTALLED = WHEELS / "installed"
-"""Wheels for a machine without network, and what is installed from them."""
+"""Wheels for a machine without network, and the packages installed from them."""
 
 Result = dict[str, Any]
 
@@ -60,11 +60,11 @@ class Shape:
     """A Llama of random weights.
 
     Attributes:
-        name: of the model it is a part of.
+        name: Name of the whole model.
         hidden, intermediate, heads, key_value_heads, vocabulary: its sizes.
-        layers: that are measured.
+        layers: Number of layers that are measured.
         of: layers of the whole model.
-        samples, tokens: of the calibration data.
+        samples, tokens: Sizes of the calibration data.
         batch: samples of a batch.
     """
 
@@ -130,12 +130,12 @@ EIGHT = Shape("8B", 4096, 14336, 32, 8, 32000, 2, 32, 128, 2048)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker measures.
+    """A place where a worker measures.
 
     Attributes:
         device: name of the device.
         small: measure tiny shapes, for tests of this script.
-        note: writes what a step has found so far, for the case that it is cut off.
+        note: Function that writes the results of a step so far, in case it is cut off.
     """
 
     device: str
@@ -156,11 +156,11 @@ class Measure:
     """Seconds, peak device memory, and the share of time that the GPU was busy, of a run over layers of one shape.
 
     Args:
-        place: where.
-        shape: whose layers are measured.
+        place: Place of the run.
+        shape: Shape with the layers.
 
     Attributes:
-        result: what was measured; the peak is that of the whole run, the rest of the passes alone.
+        result: Measurements; the peak is of the whole run, the rest of the passes alone.
     """
 
     def __init__(self, place: Place, shape: Shape) -> None:
@@ -188,7 +188,7 @@ class Measure:
 
     @contextlib.contextmanager
     def solving(self) -> Iterator[None]:
-        """Measure what runs meanwhile."""
+        """Measure the block under `with`."""
         self.place.synchronize()
         began = time.perf_counter()
         yield
@@ -254,7 +254,7 @@ class Sampler:
     """A process that prints how busy a GPU is, in percent, several times a second.
 
     Args:
-        command: of the process.
+        command: Command of the process.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -308,7 +308,7 @@ def errors_of(qmodel: Any) -> list[float]:
 
 
 def quantized(model: Any, config: Any, batches: Any = None, device: str | None = None) -> Any:
-    """Quantize a model, or a session with its batches, without a progress bar and warnings, but for those of waits."""
+    """Quantize a model, or a session with its batches, without a progress bar and warnings, except of waits."""
     import quark_fx as qfx
 
     with warnings.catch_warnings():
@@ -318,7 +318,7 @@ def quantized(model: Any, config: Any, batches: Any = None, device: str | None =
 
 
 _WAIT = ".*synchronizing CUDA operation"
-"""What `torch.cuda.set_sync_debug_mode` warns of."""
+"""Message of a warning of `torch.cuda.set_sync_debug_mode`."""
 
 
 def solver_config(name: str, place: Place) -> Any:
@@ -442,7 +442,7 @@ def step_tests(place: Place) -> Result:
 
 
 def install_from_wheels(*names: str) -> None:
-    """Install packages into a folder of their own, unless Python has them.
+    """Install packages into a separate folder, unless Python has them.
 
     Raises:
         ModuleNotFoundError: If there are no wheels of them.
@@ -458,7 +458,7 @@ def install_from_wheels(*names: str) -> None:
 
 
 def step_syncs(place: Place) -> Result:
-    """Forbid waits in calibration and in a forward pass; count those of whole runs by line.
+    """Forbid waits in calibration and in a forward pass; count the waits of whole runs by line.
 
     A copy that the host waits for counts, too: to or from pageable memory, unless it does not block.
     """
@@ -605,7 +605,7 @@ def gib_beside_blocks(model: Any) -> float:
 
 
 def step_plain_gptq(place: Place) -> Result:
-    """Run the textbook GPTQ on the same two blocks as the baseline, and judge it on the same samples."""
+    """Run the textbook GPTQ on the same two blocks as the baseline, and measure its error on the same samples."""
     shape = place.of(EIGHT)
     model, batches = shape.model(place.device), shape.batches(place.device)
     with Measure(place, shape) as measure, measure.solving(), torch.no_grad():
@@ -645,7 +645,7 @@ def plain_gptq(model: Any, batches: list[dict[str, Tensor]], measure: Measure) -
 
 
 def hessians(layer: Any, linears: list[nn.Linear], states: Sequence[tuple[Tensor, Any]]) -> dict[nn.Linear, Tensor]:
-    """Return the sums of `x x'` of what enters linear layers."""
+    """Return the sums of `x x'` over inputs of linear layers."""
     found = {m: torch.zeros(m.in_features, m.in_features, device=m.weight.device) for m in linears}
 
     def add(module: Any, args: Any) -> None:
@@ -807,7 +807,7 @@ A step that was cut off has twice the time in the next call.
 
 
 _PATIENCE = 10
-"""Tests of this script run beside others, on slow machines."""
+"""Tests of this script run at the same time as others, on slow machines."""
 
 
 def append(results: Path, row: Mapping[str, Any]) -> None:
@@ -917,14 +917,14 @@ GOALS = (
     ("GPU busy while AWQ solves", "w4a16_awq 8B", "GPU busy", "at least", 0.8),
     ("Memory of two blocks, GiB, GPTQ", "w4a16_gptq 8B", "peak GiB of two blocks", "at most", "goal GiB of two blocks"),
     ("Memory of two blocks, GiB, AWQ", "w4a16_awq 8B", "peak GiB of two blocks", "at most", "goal GiB of two blocks"),
-    ("Codes of GPTQ that are those of the CPU", "codes", "w4a16_gptq/same codes", "at least", 0.999),
-    ("Errors beside those of the CPU", "codes", "w4a16_gptq/largest relative gap of an error", "at most", 1e-4),
+    ("Codes of GPTQ equal to the CPU's", "codes", "w4a16_gptq/same codes", "at least", 0.999),
+    ("Errors compared with the CPU's", "codes", "w4a16_gptq/largest relative gap of an error", "at most", 1e-4),
 )
-"""What is to be reached: a step, a number in its result, and its limit, a number or the name of one there."""
+"""Goals: a step, a number in its result, and its limit: a number or the name of one in the result."""
 
 
 def judged(rows: Mapping[str, Result]) -> list[tuple[str, str, str, str]]:
-    """Return for each goal what it is about, its limit, what was measured, and whether it is met."""
+    """Return for each goal its topic, its limit, the measurement, and whether it is met."""
     found = []
     for what, step, key, sense, limit in GOALS:
         row = rows.get(step, {})
@@ -961,7 +961,7 @@ def page(rows: Mapping[str, Result]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing."""
+    """Run the missing steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--results", type=Path, default=ROOT / "on_gpu.jsonl", help="file of results (default: %(default)s)"

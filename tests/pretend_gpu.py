@@ -6,16 +6,16 @@
 - each wait of the host for the device (`.item()`, `bool()`, `.tolist()`, `.cpu()`, `nonzero`, boolean indexing) is
   counted in `gpu.waits`, each copy from pageable memory to the device in `gpu.copies`, and each copy that does not make
   the host wait in `gpu.streamed`, by the line of the package that asked for it;
-- what a stream writes may be read on another stream, or by the host, only after a wait that orders the two; memory that
+- results of a stream may be read on another stream, or by the host, only after a wait that orders the two; memory that
   is freed while another stream still reads or writes it is found, too. Either raises `RaceError`;
 - memory is limited: above `gpu.total_bytes` an allocation raises `torch.OutOfMemoryError`.
 
 `quark_fx.system.accelerator` is replaced meanwhile. The device becomes the current accelerator of the process for good,
-so tests that use it run in processes of their own: `pytest -p pretend_gpu -k pretend` runs tests of `on_devices` on it,
+so tests that use it run in separate processes: `pytest -p pretend_gpu -k pretend` runs tests of `on_devices` on it,
 as `test_pretend_gpu.py` does.
 
 Source:
-    `torch.utils.backend_registration`, whose experimental API it is built on; vector clocks are those of Fidge 1988.
+    `torch.utils.backend_registration`, the experimental API beneath it; Fidge 1988 for vector clocks.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class PretendStream:
         return dict(self.clock)
 
     def wait_event(self, event: Clock) -> None:
-        """Do what follows after the work of an event."""
+        """Run later work after that of an event."""
         _merge(self.clock, event)
 
     def wait_stream(self, other: PretendStream) -> None:
-        """Do what follows after the work that another stream has now."""
+        """Run later work after the work that another stream has now."""
         _merge(self.clock, other.clock)
 
     def synchronize(self) -> None:
@@ -202,7 +202,7 @@ class OnGPU(Tensor):
         return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **options})
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raise what a GPU raises."""
+        """Raise the error of a GPU."""
         raise TypeError("can't convert pretend:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
 
     def record_stream(self, stream: Any) -> None:
@@ -218,7 +218,7 @@ class OnGPU(Tensor):
         return self.held.data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copy the values, not what is known of the memory."""
+        """Copy the values, not the record of the memory."""
         if id(self) not in memo:
             made = self.detach().clone()
             is_parameter = isinstance(self, torch.nn.Parameter)
@@ -242,16 +242,16 @@ class PretendGPU(TorchDispatchMode):
 
     Attributes:
         waits, copies, streamed: see the module.
-        total_bytes: of its memory.
-        used_bytes: of these, by tensors.
-        peak_bytes: the largest value of `used_bytes`.
-        refused: for each allocation that fails, for lack of memory elsewhere, how many larger than a kilobyte come
-            before it.
-        stream: that operators run on now.
-        sync_debug_mode: as in `torch.cuda.set_sync_debug_mode`, `"warn"` or `"error"` for waits and copies that block.
-        capability: that it claims; it multiplies codes as CUDA does (`gpu_products.py`).
-        deferred: bytes that are free once the host knows events, because of `record_stream`.
-        races: found where nothing could be raised; leaving the block raises the first of them.
+        total_bytes: Size of its memory.
+        used_bytes: Bytes that tensors use.
+        peak_bytes: Largest value of `used_bytes`.
+        refused: Allocations that fail, each as the number of those larger than a kilobyte that come before it.
+        stream: Stream that operators run on now.
+        sync_debug_mode: Argument of `torch.cuda.set_sync_debug_mode`: `"warn"` or `"error"` for waits and copies that
+            block.
+        capability: Compute capability; it multiplies codes as CUDA does (`gpu_products.py`).
+        deferred: Bytes that are free once the host knows events, because of `record_stream`.
+        races: Races found where nothing could be raised; leaving the block raises the first of them.
     """
 
     _now: PretendGPU | None = None
@@ -279,7 +279,7 @@ class PretendGPU(TorchDispatchMode):
         return cls._now
 
     def __enter__(self) -> PretendGPU:
-        """Replace what does not go through dispatch: three functions of torch, and our module for devices."""
+        """Replace functions without dispatch: two of torch, and those of our module for devices."""
         self._real = torch.tensor, torch.as_tensor
         torch.tensor, torch.as_tensor = (_moved_after(make) for make in self._real)
         self._patches = patch.multiple(
@@ -332,7 +332,7 @@ class PretendGPU(TorchDispatchMode):
         return made
 
     def memory_of(self, held: Tensor) -> _Memory:
-        """Return what is known of the memory of a tensor on the device."""
+        """Return the record of the memory of a tensor on the device."""
         key, size = held.untyped_storage().data_ptr(), held.untyped_storage().nbytes()
         known = self._memories.get(key) if key else None
         if known is None:
@@ -458,7 +458,7 @@ class PretendGPU(TorchDispatchMode):
         key = tensor.untyped_storage().data_ptr()
         if key not in self._pinned:
             return None
-        # Tensors in a slab do not share bytes: each place has an order of its own.
+        # Tensors in a slab do not share bytes: each place has its order.
         place = tensor.data_ptr()
         if place not in self._pinned_memories:
             self._pinned_memories[place] = _Memory(self, 0)

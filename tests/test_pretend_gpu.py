@@ -1,4 +1,4 @@
-"""The pretend GPU, in processes of its own: once it is there, it is the accelerator of the whole process."""
+"""The pretend GPU, in separate processes: once it is there, it is the accelerator of the whole process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILES = (
     "config/test_block_formats.py",
     "plan/test_convert.py",
 )
-"""Files whose tests of `on_devices` run on it; `test_on_gpu.py` runs those of `model/test_gpu_kernels.py`."""
+"""Files whose tests of `on_devices` run on it; `test_on_gpu.py` runs `model/test_gpu_kernels.py`."""
 
 
 @pytest.mark.parametrize(("files", "chosen", "ranks"), [(FILES, "pretend", 1), (FILES[:1], "ranks", 2)])
