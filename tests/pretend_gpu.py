@@ -161,7 +161,7 @@ class OnGPU(Tensor):
 
     held: Tensor
     memory: _Memory
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, held: Tensor) -> OnGPU:
@@ -197,7 +197,7 @@ class OnGPU(Tensor):
         """Change a part."""
         super().__setitem__(_without_lists(index), value)
 
-    def new_tensor(self, data: Any, **options: Any) -> Tensor:
+    def new_tensor(self, data: Any, **options: Any) -> Tensor:  # type: ignore[override]
         """Return values of this type on this device, which torch copies there without dispatch, too."""
         return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **options})
 
