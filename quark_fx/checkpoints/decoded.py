@@ -90,7 +90,7 @@ class DecodedFiles:
 
     Attributes:
         files: Files of the checkpoint.
-        tensors: Tensors by name; a quantized layer has its `weight` alone.
+        tensors: Tensors by name; a quantized layer has only its `weight`.
         method: Name of the method that quantized the checkpoint; empty for floats.
     """
 

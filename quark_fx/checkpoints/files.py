@@ -136,12 +136,12 @@ class CheckpointFiles:
     @cached_property
     def headers(self) -> dict[str, tuple[str, list[int]]]:
         """The dtype of each tensor, in the spelling of safetensors, and its shape."""
-        found: dict[str, tuple[str, list[int]]] = {}
+        headers: dict[str, tuple[str, list[int]]] = {}
         for file in dict.fromkeys(self.files.values()):
             with safe_open(file, "pt") as stored:
                 slices = ((name, stored.get_slice(name)) for name in stored.keys())  # noqa: SIM118 (not a mapping)
-                found |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices if name in self.files}
-        return found
+                headers |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices if name in self.files}
+        return headers
 
     def dtypes(self, names: Collection[str]) -> dict[str, str]:
         """Return the dtypes of the tensors called `names`, in the spelling of safetensors."""

@@ -113,11 +113,11 @@ def convert(
         raise CheckpointError(f"{source} is one file of a checkpoint; pass its directory, {files.directory}")
     description = _configuration(files.directory)
     decoded = unstacked(DecodedFiles.of(files, description), description, config, ignore)
-    others, left_out = _other_files(files)
+    other_files, left_out = _other_files(files)
     conversion = plan(decoded, description, config, tuple(ignore), output, left_out)
     _require_place(files.directory, output)
     if not dry_run:
-        _run(_Job.of(conversion, decoded), description, others, processes, progress)
+        _run(_Job.of(conversion, decoded), description, other_files, processes, progress)
     return conversion
 
 
@@ -135,8 +135,8 @@ def _configuration(directory: Path) -> dict[str, Any]:
 
 
 def _other_files(files: CheckpointFiles) -> tuple[dict[str, Path], list[str]]:
-    """Return the other files of a directory, keyed by their paths in it, and the paths of files that are left out."""
-    weights, others, left_out = {file.name for file in files.files.values()}, dict[str, Path](), list[str]()
+    """Return the other files of a directory, by their paths in it, and the paths of files that are left out."""
+    weights, paths, left_out = {file.name for file in files.files.values()}, dict[str, Path](), list[str]()
     for folder, folders, names in os.walk(files.directory):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
@@ -147,8 +147,8 @@ def _other_files(files: CheckpointFiles) -> tuple[dict[str, Path], list[str]]:
             if file.suffix in _OTHER_FORMS or _OTHER_WEIGHTS.fullmatch(path) or not file.is_file():
                 left_out.append(path)
             else:
-                others[path] = file
-    return others, left_out
+                paths[path] = file
+    return paths, left_out
 
 
 def _require_place(source: Path, output: Path) -> None:

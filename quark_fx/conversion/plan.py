@@ -110,11 +110,10 @@ class Conversion:
         """Return the totals, and the notes."""
         before, after = (sum(getattr(t, f"bytes_{when}") for t in self.tensors) for when in ("before", "after"))
         count = sum(t.weight is not None for t in self.tensors)
-        left = f"left out: {', '.join(self.left_out)}"
         return [
             f"{count} of {len(self.tensors)} tensors quantized; {bytes_text(before)} → {bytes_text(after)}",
             *self.notes,
-            *[left] * bool(self.left_out),
+            *[f"left out: {', '.join(self.left_out)}"] * bool(self.left_out),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,7 +201,7 @@ def plan(
     kinds = {name: (kind, role_of[name]) if name in role_of else (kind,) for name, kind in kind_of.items()}
     specs = {name: config.specs_for(name, *kinds[name]) for name in shapes}
     names = {name.removesuffix(_WEIGHT): kinds.get(name.removesuffix(_WEIGHT), ("experts",)) for name in source.tensors}
-    if unused := [p for p in ignore if not any(_ignores(p, name, own) for name, own in names.items())]:
+    if unused := [p for p in ignore if not any(_ignores(p, name, kind) for name, kind in names.items())]:
         warn(f"no layer matches {', '.join(map(repr, unused))} of ignore")
     reasons, errors = _reasons(kinds, role_of, specs, config, ignore), dict[str, str]()
     floats = {name: [other for other in group if other in reasons] for name, group in groups.items()}
@@ -223,16 +222,16 @@ def plan(
             layers[name] = layer_of(name, matrix(spec, *shapes[name]), read)
         except (ExportError, ValueError) as error:
             errors[name] = str(error)
-    schemes, chosen = Schemes(layers.values()), dict[str, Mapping[str, Any]]()
+    schemes, scheme_of = Schemes(layers.values()), dict[str, Mapping[str, Any]]()
     for name, layer in layers.items():
         try:
-            chosen[name] = schemes.add(layer)
+            scheme_of[name] = schemes.add(layer)
         except ExportError as error:
             errors[name] = str(error)
     if errors:
         lines = [f"{name}: {why}" for name, why in errors.items()]
-        raise unholdable(lines, errors, [*chosen], "ignore=[{}] (on the command line, --ignore before each)")
-    if not chosen:
+        raise unholdable(lines, errors, [*scheme_of], "ignore=[{}] (on the command line, --ignore before each)")
+    if not scheme_of:
         if not reasons:
             raise CheckpointError(
                 f"{source.files.path} holds {len(source.tensors)} tensors, and none is a matrix of floats called "
@@ -240,37 +239,37 @@ def plan(
             )
         why = "; ".join(sorted(set(reasons.values()))[:3])
         raise ConfigError(f"nothing in {source.files.path} is left to quantize ({why}); change ignore, or the scheme")
-    planned, sizes = [], dict[tuple[Any, ...], Shapes]()
+    tensors, sizes = [], dict[tuple[Any, ...], Shapes]()
     for name, stored in source.tensors.items():
         module = name.removesuffix(_WEIGHT)
         reason = reasons.get(module, "a stack of matrices" if len(stored.shape) == 3 else "not the matrix of a layer")
-        if module not in chosen or module == name:
+        if module not in scheme_of or module == name:
             outputs: Shapes = {name: (stored.dtype, stored.shape)}
-            planned.append(PlannedTensor(name, None, None, None, reason, (), outputs, stored.bytes))
+            tensors.append(PlannedTensor(name, None, None, None, reason, (), outputs, stored.bytes))
             continue
-        spec, read, scheme = specs[module].weight, specs[module].input, chosen[module]
+        spec, read, scheme = specs[module].weight, specs[module].input, scheme_of[module]
         assert spec is not None
         if (key := (spec, stored.shape, repr(scheme))) not in sizes:
             sizes[key] = _sizes(spec, stored.shape, scheme)
         shared = tuple(f"{n}{_WEIGHT}" for n in groups.get(module, ()) if n != module) if spec.scale.has_unit else ()
         outputs = {f"{module}.{leaf}": header for leaf, header in sizes[key].items()}
-        planned.append(PlannedTensor(name, spec, read, scheme, "", shared, outputs, stored.bytes))
+        tensors.append(PlannedTensor(name, spec, read, scheme, "", shared, outputs, stored.bytes))
     notes = [f"the source was rounded before, by {source.method}: both errors add up"]
-    counts = Counter(name for tensor in planned for name in tensor.outputs)
+    counts = Counter(name for tensor in tensors for name in tensor.outputs)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise CheckpointError(
             f"{source.files.path} holds {some_of(twice)}, which would also hold codes or scales of the result; add the "
             "layer to ignore"
         )
-    left = [name for name in reasons if role_of.get(name) != EMBEDDING]
-    configuration = schemes.configuration(_left(left, chosen, source, config))
-    return Conversion(source.files.path, output, planned, configuration, notes * bool(source.method), left_out)
+    in_float = [name for name in reasons if role_of.get(name) != EMBEDDING]
+    configuration = schemes.configuration(_left(in_float, scheme_of, source, config))
+    return Conversion(source.files.path, output, tensors, configuration, notes * bool(source.method), left_out)
 
 
 _WEIGHT, _BIAS = ".weight", ".bias"
 
 _TRANSPOSED = (
-    "its matrix is stored as (inputs, outputs), as biases of layers with this name tell (Conv1D of GPT-2), and servers "
+    "its matrix is stored as (inputs, outputs), which biases of layers with this name tell (Conv1D of GPT-2); servers "
     "would read groups and scales along the wrong axis; load the model with transformers and call quark_fx.quantize"
 )
 
@@ -284,13 +283,13 @@ def _reasons(
 ) -> dict[str, str]:
     """Return why layers stay in float."""
     reasons = dict[str, str]()
-    for name, own in kinds.items():
-        patterns = [pattern for pattern in ignore if _ignores(pattern, name, own)]
+    for name, layer_kinds in kinds.items():
+        patterns = [pattern for pattern in ignore if _ignores(pattern, name, layer_kinds)]
         if name in role_of:
             reasons[name] = f"{role_of[name]}, in float for servers"
         elif patterns:
             reasons[name] = f"ignored by {patterns[0]!r}"
-        elif why := config.exclusion(name, *own) or "no weight in the scheme" * (specs[name].weight is None):
+        elif why := config.exclusion(name, *layer_kinds) or "no weight in the scheme" * (specs[name].weight is None):
             reasons[name] = why
     return reasons
 
@@ -308,12 +307,12 @@ def _ignores(pattern: str, name: str, kinds: Sequence[str]) -> bool:
         raise ConfigError(f"{pattern!r} in ignore is not a regular expression: {error}; correct it") from error
 
 
-def _left(left: Sequence[str], chosen: Iterable[str], source: DecodedFiles, config: QuantConfig) -> list[str]:
+def _left(left: Sequence[str], quantized: Iterable[str], source: DecodedFiles, config: QuantConfig) -> list[str]:
     """Return the names and patterns of modules in float that may be linear layers to a reader."""
     single = [name for name in left if not NUMBERED_EXPERT.search(name)]
     patterns = name_patterns(
         [name for name in left if NUMBERED_EXPERT.search(name)],
-        [name for name in chosen if NUMBERED_EXPERT.search(name)],
+        [name for name in quantized if NUMBERED_EXPERT.search(name)],
     )
     stacks = [n.rpartition(".")[0] for n, t in source.tensors.items() if len(t.shape) == 3 and not n.endswith(_WEIGHT)]
     return [

@@ -74,11 +74,11 @@ def invented(folder: Path, *, shards: int = 1, **config: Any) -> dict[str, Tenso
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     else:
         (folder / files[0]).rename(folder / "model.safetensors")
-    described = {"model_type": "invented", "architectures": ["InventedForCausalLM"], "dtype": "bfloat16", **config}
-    (folder / "config.json").write_text(json.dumps(described))
-    others = {"tokenizer.json": "{}", "chat_template.jinja": "{{ x }}", "generation_config.json": '{"top_p": 3}'}
-    others |= {"modeling_invented.py": "raise SystemExit('executed')", "preprocessor_config.json": "{}"}
-    for name, text in others.items():
+    model_config = {"model_type": "invented", "architectures": ["InventedForCausalLM"], "dtype": "bfloat16", **config}
+    (folder / "config.json").write_text(json.dumps(model_config))
+    texts = {"tokenizer.json": "{}", "chat_template.jinja": "{{ x }}", "generation_config.json": '{"top_p": 3}'}
+    texts |= {"modeling_invented.py": "raise SystemExit('executed')", "preprocessor_config.json": "{}"}
+    for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "extra").mkdir()
     (folder / "extra" / "template.jinja").write_text("extra")
@@ -113,8 +113,8 @@ def decompressed(folder: Path, layer: str) -> Tensor:
 
 
 def assert_equal_folders(one: Path, other: Path) -> None:
-    found = filecmp.dircmp(one, other)
-    assert not found.left_only + found.right_only + found.funny_files
+    comparison = filecmp.dircmp(one, other)
+    assert not comparison.left_only + comparison.right_only + comparison.funny_files
     names = [str(file.relative_to(one)) for file in one.rglob("*") if file.is_file()]
     assert filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 
@@ -122,10 +122,10 @@ def assert_equal_folders(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_compressed_tensors_reads_the_values_of_quantize_tensor(name: str, tmp_path: Path) -> None:
     tensors = invented(tmp_path / "source")
-    made = qfx.convert(tmp_path / "source", SCHEMES[name], tmp_path / "out", progress=False)
+    conversion = qfx.convert(tmp_path / "source", SCHEMES[name], tmp_path / "out", progress=False)
     written = stored(tmp_path / "out")
     assert {n: (t.dtype, tuple(t.shape)) for n, t in written.items()} == {
-        n: (DTYPES[d], s) for t in made.tensors for n, (d, s) in t.outputs.items()
+        n: (DTYPES[d], s) for t in conversion.tensors for n, (d, s) in t.outputs.items()
     }
     spec = resolve(SCHEMES[name]).weight
     assert spec is not None
@@ -142,7 +142,7 @@ def test_compressed_tensors_reads_the_values_of_quantize_tensor(name: str, tmp_p
 
 def test_everything_else_is_kept(tmp_path: Path) -> None:
     tensors = invented(tmp_path / "source")
-    made = qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", ignore=["*.wo"], progress=False)
+    conversion = qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", ignore=["*.wo"], progress=False)
     written = stored(tmp_path / "out")
     for name in ("mtp.fc", "mtp.layers.0.wq", "lm_head", "trunk.layers.1.mlp.router", "trunk.layers.0.mix.wo"):
         assert torch.equal(written[f"{name}.weight"], tensors[f"{name}.weight"])
@@ -152,11 +152,11 @@ def test_everything_else_is_kept(tmp_path: Path) -> None:
     copied = ["tokenizer.json", "chat_template.jinja", "generation_config.json", "modeling_invented.py"]
     for name in (*copied, "preprocessor_config.json", "extra/template.jinja"):
         assert filecmp.cmp(tmp_path / "source" / name, tmp_path / "out" / name, shallow=False)
-    assert made.left_out == ["pytorch_model.bin"]
+    assert conversion.left_out == ["pytorch_model.bin"]
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
-    said = json.loads((tmp_path / "out" / "config.json").read_text())
-    del said["quantization_config"]
-    assert said == json.loads((tmp_path / "source" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["quantization_config"]
+    assert config == json.loads((tmp_path / "source" / "config.json").read_text())
     assert not (tmp_path / "out.unfinished").exists()
 
 
@@ -210,24 +210,24 @@ def test_a_llama_is_what_the_export_writes(name: str, llama: tuple[Path, qfx.Ses
     for key, tensor in ours.items():
         if name == "nvfp4a16" and key.endswith("scale"):  # the product counts
             pair = [f"{key.rpartition('.')[0]}.weight{end}" for end in ("_scale", "_global_scale")]
-            products = [found[pair[0]].float() / found[pair[1]] for found in (ours, theirs)]
+            products = [part[pair[0]].float() / part[pair[1]] for part in (ours, theirs)]
             assert torch.equal(*products), key
         else:
             assert tensor.dtype == theirs[key].dtype
             assert torch.equal(tensor.view(torch.uint8), theirs[key].view(torch.uint8)), key
     assert description(tmp_path / "converted") == description(tmp_path / "exported")
     if name == "int4":
-        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=torch.bfloat16)
         with torch.no_grad():
-            assert found(input_ids=IDS).logits.isfinite().all()
+            assert model(input_ids=IDS).logits.isfinite().all()
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     invented(tmp_path / "source")
     line = ["convert", str(tmp_path / "source"), "--scheme", "nvfp4_weight_only", "--output", str(tmp_path / "out")]
-    found = CliRunner().invoke(app, [*line, "--ignore", "*.wo", "--dry-run", "--json"])
-    assert found.exit_code == 0, found.output
-    rows = {row["tensor"]: row for row in json.loads(found.stdout)["tensors"]}
+    result = CliRunner().invoke(app, [*line, "--ignore", "*.wo", "--dry-run", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["tensor"]: row for row in json.loads(result.stdout)["tensors"]}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     row = rows["trunk.layers.0.mix.wq.weight"]
     assert row["shared with"] == "trunk.layers.0.mix.wk.weight, trunk.layers.0.mix.wv.weight"
@@ -358,17 +358,17 @@ def test_outputs_and_schemes_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_tensors_of_unusual_types_are_kept_or_rounded_by_their_type(tmp_path: Path) -> None:
     tensors = invented(tmp_path / "source")
-    kept = {
+    copies = {
         "masks.weight": torch.eye(4).bool(),
         "ids.weight": torch.ones(4, 4, dtype=torch.int64),
         "steps.weight": torch.ones(4, dtype=torch.int8),
     }
-    kept |= {"none.weight": torch.zeros(0, 4), "scale.weight": torch.tensor(2.0).double()}
+    copies |= {"none.weight": torch.zeros(0, 4), "scale.weight": torch.tensor(2.0).double()}
     rounded = {"wide.weight": values(32, WIDTH).double(), "narrow.weight": values(32, WIDTH).half()}
-    save_file(tensors | kept | rounded, tmp_path / "source" / "model.safetensors")
+    save_file(tensors | copies | rounded, tmp_path / "source" / "model.safetensors")
     qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", progress=False)
     written = stored(tmp_path / "out")
-    for name, tensor in kept.items():
+    for name, tensor in copies.items():
         assert torch.equal(written[name], tensor)
     assert {written[name].dtype for name in rounded} == {torch.float8_e4m3fn}
 
@@ -377,8 +377,8 @@ def test_a_copy_of_a_directory_is_not_read_twice(tmp_path: Path) -> None:
     invented(tmp_path / "source")
     (tmp_path / "source" / "loop").symlink_to(tmp_path / "source", target_is_directory=True)
     os.mkfifo(tmp_path / "source" / "pipe")
-    made = qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", progress=False)
-    assert "pipe" in made.left_out
+    conversion = qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", progress=False)
+    assert "pipe" in conversion.left_out
     assert not (tmp_path / "out" / "loop").exists()
 
 
@@ -387,24 +387,24 @@ def quantized_source(folder: Path, kind: str) -> dict[str, Tensor]:
     if kind == "fp8":  # as DeepSeek-V3 stores its layers: the last blocks are smaller
         tensors = invented(folder)
         layers = {n: t for n, t in tensors.items() if "layers" in n and n.endswith(("wq.weight", "up_proj.weight"))}
-        found = dict[str, Tensor]()
+        decoded = dict[str, Tensor]()
         for name, tensor in layers.items():
             rows, columns = (-(-n // 40) for n in tensor.shape)
             scale = torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) + 0.5
             spread = scale.repeat_interleave(40, 0)[: len(tensor)].repeat_interleave(40, 1)[:, : tensor.shape[1]]
             codes = (tensor.float() / spread).to(torch.float8_e4m3fn)
             tensors |= {name: codes, f"{name}_scale_inv": scale}
-            found[name] = codes.float() * spread
+            decoded[name] = codes.float() * spread
         save_file(tensors, folder / "model.safetensors")
-        said = json.loads((folder / "config.json").read_text())
-        said["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [40, 40]}
-        (folder / "config.json").write_text(json.dumps(said))
-        return found
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [40, 40]}
+        (folder / "config.json").write_text(json.dumps(config))
+        return decoded
     tensors = invented(folder.with_name("float"))
-    made = qfx.convert(folder.with_name("float"), SCHEMES[kind], folder, progress=False)
+    conversion = qfx.convert(folder.with_name("float"), SCHEMES[kind], folder, progress=False)
     return {
         t.name: decompressed(folder, t.name.removesuffix(".weight")).float()
-        for t in made.tensors
+        for t in conversion.tensors
         if t.weight is not None
     }
 
@@ -415,18 +415,18 @@ def quantized_source(folder: Path, kind: str) -> dict[str, Tensor]:
 def test_a_quantized_source_is_decoded(kind: str, tmp_path: Path) -> None:
     expected = quantized_source(tmp_path / "source", kind)
     spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
-    made = qfx.convert(
+    conversion = qfx.convert(
         tmp_path / "source", QuantConfig(weight=spec), tmp_path / "out", ignore=["*.0.*up_proj"], progress=False
     )
-    assert "was rounded before" in made.notes[0]
+    assert "was rounded before" in conversion.notes[0]
     written = stored(tmp_path / "out")
     assert not [name for name in written if name.endswith(("scale_inv", "zero_point"))]
     name = "trunk.layers.1.mix.wq"
     ours = quantize_tensor(expected[f"{name}.weight"], spec).dequantize()
     if kind != "nvfp4a16":  # compressed-tensors rounds its values to bfloat16
         assert torch.equal(decompressed(tmp_path / "out", name), ours)
-    kept = written["trunk.layers.0.mlp.up_proj.weight"]
-    assert torch.equal(kept, expected["trunk.layers.0.mlp.up_proj.weight"].bfloat16())
+    copy = written["trunk.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(copy, expected["trunk.layers.0.mlp.up_proj.weight"].bfloat16())
     for name, tensor in written.items():
         if name.startswith("mtp.") and kind == "fp8":
             assert tensor.dtype == torch.bfloat16
@@ -487,8 +487,8 @@ def test_stacks_of_experts_become_matrices(transposed: bool, tmp_path: Path) -> 
     for index in range(3):
         amax = torch.stack([gate[index], up[index]]).abs().amax().float()
         for part, stack in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-            own = stack[index].abs().amax().float() if part == "down_proj" else amax
-            ours = quantize_tensor(stack[index], spec, amax=own).dequantize()
+            magnitude = stack[index].abs().amax().float() if part == "down_proj" else amax
+            ours = quantize_tensor(stack[index], spec, amax=magnitude).dequantize()
             read = decompressed(tmp_path / "out", f"{path}.{index}.{part}")
             assert torch.equal(read, ours.to(read.dtype))
     for name, stack in stacks.items():
@@ -570,8 +570,8 @@ def test_names_tell_roles_and_fused_layers() -> None:
 
 def test_fused_layers_stay_in_float_together(tmp_path: Path) -> None:
     invented(tmp_path / "source")
-    made = qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", ignore=["*.0.*.wk"], dry_run=True)
-    reasons = {t.name: t.reason for t in made.tensors if "mix" in t.name and t.reason}
+    conversion = qfx.convert(tmp_path / "source", "fp8_dynamic", tmp_path / "out", ignore=["*.0.*.wk"], dry_run=True)
+    reasons = {t.name: t.reason for t in conversion.tensors if "mix" in t.name and t.reason}
     assert reasons == {
         "trunk.layers.0.mix.wk.weight": "ignored by '*.0.*.wk'",
         "trunk.layers.0.mix.wq.weight": "fused with trunk.layers.0.mix.wk, which stays in float",
