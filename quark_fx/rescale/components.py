@@ -23,11 +23,11 @@ def largest_per_component(labels: Tensor, values: Tensor, components: int) -> Te
         components: Number of components.
     """
     alike = [dim for dim, size in enumerate(labels.shape) if size == 1]
-    found = (values.amax(alike, keepdim=True) if alike else values).float()
-    labels, found = torch.broadcast_tensors(labels.to(found.device), found)
-    known = labels >= 0
-    largest = torch.zeros(components, device=found.device, dtype=torch.float32)
-    return largest.scatter_reduce_(0, labels[known], found[known], "amax")
+    peaks = (values.amax(alike, keepdim=True) if alike else values).float()
+    labels, peaks = torch.broadcast_tensors(labels.to(peaks.device), peaks)
+    is_labeled = labels >= 0
+    largest = torch.zeros(components, device=peaks.device, dtype=torch.float32)
+    return largest.scatter_reduce_(0, labels[is_labeled], peaks[is_labeled], "amax")
 
 
 def sums_along(labels: Tensor, values: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ class Means:
     def add_sums(self, labels: Tensor, sums: Tensor, size: int) -> None:
         """Add the result of `sums_along` for `size` values, moved to the CPU."""
         labels = labels[tuple(0 if stride == 0 else slice(None) for stride in labels.stride())]
-        known = labels >= 0
-        self.total.index_add_(0, labels[known], sums[known])
-        self.count.index_add_(0, labels[known], torch.full_like(sums[known], size / sums.numel()))
+        is_labeled = labels >= 0
+        self.total.index_add_(0, labels[is_labeled], sums[is_labeled])
+        self.count.index_add_(0, labels[is_labeled], torch.full_like(sums[is_labeled], size / sums.numel()))
 
     @property
     def means(self) -> Tensor:

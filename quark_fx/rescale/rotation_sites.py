@@ -114,7 +114,7 @@ class RotationSite:
     def in_blocks(self, most: int) -> RotationSite:
         """Return the site with one matrix for all blocks of channels; a block has the largest divisor up to `most`."""
         size = next(size for size in range(min(most, self.size), 0, -1) if self.size % size == 0)
-        absorbers = tuple(replace(found, runs=found.runs.reshape(-1, size)) for found in self.absorbers)
+        absorbers = tuple(replace(absorber, runs=absorber.runs.reshape(-1, size)) for absorber in self.absorbers)
         return replace(self, size=size, absorbers=absorbers)
 
     def draw(self, generator: torch.Generator) -> Rotation:
@@ -125,8 +125,8 @@ class RotationSite:
     def overhead(self, rotation: Rotation) -> float:
         """Return the ratio of multiplications at run time to multiplications of the readers, per row of channels."""
         added = sum(self.rotated_channels) // self.size * rotation.cost
-        own = (reader.shape[reader.input_axis] * reader.shape[reader.output_axis] for reader in self.readers)
-        return added / max(1, sum(own))
+        products = (reader.shape[reader.input_axis] * reader.shape[reader.output_axis] for reader in self.readers)
+        return added / max(1, sum(products))
 
 
 @dataclass(frozen=True)
@@ -217,26 +217,27 @@ class _Sites:
             several[side] += 1
         folded = []
         for norm in walk.norms.values():
-            known = bool((norm.outputs >= 0).all()) and bool((norm.inputs >= 0).all())
+            complete = bool((norm.outputs >= 0).all()) and bool((norm.inputs >= 0).all())
             roots = self.roots[norm.outputs.clamp(min=0)]
             inputs = self.roots[norm.inputs.clamp(min=0)]
             # If nothing absorbs a rotation of the norm's input, only a single value after the norm would be rotated.
-            gains = known and (bool((several[inputs] > 1).any()) or any(i in consumers for i in inputs.tolist()))
+            gains = complete and (bool((several[inputs] > 1).any()) or any(i in consumers for i in inputs.tolist()))
             alone = streams and gains and not bool(other[roots].any()) and bool((several[roots] == 1).all())
-            made = self._folded(norm, roots, consumers) if alone and len(roots.unique()) == len(roots) else None
-            if made is not None:
-                folded.append(made)
+            fold = self._folded(norm, roots, consumers) if alone and len(roots.unique()) == len(roots) else None
+            if fold is not None:
+                folded.append(fold)
             else:
                 walk.stop_read(norm.node, [norm.value])
                 walk.stop_made(norm.node)
         return folded
 
     def _folded(self, norm: Norm, roots: Tensor, consumers: Mapping[int, list[Absorption]]) -> Folded | None:
-        found = {id(a): a for root in roots.tolist() for a in consumers.get(root, [])}
+        absorptions = {id(a): a for root in roots.tolist() for a in consumers.get(root, [])}
         channel = torch.full((self.walk.components.count,), -1)
         channel[roots] = torch.arange(len(roots))
         readers = tuple(
-            (a, torch.where(a.labels >= 0, channel[self.roots[a.labels.clamp(min=0)]], -1)) for a in found.values()
+            (a, torch.where(a.labels >= 0, channel[self.roots[a.labels.clamp(min=0)]], -1))
+            for a in absorptions.values()
         )
         if not readers:
             return None
@@ -258,15 +259,15 @@ class _Sites:
                 return False
             (value,) = moved_inputs(value)
         whole = parameter(self.walk.gm, linear.bias).numel() == linear.shape[linear.output_axis]
-        own = absorption.labels.numel() == linear.shape[linear.input_axis]
-        return whole and own and not linear.kernel and not linear.stacked and not linear.has_factors
+        matches = absorption.labels.numel() == linear.shape[linear.input_axis]
+        return whole and matches and not linear.kernel and not linear.stacked and not linear.has_factors
 
     def _groups(self, mixed: Tensor) -> Iterator[tuple[Tensor, list[Linear]]]:
         """Yield the coordinates of each site, shape (k, n), with the operators that consume them."""
         first: dict[int, dict[int, None]] = {}
         for vector in self.readers.values():
-            here = torch.unique(vector[vector >= 0])
-            for coordinate, signature in zip(here.tolist(), mixed[here].tolist(), strict=True):
+            signatures = torch.unique(vector[vector >= 0])
+            for coordinate, signature in zip(signatures.tolist(), mixed[signatures].tolist(), strict=True):
                 first.setdefault(signature, {})[coordinate] = None
         group_of = {c: signature for signature, members in first.items() for c in members}
         parent = {signature: signature for signature in first}
@@ -278,17 +279,17 @@ class _Sites:
 
         touched: dict[Linear, list[int]] = {}
         for linear, vector in self.readers.items():
-            here = list(dict.fromkeys(group_of[c] for c in vector[vector >= 0].tolist()))
-            touched[linear] = here
+            signatures = list(dict.fromkeys(group_of[c] for c in vector[vector >= 0].tolist()))
+            touched[linear] = signatures
             largest: dict[int, int] = {}
-            for signature in here:
+            for signature in signatures:
                 size = len(first[signature])
                 parent[root(signature)] = root(largest.setdefault(size, signature))
         sites: dict[int, list[int]] = {}
         for signature in first:
             sites.setdefault(root(signature), []).append(signature)
         for key, members in sites.items():
-            readers = [linear for linear, here in touched.items() if any(root(s) == key for s in here)]
+            readers = [linear for linear, of_reader in touched.items() if any(root(s) == key for s in of_reader)]
             ordered = sorted(sorted(first[signature]) for signature in members)
             yield torch.tensor(ordered, dtype=torch.long), readers
 
@@ -312,22 +313,22 @@ class _Sites:
             places = place[self.of(absorption.labels)]
             if not bool((places >= 0).any()):
                 continue
-            found = _rotated(absorption, places, groups.shape)
-            if found is None:
+            runs = _rotated(absorption, places, groups.shape)
+            if runs is None:
                 raise Declined(f"the channels of {absorption.parameter.target} do not come in whole runs")
-            absorbers.append(found)
+            absorbers.append(runs)
         stopped = (self._laid_out(place, v, groups.shape[1]) for v in walk.made if self._within(place, v))
-        made = list(dict.fromkeys(stopped))
+        values = list(dict.fromkeys(stopped))
         back: dict[Node, list[Node]] = {}
         for value, reader in walk.read:
             if self._within(place, value):
-                value, others = self._lifted(value, reader)
-                back.setdefault(value, []).extend(other for other in others if other not in back.get(value, []))
-        for value in (*made, *back):
+                value, consumers = self._lifted(value, reader)
+                back.setdefault(value, []).extend(other for other in consumers if other not in back.get(value, []))
+        for value in (*values, *back):
             if not self._in_runs(place, value, groups.shape[1]):
                 raise Declined(self._why(value, readers))
-        for value in [value for value in made if set(value.users) <= set(back.get(value, ()))]:
-            made.remove(value)  # all consumers need it unrotated
+        for value in [value for value in values if set(value.users) <= set(back.get(value, ()))]:
+            values.remove(value)  # all consumers need it unrotated
             del back[value]
         centered = [*walk.centering, *(f.norm.inputs for f in norms if f.norm.centers)]
         return RotationSite(
@@ -335,10 +336,10 @@ class _Sites:
             tuple(readers),
             tuple(absorbers),
             norms,
-            tuple(made),
+            tuple(values),
             tuple((value, tuple(users)) for value, users in back.items()),
             any(bool((place[self.of(labels)] >= 0).any()) for labels in centered),
-            tuple(walk.labels[value].numel() for value in (*made, *back)),
+            tuple(walk.labels[value].numel() for value in (*values, *back)),
         )
 
     def _why(self, value: Node, readers: list[Linear]) -> str:
@@ -346,8 +347,8 @@ class _Sites:
         text = self.walk.made.get(value) or next((t for (v, _), t in self.walk.read.items() if v is value), "")
         if not text:
             return "no two channels of its input are treated alike"
-        own = any(linear.activation is value for linear in readers)
-        return f"its input {text}" if own else f"its input is tied to %{value.name}, which {text}"
+        is_input = any(linear.activation is value for linear in readers)
+        return f"its input {text}" if is_input else f"its input is tied to %{value.name}, which {text}"
 
     def _within(self, place: Tensor, value: Node) -> bool:
         return bool((place[self.of(self.walk.labels[value])] >= 0).any())
@@ -387,8 +388,8 @@ class _Sites:
         readers = [user for user in start.users if key is not None and key in module_calls(user)]
         # Other consumers of these values must still read them rotated.
         inside = {reader, *chain}
-        others = {user for node in chain[:-1] for user in node.users} | set(readers)
-        alone = all(user in inside or not self._is_rotated_for(user) for user in others)
+        consumers = {user for node in chain[:-1] for user in node.users} | set(readers)
+        alone = all(user in inside or not self._is_rotated_for(user) for user in consumers)
         return (start, readers) if alone and readers else (value, [reader])
 
     def _is_rotated_for(self, user: Node) -> bool:
@@ -419,12 +420,12 @@ def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> Rotat
         return None
     columns = torch.argsort(vector, stable=True)[int((vector < 0).sum()) :]
     runs = [part.reshape(size, -1).T for part in columns.split((times.sum(1)).tolist())]
-    found = torch.cat(runs)
+    order = torch.cat(runs)
     # With several copies, stable sorting pairs the right ones only if each run is evenly spaced.
-    steps = found.diff(dim=1)
-    if len(found) > count and not torch.equal(steps, steps[:, :1].expand_as(steps)):
+    steps = order.diff(dim=1)
+    if len(order) > count and not torch.equal(steps, steps[:, :1].expand_as(steps)):
         return None
-    return Rotated(absorption.parameter, axes[0] - places.dim(), len(vector), found)
+    return Rotated(absorption.parameter, axes[0] - places.dim(), len(vector), order)
 
 
 def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> None:

@@ -126,10 +126,10 @@ class RotationWalk(Walk):
 
         def note(labels: Tensor, index: Tensor | None = None) -> None:
             """Add a random number for each occurrence of a component: one per index if `index` is given."""
-            known, count = labels >= 0, 1 if index is None else int(index.max()) + 1
+            is_labeled, count = labels >= 0, 1 if index is None else int(index.max()) + 1
             numbers = torch.randint(_MAX_HASH, (count,), generator=generator)
-            places = torch.zeros_like(labels[known]) if index is None else index[known]
-            signature.index_add_(0, root_of[self.components.roots(labels[known])], numbers[places])
+            places = torch.zeros_like(labels[is_labeled]) if index is None else index[is_labeled]
+            signature.index_add_(0, root_of[self.components.roots(labels[is_labeled])], numbers[places])
 
         for labels in self.labels.values():
             note(labels)
@@ -214,8 +214,8 @@ def _normalize(walk: RotationWalk, node: Node, *, centers: bool) -> None:
     """Pass rotations through norms, which commute with maps that preserve lengths, and means if the norm centers."""
     value, sizes, factor = (argument(node, i) for i in range(3))
     offset = argument(node, 3) if centers else None
-    given = [c for c in (factor, offset) if c is not None]
-    if len(sizes) > 1 or not all(map(is_parameter, given)) or (factor is None and offset is not None):
+    constants = [c for c in (factor, offset) if c is not None]
+    if len(sizes) > 1 or not all(map(is_parameter, constants)) or (factor is None and offset is not None):
         return stop(walk, node)
     if factor is not None:
         return _norm(walk, node, value, factor, offset, -1, centers=centers)
@@ -236,12 +236,12 @@ def _square(walk: RotationWalk, node: Node) -> None:
         return stop(walk, node)
     if (target_name(node) == "aten.pow.Tensor_Scalar" and node.args[1] != 2) or not all(summed):
         return stop(walk, node)
-    kept = [d for d in varying if not all(d in dims for dims in summed)]
-    if kept == varying and varying:
+    distinct = [d for d in varying if not all(d in dims for dims in summed)]
+    if distinct == varying and varying:
         return stop(walk, node)
     if varying:
         walk.measured.append(walk.labels[value])
-    return walk.keep_apart(value, kept)
+    return walk.keep_apart(value, distinct)
 
 
 def _summed(walk: Walk, node: Node) -> list[int]:

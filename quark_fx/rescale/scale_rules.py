@@ -158,9 +158,9 @@ def _same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
         values: Positions of the arguments that are scaled: floating-point tensors, or numbers that are zero or
             infinite. The scale of any other argument is one.
     """
-    given = [argument(node, position) for position in values]
-    scaled = [v for v in given if isinstance(v, Node) and is_floating(walk.gm, v)]
-    if not is_floating(walk.gm, node) or any(v not in scaled and not _invariant(v) for v in given):
+    operands = [argument(node, position) for position in values]
+    scaled = [v for v in operands if isinstance(v, Node) and is_floating(walk.gm, v)]
+    if not is_floating(walk.gm, node) or any(v not in scaled and not _invariant(v) for v in operands):
         return stop(walk, node)
     walk.stop_read(node, (v for v in node.all_input_nodes if v not in scaled))
     walk.broadcast([v for v in scaled if not is_parameter(v)], node)
@@ -230,10 +230,10 @@ def _multiply_constant(walk: Walk, node: Node, value: Node, constant: Node) -> N
 def _multiply_activations(walk: Walk, node: Node, a: Node, b: Node) -> None:
     """Ask both factors for the scale; the choice is made when everything else is settled."""
     rank = len(walk.shape(node))
-    known = [lift(walk.labels[v], rank) for v in (node, a, b) if v in walk.labels]
-    if not known:
+    labels_of = [lift(walk.labels[v], rank) for v in (node, a, b) if v in walk.labels]
+    if not labels_of:
         return
-    asked = torch.stack(torch.broadcast_tensors(*known)).amax(0) >= 0
+    asked = torch.stack(torch.broadcast_tensors(*labels_of)).amax(0) >= 0
     for value in (node, a, b):
         walk.ask(value, asked)
     everywhere, *triple = torch.broadcast_tensors(asked, *(lift(walk.labels[v], rank) for v in (node, a, b)))
@@ -271,8 +271,8 @@ def _normalize(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: i
         dims: Position of the sizes of the last dimensions, which the factor has; 0 for a factor along dimension 1.
     """
     walk.stop_read(node, [argument(node, 0)])
-    given = [(p, argument(node, p)) for p in (weight, bias) if p is not None]
-    affine = [(p, constant) for p, constant in given if constant is not None]
+    parameters = [(p, argument(node, p)) for p in (weight, bias) if p is not None]
+    affine = [(p, constant) for p, constant in parameters if constant is not None]
     if not affine or affine[0][0] != weight or not all(is_parameter(constant) for _, constant in affine):
         return stop(walk, node)
     for _, constant in affine:

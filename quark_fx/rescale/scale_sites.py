@@ -131,15 +131,15 @@ def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis
         visit(walk, node)
     _settle_products(walk)
     sites = _sites(walk)
-    scaled = {found.reader for site in sites for found in site.inputs}
+    scaled = {entry.reader for site in sites for entry in site.inputs}
     for linear in readers:
         if linear.node not in scaled and linear.node not in reasons:
             reasons[linear.node] = _reason(walk, linear.node)
     if explicit:
         for site in _explicit_sites(walk, [linear for linear in readers if linear.node in reasons]):
             sites.append(site)
-            for found in site.inputs:
-                del reasons[found.reader]
+            for entry in site.inputs:
+                del reasons[entry.reader]
     return SiteAnalysis(tuple(sites), reasons, frozenset(reasons.keys() & walk.inputs.keys()))
 
 
@@ -148,8 +148,8 @@ def _explicit_sites(walk: Walk, readers: list[Linear]) -> Iterator[ScaleSite]:
     together: dict[tuple[Node, int], list[Linear]] = {}
     for linear in readers:
         if linear.node in walk.inputs:
-            found = walk.inputs[linear.node]
-            together.setdefault((found.value, found.axis), []).append(linear)
+            entry = walk.inputs[linear.node]
+            together.setdefault((entry.value, entry.axis), []).append(linear)
     for (value, axis), members in together.items():
         channels = walk.sizes(value)[axis]
         vector = torch.arange(channels)
@@ -159,10 +159,10 @@ def _explicit_sites(walk: Walk, readers: list[Linear]) -> Iterator[ScaleSite]:
 
 
 def _reason(walk: Walk, node: Node) -> str:
-    found = walk.inputs[node]
-    known = walk.components.reasons(found.labels)
-    culprit, text = walk.reasons[int(known[known > 0][0])]
-    if culprit is found.value:
+    scaled = walk.inputs[node]
+    reasons = walk.components.reasons(scaled.labels)
+    culprit, text = walk.reasons[int(reasons[reasons > 0][0])]
+    if culprit is scaled.value:
         return f"its input {text}"
     return f"its input is tied to %{culprit.name if culprit else '?'}, which {text}"
 
@@ -202,7 +202,7 @@ def _sites(walk: Walk) -> list[ScaleSite]:
     components = walk.components
     groups = Components()
     groups.fresh(components.count)
-    final = [_free(components, found.labels) for found in walk.inputs.values()]
+    final = [_free(components, entry.labels) for entry in walk.inputs.values()]
     for labels in final:
         used = labels[labels >= 0]
         groups.tie(used, used[:1].expand_as(used))
@@ -230,25 +230,25 @@ def _sites(walk: Walk) -> list[ScaleSite]:
         for index in torch.unique(site[site >= 0]).tolist():
             yield index, torch.where(site == index, number[free], -1)
 
-    made: list[_Draft] = [_Draft() for _ in sizes]
+    drafts: list[_Draft] = [_Draft() for _ in sizes]
     for absorption in (a for absorptions in walk.absorptions.values() for a in absorptions):
         for index, labels in split(absorption.labels):
-            side = made[index].producers if absorption.divides else made[index].consumers
+            side = drafts[index].producers if absorption.divides else drafts[index].consumers
             side.append(Absorber(absorption.node, absorption.position, absorption.parameter, labels))
     for node, labels in walk.bounds.items():
         for index, part in split(labels):
-            made[index].bounds.append((node, part))
-    for found in walk.inputs.values():
-        for index, part in split(found.labels):
-            made[index].inputs.append(ScaledInput(found.linear, found.value, found.axis, part))
+            drafts[index].bounds.append((node, part))
+    for entry in walk.inputs.values():
+        for index, part in split(entry.labels):
+            drafts[index].inputs.append(ScaledInput(entry.linear, entry.value, entry.axis, part))
     order = {node: i for i, node in enumerate(walk.gm.graph.nodes)}
-    for draft in made:
+    for draft in drafts:
         for side in (draft.producers, draft.consumers):
             side.sort(key=lambda absorber: order[absorber.node])
         draft.inputs.sort(key=lambda found: order[found.reader])
     sites = [
         ScaleSite(size, tuple(d.producers), tuple(d.consumers), tuple(d.inputs), tuple(d.bounds))
-        for size, d in zip(sizes, made, strict=True)
+        for size, d in zip(sizes, drafts, strict=True)
     ]
     return sorted(sites, key=lambda site: order[site.inputs[0].reader])
 
@@ -297,12 +297,12 @@ def _insert_division(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
     fake = value_of(gm, value)
     shape = [-1 if d == axis else 1 for d in range(fake.dim())]
     factor = (1 / scale).reshape(shape).to(device=fake.device, dtype=fake.dtype)
-    first = min(found.reader for found in site.inputs)
+    first = min(entry.reader for entry in site.inputs)
     with gm.graph.inserting_before(first):
         constant = get_attr(gm, f"{first.name}_input_factor", factor)
         scaled = call(gm, torch.ops.aten.mul.Tensor, value, constant, like=first)
-    for found in site.inputs:
-        set_argument(found.reader, found.linear.activation_at, scaled)
+    for entry in site.inputs:
+        set_argument(entry.reader, entry.linear.activation_at, scaled)
 
 
 def rescale(gm: GraphModule, node: Node, labels: Tensor, factor: Tensor) -> None:
@@ -328,16 +328,20 @@ def _scaled(value: Tensor, labels: Tensor, factor: Tensor) -> Tensor:
         return result.copy_(value.to(wide) * factors)
     rows = max(1, _AT_ONCE * shape[0] // max(1, result.numel()))
     for first in range(0, shape[0], rows):  # a float32 copy of a large weight would need even more memory
-        some = slice(first, first + rows)
-        result[some] = value[some].to(wide) * factors[some]
+        part = slice(first, first + rows)
+        result[part] = value[part].to(wide) * factors[part]
     return result
 
 
 def _rescale_statistics(producer: Absorber, factor: Tensor) -> None:
     """Rescale the statistics of the operator's output that `fold_batch_norm` recorded."""
     linear = Linear.of(producer.node)
-    if linear is not None and producer.position == linear.bias_at and (found := producer.node.meta.get("batch_norm")):
-        producer.node.meta["batch_norm"] = tuple(_scaled(x, producer.labels, factor) for x in found)
+    if (
+        linear is not None
+        and producer.position == linear.bias_at
+        and (statistics := producer.node.meta.get("batch_norm"))
+    ):
+        producer.node.meta["batch_norm"] = tuple(_scaled(x, producer.labels, factor) for x in statistics)
 
 
 def _rescale_bounds(gm: GraphModule, node: Node, labels: Tensor, scale: Tensor) -> None:

@@ -53,12 +53,12 @@ class Components:
 
     def roots(self, labels: Tensor) -> Tensor:
         """Return one representative per set of tied components, in the shape of `labels`; -1 stays."""
-        known = labels.clamp(min=0)
-        found = self._parent[known]
-        while not torch.equal(above := self._parent[found], found):
-            found = above
-        self._parent[known] = found
-        return torch.where(labels >= 0, found, labels)
+        indices = labels.clamp(min=0)
+        parents = self._parent[indices]
+        while not torch.equal(above := self._parent[parents], parents):
+            parents = above
+        self._parent[indices] = parents
+        return torch.where(labels >= 0, parents, labels)
 
     def tie(self, a: Tensor, b: Tensor) -> bool:
         """Tie the components `a[i]` and `b[i]`, all >= 0; return true if that changed anything."""
@@ -179,12 +179,12 @@ class Walk:
     def along(self, value: Node, dims: Sequence[int]) -> Tensor | None:
         """Let `value` vary along `dims` only; return its components along `dims`, in that shape."""
         rank = len(self.shape(value))
-        kept = [dim % rank for dim in dims]
-        labels = self.uniform(value, [d for d in range(rank) if d not in kept])
+        axes = [dim % rank for dim in dims]
+        labels = self.uniform(value, [d for d in range(rank) if d not in axes])
         if labels is None:
             return None
-        sizes = [self.concrete(self.shape(value)[d]) if d in kept else 1 for d in range(rank)]
-        return labels.expand(sizes).reshape([sizes[d] for d in kept])
+        sizes = [self.concrete(self.shape(value)[d]) if d in axes else 1 for d in range(rank)]
+        return labels.expand(sizes).reshape([sizes[d] for d in axes])
 
     def broadcast(self, values: Sequence[Node], output: Node) -> None:
         """Tie the elements of `values` and of `output` that meet when `values` are broadcast."""
@@ -226,15 +226,17 @@ class Walk:
         for source in sources:
             self.uniform(source, uniform)
         shapes = [self.sizes(source) for source in sources]
-        known = [self.labels.get(s, torch.full([1] * len(shape), -1)) for s, shape in zip(sources, shapes, strict=True)]
+        labels_of = [
+            self.labels.get(s, torch.full([1] * len(shape), -1)) for s, shape in zip(sources, shapes, strict=True)
+        ]
         key = f"{key} {shapes} {self.sizes(output)}"
         if any(source in self.labels for source in sources):
             # Layers repeat: the movement of labels is computed once for labels that vary along the same dimensions.
             which = self._once(
-                f"forward {key} {[list(labels.shape) for labels in known]}",
-                lambda: _forward(known, shapes, self._once(key, positions)),
+                f"forward {key} {[list(labels.shape) for labels in labels_of]}",
+                lambda: _forward(labels_of, shapes, self._once(key, positions)),
             )
-            flat = torch.cat([labels.flatten() for labels in known])
+            flat = torch.cat([labels.flatten() for labels in labels_of])
             self.join(output, torch.where(which >= 0, flat[which.clamp(min=0)], -1))
         if output not in self.labels:
             return
@@ -250,8 +252,8 @@ class Walk:
         self.components.tie(flat[ends][asked], top[tied[0]].repeat(2)[asked])
         flat = top
         for source, where in zip(sources, back, strict=True):
-            found = torch.where(where >= 0, flat[where.clamp(min=0)], -1)
-            self.join(source, self._uniform(found, [d % found.dim() for d in uniform]))
+            labels_back = torch.where(where >= 0, flat[where.clamp(min=0)], -1)
+            self.join(source, self._uniform(labels_back, [d % labels_back.dim() for d in uniform]))
 
     def _once(self, key: str, compute: Callable[[], Any]) -> Any:
         if key not in self._known:
@@ -289,8 +291,8 @@ class Walk:
             return int(size)
         expression: Any = size.node.expr
         if expression not in self._sizes:
-            known = {symbol: self._symbols.get(symbol, _SMALL) for symbol in expression.free_symbols}
-            self._sizes[expression] = int(expression.subs(known))
+            sizes = {symbol: self._symbols.get(symbol, _SMALL) for symbol in expression.free_symbols}
+            self._sizes[expression] = int(expression.subs(sizes))
         if self._sizes[expression] < 1:
             raise Declined(f"{expression} is not positive")
         return self._sizes[expression]
@@ -306,9 +308,9 @@ class Walk:
 
     def ask(self, value: Node, asked: Tensor) -> None:
         """Give a component to elements of `value` without one where the broadcastable mask `asked` is true."""
-        wanted = self.fit(torch.where(asked, 0, -1), value) >= 0
-        known = self.labels.get(value)
-        missing = wanted if known is None else wanted & (known < 0)
+        is_asked = self.fit(torch.where(asked, 0, -1), value) >= 0
+        present = self.labels.get(value)
+        missing = is_asked if present is None else is_asked & (present < 0)
         fresh = torch.full(missing.shape, -1)
         fresh[missing] = self.components.fresh(int(missing.sum()))
         self.join(value, fresh)
@@ -325,7 +327,7 @@ class Walk:
             Declined: If it does not run on the sizes chosen for dynamic dimensions.
         """
         call: Any = node.args[0] if is_getitem(node) else node
-        given = call.args if arguments is None else arguments
+        positional = call.args if arguments is None else arguments
         sources = [n for n in call.all_input_nodes if is_floating(self.gm, n)]
         first = dict(zip(sources, accumulate((math.prod(self.sizes(n)) for n in sources), initial=0), strict=False))
 
@@ -337,7 +339,7 @@ class Walk:
             return self.numbered(n, first[n]).double() if n in first else torch.zeros(self.sizes(n), dtype=torch.long)
 
         def positions() -> Tensor:
-            args, kwargs = map_arg((given, call.kwargs), plain)
+            args, kwargs = map_arg((positional, call.kwargs), plain)
             try:
                 result = call.target(*args, **kwargs)
             except Exception as error:
@@ -348,7 +350,7 @@ class Walk:
             return result.long()  # type: ignore[no-any-return]
 
         which = node.args[1:] if call is not node else ()
-        given_sizes = map_arg((given, call.kwargs), lambda n: first[n] if n in first else self._size(n))
+        given_sizes = map_arg((positional, call.kwargs), lambda n: first[n] if n in first else self._size(n))
         self.link(sources, node, f"{call.target} {which} {given_sizes}", positions, uniform=uniform)
 
     def _size(self, node: Node) -> Any:
