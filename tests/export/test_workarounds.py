@@ -113,6 +113,18 @@ FAULTS = [
         "DequantizeLinear",
     ),
     (
+        "values rounded twice",
+        f"{MATRIX} | {STATIC}, float t = {{0.03}}, uint8 w = {{0}} | {CODES}"
+        "r = QuantizeLinear(a, t, w)  b = DequantizeLinear(r, t, w)  y = Sin(b)",
+        WRONG,
+    ),
+    (
+        "values rounded twice",
+        f"{MATRIX} | {SIGNED}, float t = {{0.04}} | {CODES}"
+        "r = QuantizeLinear(a, t, xz)  b = DequantizeLinear(r, t, xz)  y = Sin(b)",
+        WRONG,
+    ),
+    (
         "float weights",
         f"{IMAGE} | {STATIC}, float[1,2,1,1] w = {{1, 2.3}} | {CODES}  p = Conv(a, w)  {BEHIND}",
         "QLinearConv",
@@ -203,7 +215,8 @@ def test_openvino_has_the_fault_without_the_row_alone(
             qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     else:
         file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
-        assert qfx.verify(qmodel, file, data, runtime="openvino").max_steps > 2
+        has_kernels = name == "signed codes of a convolution" and torch.cpu._is_amx_tile_supported()
+        assert (qfx.verify(qmodel, file, data, runtime="openvino").max_steps > 2) != has_kernels
 
 
 def test_every_row_has_its_fault() -> None:

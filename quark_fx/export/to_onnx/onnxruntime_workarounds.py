@@ -37,6 +37,20 @@ def _input(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index] if len(node.inputs) > index else None
 
 
+# Pairs of quantizers -------------------------------------------------------------------------------------------------
+
+
+def is_rounded_again(node: ir.Node) -> bool:
+    """Tell whether a quantizer alone reads a dequantized value of the same type that had another scale."""
+    source = made_by(node.inputs[0], "DequantizeLinear")
+    if source is None or only_reader(source.outputs[0]) is None:
+        return False
+    if made_by(source.inputs[0], "QuantizeLinear") is None or operand(source).dtype != node.outputs[0].dtype:
+        return False
+    parameters = [[array_of(_input(pair, index)) for index in (1, 2)] for pair in (source, node)]
+    return not all(old is new or np.array_equal(old, new) for old, new in zip(*parameters, strict=True))
+
+
 # Weights -------------------------------------------------------------------------------------------------------------
 
 

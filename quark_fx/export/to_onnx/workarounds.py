@@ -288,7 +288,8 @@ WORKAROUNDS: dict[str, Workaround] = {
     "signed codes of a convolution": Workaround(
         runtime="openvino",
         versions=("2026.4",),
-        fault="moves requantization before Concat; convolutions of signed codes then return wrong values",
+        fault="moves requantization before Concat; convolutions of signed codes then return wrong values on processors "
+        "without AMX",
         operators=("QuantizeLinear",),
         condition=_makes_signed_codes_of_convolution,
         rewrite=_store_unsigned,
@@ -308,6 +309,14 @@ WORKAROUNDS: dict[str, Workaround] = {
         operators=("Pad",),
         condition=_pads_in_circles,
         rewrite=_slice_and_join,
+    ),
+    "values rounded twice": Workaround(
+        runtime="onnxruntime",
+        versions=("1.32",),
+        fault="rounds once, with a scale of its own, where a value is rounded with two scales one after the other",
+        operators=("QuantizeLinear",),
+        condition=ort.is_rounded_again,
+        rewrite=ort.keep_apart,
     ),
     "float weights": Workaround(
         runtime="onnxruntime",
