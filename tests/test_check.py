@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,12 +164,29 @@ def with_parameter(model: Any) -> Any:
     return model
 
 
+def with_other_frequencies(model: Any) -> Any:
+    model.model.rotary_emb.inv_freq.mul_(2)
+    return model
+
+
+def with_own_attention(model: Any) -> Any:
+    def softer(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        llama = sys.modules["transformers.models.llama.modeling_llama"]
+        return llama.eager_attention_forward(module, query / 2, *args, **kwargs)
+
+    transformers().AttentionInterface.register("softer", softer)
+    model.config._attn_implementation = "softer"
+    return model
+
+
 BATCH = [{"input_ids": torch.arange(1, 9)[None]}]
 DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "adapter": (with_adapter, r"has adapters, .* model\.merge_and_unload\(\) returns"),
     "epsilon": (with_other_epsilon, r"model\.norm\.variance_epsilon: 0\.5 instead of 1e-06"),
     "activation": (with_other_activation, r"act_fn: torch\.nn\S*ReLU instead of \S*SiLU"),
     "head": (with_longer_head, r"lm_head: torch\.nn\S*Sequential instead of \S*Linear\n(?!.*lm_head\.0)"),
+    "frequencies": (with_other_frequencies, r"model\.rotary_emb\.inv_freq: other values"),
+    "attention": (with_own_attention, r"attention implementation 'softer' with .*set_attn_implementation\('sdpa'\)"),
     "parameter": (with_parameter, r"mlp\.gain: shape \(3,\) instead of None"),
 }
 
@@ -180,6 +198,9 @@ def test_models_that_readers_build_in_another_way_are_refused(name: str, export:
     model, config = change(small_llama()), qfx.presets.W4A16_RTN.replace(group_size=32)
     with pytest.raises(qfx.ExportError, match=message):
         qfx.check(model, config, BATCH, export=export)
+    if name == "attention":
+        model.set_attn_implementation("sdpa")
+        qfx.check(model, config, BATCH, export=export)  # the remedy
     if name == "adapter":
         qfx.check(model.merge_and_unload(), config, BATCH, export=export)  # the remedy
 
@@ -238,3 +259,17 @@ def test_a_forward_that_replaces_the_one_of_a_class_is_refused(monkeypatch: pyte
     monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x) * 2)
     with pytest.raises(qfx.ExportError, match="forward of LlamaMLP patched with"):
         qfx.check(small_llama(), qfx.presets.W4A16_RTN.replace(group_size=32), BATCH)
+
+
+def test_a_function_of_a_file_of_transformers_that_was_replaced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_llama()
+    file = sys.modules["transformers.models.llama.modeling_llama"]
+
+    def rotate_twice(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return q * 2, k
+
+    monkeypatch.setattr(file, "apply_rotary_pos_emb", rotate_twice)
+    with pytest.raises(
+        qfx.ExportError, match=r"apply_rotary_pos_emb of \S*modeling_llama replaced with \S*rotate_twice"
+    ):
+        qfx.check(model, qfx.presets.W4A16_RTN.replace(group_size=32), BATCH)

@@ -483,6 +483,22 @@ def test_one_text_is_split_into_its_lines_and_one_conversation_is_refused() -> N
             qfx.data.chat_windows(wrong, padding, length=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (b"a b", r"this is a bytes; decode it"),
+        ({"text": "a b"}, "this is a dict; pass its values"),
+        (["a b", None], "item 1 is None, a NoneType; pass a list of strings"),
+        ([{"text": "a b"}], r"item 0 is \{'text': 'a b'\}, a dict; .*row\['text'\] for row"),
+        ([Path("a.txt")], r"a PosixPath; .*read_text\(path\)"),
+    ],
+)
+def test_values_that_are_no_texts_are_refused_with_a_remedy(texts: Any, words: str) -> None:
+    for read in (qfx.data.text_lines, qfx.data.text_windows):
+        with pytest.raises(qfx.CalibrationError, match=words):
+            read(texts, chat_tokenizer(), length=1)
+
+
 def test_a_model_writes_its_own_calibration_data() -> None:
     model = language_model()
     before = torch.get_rng_state()

@@ -258,32 +258,51 @@ def _with_tables(
     """
     tables: list[Tensor] = []
     changed: list[str] = []
-    traced: list[ModelState] = []
+    traced: list[tuple[ModelState, dict[int, int]]] = []
+
+    def note_start(*_: Any) -> None:
+        state = ModelState(model)
+        traced.append((state, state.memory()))
 
     def note_changes(*_: Any) -> None:
-        tables.extend(filter(_is_table, made_since(model, traced[-1])))
-        changed.extend(traced[-1].changed())
+        state, memory = traced[-1]
+        tables.extend(filter(_is_table, made_since(model, state)))
+        tables.extend(state.tensors[key] for key, own in state.memory().items() if own != memory[key])
+        changed.extend(state.changed())
+
+    def watch() -> None:
+        # From the start to the end of the forward: torch.export swaps parameters before, and resets some attributes
+        # after.
+        model.register_forward_pre_hook(note_start)
+        model.register_forward_hook(note_changes)
 
     try:
         with untouched(model):
-            # From the start to the end of the forward: torch.export swaps parameters before, and resets some attributes
-            # after.
-            model.register_forward_pre_hook(lambda *_: traced.append(ModelState(model)))
-            model.register_forward_hook(note_changes)
+            watch()
             program = _traced(model, args, kwargs, dynamic_shapes)
     except CaptureError:
-        with untouched(model, runs=True) as state:
-            require_runs(model, args, kwargs)
-            if not made_since(model, state):
+        with untouched(model) as state:
+            require_runs(model, args, kwargs, state)
+            if not made_since(model, state) and not state.writes.happened():
                 raise
         program = None
     if changed or program is None:
         require_repeats(model, args, kwargs)
     if program is not None and not tables:
         return program
-    with untouched(model, runs=True):
-        require_runs(model, args, kwargs)
-        return _traced(model, args, kwargs, dynamic_shapes)
+    with untouched(model) as state:
+        require_runs(model, args, kwargs, state)
+        watch()
+        program = _traced(model, args, kwargs, dynamic_shapes)
+        before, memory = traced[-1]
+        if before.memory() != memory:
+            raise CaptureError(
+                f"{type(model).__name__} assigns to the `data` of a parameter or buffer at each call, which a graph "
+                "cannot do; assign the attribute itself (self.table = x instead of self.table.data = x)"
+            )
+        for tensors in (program.state_dict, program.constants):
+            state.writes.keep(tensors)
+        return program
 
 
 _SHAPED_LIKE = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")

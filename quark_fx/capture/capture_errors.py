@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -42,6 +43,11 @@ def require_capturable(model: nn.Module) -> None:
             "and batch norm would be captured as they train; call model.eval() first"
         )
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    if unset := [name for name, t in tensors.items() if is_lazy(t)]:
+        raise CaptureError(
+            f"{len(unset)} parameter(s) or buffer(s), first {unset[0]}, of lazy modules have no shape yet; run the "
+            "model on a batch, or load its weights, before quantizing"
+        )
     if inference := [name for name, t in tensors.items() if t.is_inference()]:
         raise CaptureError(
             f"{len(inference)} parameter(s) or buffer(s), first {inference[0]}, were made under inference_mode, and "
@@ -132,7 +138,7 @@ def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
     if not own or not others:
         return
     try:
-        with torch.no_grad(), untouched(model, runs=True):
+        with torch.no_grad(), untouched(model) as state, state.writes:
             model(*batch[0], **batch[1])
     except (RuntimeError, ValueError) as error:
         if is_shortage(error):
@@ -185,8 +191,12 @@ def _packed(error: Exception) -> str:
     )
 
 
-def require_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+def require_runs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: ModelState
+) -> list[Any] | None:
     """Return the outputs of a model for copies of a batch, `None` if memory is short; keep the state of random numbers.
+
+    What the run writes to the model stays until `state` is restored.
 
     Raises:
         CaptureError: If the model itself does not run on the batch.
@@ -194,7 +204,7 @@ def require_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
         given, named = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else deepcopy(x), (args, kwargs))
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), torch.random.fork_rng(devices), state.writes:
             return pytree.tree_leaves(model(*given, **named))
     except Exception as error:  # the model's own code may raise any error
         if is_shortage(error):
@@ -214,13 +224,13 @@ def require_repeats(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     without earlier calls draws random numbers, which a graph may do.
     """
 
-    def outputs(*batch: Any) -> list[Any] | CaptureError | None:
+    def outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | CaptureError | None:
         try:
-            return require_runs(model, *batch)
+            return require_runs(model, args, kwargs, state)
         except CaptureError as error:
             return error
 
-    with untouched(model, runs=True) as state:
+    with untouched(model) as state:
         first = outputs(args, kwargs)
         since_first = ModelState(model)
         later = [outputs(args, kwargs)]
@@ -235,7 +245,7 @@ def require_repeats(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     failed = next((one for one in later if isinstance(one, CaptureError)), None)
     if failed is None and _is_rounded(first, runs[0], _spacing(model)) and all(_is_same(runs[0], one) for one in runs):
         return
-    with untouched(model, runs=True):
+    with untouched(model) as state:
         again = outputs(args, kwargs)
     if not advances and not (isinstance(again, list) and _is_same(first, again)):
         return

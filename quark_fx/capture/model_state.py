@@ -8,6 +8,8 @@ import inspect
 import itertools
 import pickle
 import random
+import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,15 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_LARGEST_COPY = 64 * 2**20
-"""Size in bytes of the largest buffer that is copied, in case a forward writes to it in place."""
+from quark_fx.capture.written_tensors import WrittenTensors, memory_of
 
-_LEAVES = (type, types.ModuleType, types.BuiltinFunctionType)
+_LARGEST_COPY = 64 * 2**20
+"""Size in bytes of the largest array that is copied, in case a forward writes to it in place."""
+
+_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
+"""Folders of installed packages."""
 
 _OF_PROCESS = ("builtins", "logging", "quark_fx", "torch")
 """Packages whose objects may change for reasons other than the model."""
-
-_CONTAINERS = (dict, list, deque, set, Tensor)
 
 _DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 
@@ -47,13 +50,17 @@ class ModelState:
     """The attributes of a model, and the contents of the dicts, lists, and sets that can be reached from them.
 
     Methods of the model's classes, and functions that the model holds, such as its hooks, are followed to the variables
-    that they read and write, and to functions of their file that cache results. The generators of
-    random numbers of Python and NumPy count as variables, too. Those of the process, which other threads use, and
-    iterators are not restored.
+    that they read and write, to objects and classes in these, and to functions of their file that cache results. Files
+    of installed packages are left only for objects; other files also for the functions, classes, and variables of files
+    that they import. The generators of random numbers of Python and NumPy count as variables, too. Those of the
+    process, which other threads use, and iterators are not restored.
 
     Attributes:
         tensors: Tensors of the model, keyed by identity.
+        writes: Context in which operators may write to the tensors; `untouched` sets it.
     """
+
+    writes: WrittenTensors
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -114,37 +121,42 @@ class ModelState:
         if isinstance(item, _Cached):
             self._caches.append((item, item.cache_info().misses))
             return [item.__wrapped__]
-        if isinstance(item, _LEAVES) or not (isinstance(item, nn.Module) or _is_of_the_user(type(item))):
+        if isinstance(item, staticmethod | classmethod):
+            return [item.__func__]
+        if isinstance(item, property):
+            return [item.fget]
+        if isinstance(item, type):
+            if not _is_followed(item):
+                return []
+            self._classes[item] = _class_attributes(item)
+            return [*self._classes[item].values(), *item.__bases__, vars(item).get("__call__")]
+        if isinstance(item, types.ModuleType | types.BuiltinFunctionType):
+            return []
+        if not (isinstance(item, nn.Module) or _is_of_the_user(type(item))):
             return []
         kinds = inspect.getmro(type(item))
-        if isinstance(item, nn.Module):
-            for kind in filter(_is_of_the_user, kinds):
-                self._classes.setdefault(kind, _class_attributes(kind))
-        of_classes = [list(self._classes.get(kind, {}).values()) for kind in kinds]
         slots = [(item, name) for kind in kinds if _is_of_the_user(kind) for name in _slots(kind)]
-        return [
-            getattr(item, "__dict__", None),
-            *self._values(slots),
-            *(
-                x
-                for values in of_classes
-                for x in values
-                if isinstance(x, types.FunctionType | _Cached) or _is_state(x)
-            ),
-        ]
+        return [getattr(item, "__dict__", None), *self._values(slots), type(item)]
 
     def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
         """Record the variables that a function writes, and return those it reads.
 
-        Of the variables of a file, only containers and what the file itself defines are the function's own state.
+        Of the variables of a file, functions and classes of other files are not the function's own state, unless
+        neither file is of an installed package.
         """
-        if not _is_of_the_user(function):
+        if not _is_followed(function):
             return []
         reads, writes = globals_of(function.__code__)
         variables = [function.__globals__.get(name) for name in reads]
-        own = [x for x in variables if _is_state(x) or _is_of_the_file(x, function)]
+        own = [x for x in variables if _is_own(x, function)]
         self._names |= {id(function.__globals__.get(name)): name for name in reads}
         written = [(function.__globals__, name) for name in writes]
+        files = [x for x in own if isinstance(x, types.ModuleType)]
+        for file in files:
+            places = [(vars(file), name) for name in attributes_of(function.__code__) if name in vars(file)]
+            inner = [_value(*place) for place in places]
+            files += [x for x in inner if isinstance(x, types.ModuleType) and _is_own(x, function) and x not in files]
+            written += places
         cells = [(cell, "cell_contents") for cell in function.__closure__ or ()]
         defaults = function.__defaults__, function.__kwdefaults__
         return [vars(function), *defaults, *own, *self._values([*written, *cells])]
@@ -166,6 +178,10 @@ class ModelState:
         holders = self._names | {id(value): str(key) for key, value in attributes}
         named = ([holders[id(own)]] if id(own) in holders else names for own, names, _ in self._changes())
         return list(dict.fromkeys(itertools.chain.from_iterable(named)))
+
+    def memory(self) -> dict[int, int]:
+        """Return the identity of the memory of each tensor, which an assignment to `data` changes."""
+        return {key: memory_of(x) for key, x in self.tensors.items() if x.layout == torch.strided}
 
     def has_advanced(self) -> bool:
         """Tell whether an iterator or a generator of the process has made values, which cannot be undone."""
@@ -203,17 +219,6 @@ class ModelState:
             for name in _names_apart(attributes, _class_attributes(kind)):
                 yield kind, [name], functools.partial(_set, kind, name, attributes.get(name, _UNSET))
 
-    def copies(self) -> list[tuple[Tensor, Tensor, int]]:
-        """Return each tensor that a forward may write to, with a copy and its version."""
-        return [
-            (tensor, tensor.detach().clone(), tensor._version)
-            for tensor in self.tensors.values()
-            if not isinstance(tensor, nn.Parameter)
-            and not tensor.is_inference()
-            and tensor.layout == torch.strided
-            and tensor.nbytes <= _LARGEST_COPY
-        ]
-
 
 def _same(now: list[tuple[Any, Any]], items: list[tuple[Any, Any]]) -> bool:
     return len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True))
@@ -230,10 +235,6 @@ def _refill(container: Any, contents: Any) -> None:
             container[key] = value
     else:
         container.update(contents) if isinstance(container, set) else container.extend(contents)
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, (*_CONTAINERS, *_DRAWING)) or _is_iterator(value)
 
 
 def _is_iterator(value: Any) -> bool:
@@ -286,9 +287,25 @@ def _is_of_the_user(defined: type | types.FunctionType) -> bool:
     return str(defined.__module__).partition(".")[0] not in _OF_PROCESS
 
 
-def _is_of_the_file(value: Any, function: types.FunctionType) -> bool:
-    defined = value if isinstance(value, types.FunctionType | _Cached) else type(value)
-    return defined.__module__ == function.__module__
+def _is_followed(defined: type | types.FunctionType) -> bool:
+    """Tell whether the attributes of a class, or the variables of a function, may be state of a model."""
+    return _is_of_the_user(defined) and str(defined.__module__).partition(".")[0] not in sys.stdlib_module_names
+
+
+def _is_own(value: Any, function: types.FunctionType) -> bool:
+    """Tell whether a function's variable may hold state: an object, or a definition of a file that is followed."""
+    if not isinstance(value, types.FunctionType | types.ModuleType | type | _Cached):
+        return True
+    file = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return bool(file == function.__module__) or not (_is_installed(file) or _is_installed(function.__module__))
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    """Tell whether a module is of Python or of an installed package."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    package = module.partition(".")[0]
+    return package in _OF_PROCESS or package in sys.stdlib_module_names or file.startswith(_INSTALLED)
 
 
 def _slots(kind: type) -> list[str]:
@@ -325,28 +342,29 @@ def globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return reads, writes
 
 
+@functools.cache
+def attributes_of(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the attributes that a function reads or writes."""
+    return frozenset(code.co_names).union(*(attributes_of(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
 def _class_attributes(kind: type) -> dict[str, Any]:
     return {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
 
 
 @contextmanager
-def untouched(model: nn.Module, *, runs: bool = False) -> Iterator[ModelState]:
+def untouched(model: nn.Module) -> Iterator[ModelState]:
     """Restore a model when the code inside ends, normally or with an error.
 
-    Args:
-        model: The user's model.
-        runs: Whether the model runs on real tensors inside, so that it may write to its buffers in place.
+    Within `writes` of the yielded state, operators may write to the model's tensors.
     """
     state = ModelState(model)
-    copies = state.copies() if runs else []
+    state.writes = WrittenTensors(state.tensors.values())
     try:
         yield state
     finally:
         state.restore()
-        with torch.no_grad():
-            for tensor, copy, version in copies:
-                if tensor._version != version:
-                    tensor.copy_(copy)
+        state.writes.restore()
 
 
 def made_since(model: nn.Module, before: ModelState) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def text_windows(
     else:
         end = getattr(tokenizer, "eos_token_id", None)
         ends = () if end is None else (end,)
-        tokens = [token for document in text for token in (*_tokens(document, tokenizer), *ends)]
+        tokens = [token for document in _texts(text) for token in (*_tokens(document, tokenizer), *ends)]
     return _windows(tokens, length, count, batch_size)
 
 
@@ -137,7 +138,21 @@ def text_lines(
 
 
 def _split(lines: str | Iterable[str]) -> Iterable[str]:
-    return lines.splitlines() if isinstance(lines, str) else lines
+    return lines.splitlines() if isinstance(lines, str) else _texts(lines)
+
+
+def _texts(items: Iterable[Any]) -> Iterator[str]:
+    """Yield texts; raise an error for other values."""
+    if isinstance(items, bytes | bytearray | Mapping):
+        remedy = "pass its values" if isinstance(items, Mapping) else "decode it (text.decode('utf-8'))"
+        raise CalibrationError(f"texts are strings, and this is a {type(items).__name__}; {remedy}")
+    for index, item in enumerate(items):
+        if not isinstance(item, str):
+            raise CalibrationError(
+                f"texts are strings, and item {index} is {reprlib.repr(item)}, a {type(item).__name__}; pass a list of "
+                "strings, such as [row['text'] for row in rows] of a dataset, or qfx.data.read_text(path)"
+            )
+        yield item
 
 
 def _tokens(text: str, tokenizer: Any) -> Iterable[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -40,12 +41,39 @@ def _imports(file: str, function: Any) -> bool:
 
 def foreign_hooks(model: nn.Module) -> list[str]:
     """Describe the hooks of a model that it will lack after its checkpoint is loaded."""
-    return [
+    hooks = [
         f"{name or '(the model)'}: {kind}"
         for name, module in model.named_modules()
         for kind, hook in hooks_of(module).items()
         if _owner(hook) not in _REBUILT_BY
     ]
+    return [*hooks, *_foreign_attention(model), *_replaced_definitions(model)]
+
+
+def _foreign_attention(model: nn.Module) -> Iterator[str]:
+    """Describe the function that computes attention if it was registered outside of transformers."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    functions = vars(sys.modules.get("transformers.modeling_utils", ModuleType("none"))).get("ALL_ATTENTION_FUNCTIONS")
+    function = None if name is None or functions is None else functions.get(name)
+    if function is not None and _owner(function) not in _REBUILT_BY:
+        yield f"attention implementation {name!r} with {_name(function)}"
+
+
+def _replaced_definitions(model: nn.Module) -> Iterator[str]:
+    """Describe the functions and classes that were replaced in files of transformers that define classes of a model."""
+    for file in sorted({type(module).__module__ for module in model.modules()}):
+        if file.partition(".")[0] != "transformers":
+            continue
+        variables = vars(sys.modules[file]).items()
+        foreign = {k: x for k, x in variables if isinstance(x, FunctionType | type) and not _is_of_packages(x)}
+        source = inspect.getsource(sys.modules[file]) if foreign else ""
+        for name, value in foreign.items():
+            if re.search(rf"^(def|class) {name}\b", source, re.MULTILINE):
+                yield f"{name} of {file} replaced with {value.__module__}.{_name(value)}"
+
+
+def _is_of_packages(defined: Any) -> bool:
+    return _owner(defined) in _REBUILT_BY
 
 
 def bound_elsewhere(model: nn.Module, original: nn.Module) -> list[str]:

@@ -8,10 +8,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
+import seeded_tables
 import torch
 import transformers
 from seeded_models import rand, seeded
@@ -700,3 +702,126 @@ def test_weights_that_the_first_call_fuses_may_round_otherwise(dtype: torch.dtyp
     captured = qfx.capture_graph(seeded(Fused()).to(dtype), x)
     bound = 8 * torch.finfo(dtype).eps * float(expected.abs().max().detach())
     torch.testing.assert_close(captured.module(x)[0], expected, rtol=0, atol=bound)
+
+
+class Helper:
+    """An object that is no module, and keeps its table in its class or in a variable of the file."""
+
+    kept: ClassVar[dict[str, Tensor]] = {}
+    last: Tensor | None = None
+
+    def of_class(self) -> Tensor:
+        if "table" not in type(self).kept:
+            type(self).kept["table"] = torch.arange(4.0)
+        return type(self).kept["table"]
+
+    @classmethod
+    def of_attribute(cls) -> Tensor:
+        cls.last = torch.arange(4.0) if cls.last is None else cls.last
+        return cls.last
+
+    @staticmethod
+    @lru_cache
+    def of_cache() -> Tensor:
+        return torch.arange(4.0)
+
+    def __call__(self) -> Tensor:
+        return _KEPT.setdefault(self, torch.arange(4.0))
+
+
+_HELPER, _KEPT = Helper(), WeakKeyDictionary[Helper, Tensor]()
+
+
+class UsesHelper(nn.Module):
+    helper = Helper()
+
+    def __init__(self, table: Callable[[Helper], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table = table
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x + self.table(self.helper))
+
+
+TABLES: dict[str, Callable[[Helper], Tensor]] = {
+    "an object of the class of the model": lambda helper: helper.of_class(),
+    "a class": lambda helper: Helper.of_attribute(),
+    "a static method": lambda helper: helper.of_cache(),
+    "a weak dictionary": lambda helper: helper(),
+    "an object of the file": lambda helper: _HELPER.of_class(),
+    "a function of another file": lambda helper: seeded_tables.table(),
+    "a class of another file": lambda helper: seeded_tables.Tables.table(),
+}
+
+
+@pytest.mark.parametrize("place", TABLES)
+def test_tables_that_other_objects_and_files_keep_are_real_after_capture(place: str) -> None:
+    model, x = seeded(UsesHelper(TABLES[place])), rand(2, 4)
+    captured = qfx.capture_graph(model, x)
+    assert type(model.table(model.helper)) is Tensor
+    assert torch.allclose(captured.module(x)[0], model(x))
+
+
+class Initializes(nn.Module):
+    """A model whose first call sets the parameter, and stores a table."""
+
+    def __init__(self, initialize: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4)
+        self.initialize, self.tables = initialize, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.tables:
+            self.tables.append(torch.arange(4.0))
+            with torch.no_grad():
+                self.initialize(self.scale)
+        return self.linear(x * self.scale + self.tables[0])
+
+
+def assign(scale: Tensor) -> None:
+    scale.data = torch.arange(4.0)
+
+
+def write_through_data(scale: Tensor) -> None:
+    scale.data.copy_(torch.arange(4.0))
+
+
+@pytest.mark.parametrize("initialize", [assign, write_through_data, lambda scale: scale.add_(1)])
+def test_a_parameter_that_the_first_call_sets_is_in_the_graph_and_the_model_unchanged(
+    initialize: Callable[[Tensor], None],
+) -> None:
+    model, x = seeded(Initializes(initialize)), rand(2, 4)
+    scale = model.scale.detach().clone()
+    memory = model.scale.data_ptr()
+    captured = qfx.capture_graph(model, x)
+    assert torch.equal(model.scale, scale)
+    assert model.scale.data_ptr() == memory
+    assert not model.tables
+    assert torch.allclose(captured.module(x)[0], model(x))
+
+
+def test_an_assignment_to_the_data_of_a_buffer_at_each_call_is_refused() -> None:
+    def assign_mean(x: Tensor, seen: Tensor) -> Tensor:
+        seen.data = x.mean(0)
+        return x + seen
+
+    with pytest.raises(qfx.CaptureError, match=r"assigns to the `data` of .* assign the attribute itself"):
+        qfx.capture_graph(seeded(Writes(assign_mean)), rand(2, 4))
+
+
+def test_a_failed_call_leaves_the_parameters_that_it_wrote() -> None:
+    def initialize(x: Tensor, seen: Tensor) -> Tensor:
+        model.scale.data.copy_(x[0])
+        return x + seen.sum().item() * x[: int(seen.max())]
+
+    model = seeded(Writes(initialize))
+    scale = model.scale.detach().clone()
+    with pytest.raises(qfx.CaptureError):
+        qfx.capture_graph(model, rand(2, 4))
+    assert torch.equal(model.scale, scale)
+
+
+def test_a_lazy_module_is_refused_before_its_first_call() -> None:
+    with pytest.raises(qfx.CaptureError, match=r"first 0.weight, of lazy modules have no shape yet; run the"):
+        qfx.capture_graph(nn.Sequential(nn.LazyLinear(4)).eval(), rand(2, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ def _differences(model: nn.Module, built: nn.Module) -> Iterator[str]:
             for part in sorted(mine.keys() | other_tensors.keys()):
                 if mine.get(part) != other_tensors.get(part):
                     yield f"{where}.{part}: shape {mine.get(part)} instead of {other_tensors.get(part)}"
+            yield from (f"{where}.{table}: other values" for table in _other_tables(module, other, built))
             if name and not isinstance(module, nn.modules.dropout._DropoutNd):
                 yield from (f"{where}.{difference}" for difference in _other_numbers(module, other))
     for name in sorted(theirs.keys() - ours.keys()):
@@ -105,6 +107,41 @@ def _tensors(module: nn.Module) -> dict[str, tuple[int, ...]]:
         k: t for k, t in module._buffers.items() if k not in module._non_persistent_buffers_set
     }
     return {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+
+
+_UNSET = 77
+"""Value in memory that `_init_weights` has not written."""
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""Types of rotary tables that depend on the length of the last batch."""
+
+
+def _other_tables(module: nn.Module, other: nn.Module, built: Any) -> Iterator[str]:
+    """Yield the buffers that are not in a checkpoint and hold other values than a reader computes.
+
+    Args:
+        module: Part of the model.
+        other: The same part of the model that a reader builds, on the meta device.
+        built: Model that a reader builds; its `_init_weights` computes buffers that no checkpoint stores.
+    """
+    names = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
+    if not names or any(kind in str(vars(module).get("rope_type")) for kind in _BY_LENGTH):
+        return
+    computed = copy.deepcopy(other).to_empty(device="cpu", recurse=False)
+    with torch.no_grad(), suppress(Exception):  # any error of the model's code
+        for buffer in computed.buffers(recurse=False):
+            buffer.fill_(_UNSET)
+        built._init_weights(computed)
+    for name in sorted(names):
+        mine, theirs = module._buffers[name], computed._buffers.get(name)
+        if mine is None or theirs is None or mine.is_meta or bool((theirs == _UNSET).all()):
+            continue
+        rounding = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
+        same = mine.shape == theirs.shape and torch.allclose(
+            mine.cpu().double(), theirs.double(), rtol=rounding, atol=0
+        )
+        if not same:
+            yield name
 
 
 def _named(module: nn.Module) -> str:

@@ -242,9 +242,9 @@ def require_no_hooks(qmodel: QuantizedModel, model: nn.Module | None) -> None:
     if hooks:
         raise ExportError(
             f"the model has {len(hooks)} hook(s), which this format does not store: {'; '.join(hooks[:3])}"
-            f"{'; ...' * (len(hooks) > 3)}. Remove them from the float model (handle.remove(), del module.forward, or "
-            "accelerate.hooks.remove_hook_from_module(model, recurse=True)) and quantize again, or use export.onnx or "
-            "qmodel.save(directory), which store what they compute"
+            f"{'; ...' * (len(hooks) > 3)}. Remove them from the float model (handle.remove(), del module.forward, "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True), or model.set_attn_implementation('sdpa')) "
+            "and quantize again, or use export.onnx or qmodel.save(directory), which store what they compute"
         )
 
 
