@@ -497,7 +497,7 @@ def step_syncs(place: Place) -> Result:
         except Exception as error:
             found[f"forward {name}"] = said(error)
     for name in ("w4a16_gptq", "w4a16_awq"):
-        found[name] = waits_of(place, partial(quantized, captured, name))
+        found[name] = waits_of(place, partial(quantized, model, name, on_device))
     return found
 
 
