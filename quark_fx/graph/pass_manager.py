@@ -27,7 +27,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import ConfigError, PassError
-from quark_fx.graph.nodes import output_node, stored_tensors
+from quark_fx.graph.nodes import erase_dead, output_node, stored_tensors
 from quark_fx.graph.provenance import Notes, digest
 from quark_fx.system.isolation import isolated
 from quark_fx.system.names import Stored, unknown
@@ -391,6 +391,8 @@ def run_passes(
             if type(rewrites) is not int or rewrites < 0:
                 raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
             weights.check(name)
+            if promise.stage == Stage.FLOAT:
+                erase_dead(gm)  # later passes and the report look at every operator
             _lint(gm, name)
             if notes is not None:
                 notes.take(gm, name)

@@ -16,7 +16,6 @@ from quark_fx.graph.computed import computed_constants, is_constant
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
     CAST,
-    erase_dead,
     get_attr,
     is_finite,
     is_floating,
@@ -64,7 +63,6 @@ def fold_batch_norm(gm: GraphModule) -> int:
     folded += sum(_fold_into_consumer(gm, linear, notes) for linear in linears)
     if folded:
         notes.cancel_transpositions()
-    erase_dead(gm)
     return folded
 
 

@@ -19,7 +19,6 @@ from quark_fx.graph.computed import (
 )
 from quark_fx.graph.nodes import (
     buffer_names,
-    erase_dead,
     get_attr,
     is_floating,
     parameter,
@@ -59,7 +58,6 @@ def fold_constants(gm: GraphModule) -> int:
             gm.meta["buffers"] = buffer_names(gm) | {str(constant.target)}
         node.replace_all_uses_with(constant)
         count += 1
-    erase_dead(gm)
     return count
 
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 import quark_fx as qfx
 from quark_fx.engine.rules import graph_rule
 from quark_fx.errors import ConfigError, Declined
-from quark_fx.graph.nodes import call
+from quark_fx.graph.nodes import call, get_attr, parameter, target_name
 
 
 @pytest.mark.parametrize("target", [torch.ops.aten.silu.default, torch.nn.functional.silu, 3])
@@ -51,3 +51,26 @@ def test_each_call_has_its_row() -> None:
         ("1", "aten.silu.default → aten.tanh.default", True),
         ("3", "skipped: it is the second", False),
     ]
+
+
+def test_operators_that_a_pass_no_longer_needs_are_gone() -> None:
+    """The rule merges two layers; the first one, which nothing reads any more, is neither quantized nor reported."""
+
+    @graph_rule("aten.linear.default", exact=False)
+    def merge_linears(gm: GraphModule, node: Node) -> Node | None:
+        first = node.args[0]
+        if not isinstance(first, Node) or target_name(first) != "aten.linear.default":
+            return None
+        (_, second_weight), (_, first_weight) = (one.all_input_nodes for one in (node, first))
+        with gm.graph.inserting_before(node):
+            weight = get_attr(gm, "merged", parameter(gm, second_weight) @ parameter(gm, first_weight))
+        with gm.graph.inserting_after(weight):
+            return call(gm, torch.ops.aten.linear.default, first.args[0], weight, like=node)
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2)).eval()
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    preset = qfx.presets.INT8_STATIC
+    for passes in ((merge_linears, *preset.passes), (*preset.passes, merge_linears)):
+        qmodel = qfx.quantize(model, preset.replace(passes=passes), [batch], progress=False)
+        assert [row.name for row in qmodel.report()] == ["1", "3"]
+        assert "0.weight" not in qmodel.state_dict()
