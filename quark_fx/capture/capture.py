@@ -259,6 +259,7 @@ def _with_tables(
     tables: list[Tensor] = []
     changed: list[str] = []
     traced: list[tuple[ModelState, dict[int, int]]] = []
+    advanced: list[bool] = []
 
     def note_start(*_: Any) -> None:
         state = ModelState(model)
@@ -269,6 +270,7 @@ def _with_tables(
         tables.extend(filter(_is_table, made_since(model, state)))
         tables.extend(state.tensors[key] for key, own in state.memory().items() if own != memory[key])
         changed.extend(state.changed())
+        advanced.append(state.has_advanced())
 
     def watch() -> None:
         # From the start to the end of the forward: torch.export swaps parameters before, and resets some attributes
@@ -287,7 +289,8 @@ def _with_tables(
                 raise
         program = None
     if changed or program is None:
-        require_repeats(model, args, kwargs)
+        first_call = program.module() if program is not None and any(advanced) else None
+        require_repeats(model, args, kwargs, first_call)
     if program is not None and not tables:
         return program
     with untouched(model) as state:

@@ -216,22 +216,30 @@ def require_runs(
         ) from error
 
 
-def require_repeats(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_repeats(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: nn.Module | None = None
+) -> None:
     """Raise `CaptureError` if a model returns something else for the same batch because an earlier call changed it.
 
     The batch runs three times, and again after a flipped one unless the model refuses that. Later calls must equal each
     other; the first one may round differently, because some models fuse weights in it. A model that also differs
     without earlier calls draws random numbers, which a graph may do.
+
+    Args:
+        model: Model.
+        args: Positional inputs of the batch.
+        kwargs: Keyword inputs of the batch.
+        traced: The first call as a graph, if tracing took values of an iterator, which no later call gets.
     """
 
-    def outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | CaptureError | None:
+    def outputs(args: Any, kwargs: Any, run: nn.Module = model) -> list[Any] | CaptureError | None:
         try:
-            return require_runs(model, args, kwargs, state)
+            return require_runs(run, args, kwargs, state)
         except CaptureError as error:
             return error
 
     with untouched(model) as state:
-        first = outputs(args, kwargs)
+        first = outputs(args, kwargs, model if traced is None else traced)
         since_first = ModelState(model)
         later = [outputs(args, kwargs)]
         at_each, at_first = since_first.changed(), state.changed()

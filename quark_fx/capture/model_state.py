@@ -36,6 +36,9 @@ _DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 _OF_PROCESS_DRAWS: tuple[tuple[str, Any], ...] = (("random", random.random), ("numpy.random", np.random.random))
 """Functions that draw from the generators of the process, with the names of their modules."""
 
+_OF_ITERATORS = ("builtins", "itertools", "_collections", "array")
+"""Modules of the iterators of Python."""
+
 _Cached = functools._lru_cache_wrapper
 """The type of functions that cache results."""
 
@@ -239,7 +242,7 @@ def _refill(container: Any, contents: Any) -> None:
 
 def _is_iterator(value: Any) -> bool:
     """Tell whether a value is a generator or another iterator of Python, whose position no attribute shows."""
-    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    return isinstance(value, Iterator) and type(value).__module__ in _OF_ITERATORS
 
 
 def _variables_of(iterator: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -539,6 +540,11 @@ _DRAWS = np.random.default_rng(0)
         (lambda: zip(range(50), itertools.count(), strict=False), lambda held: next(held)[1], "held"),
         (lambda: iter([0.0, 1.0] * 25), next, "held"),
         (lambda: iter(dict.fromkeys(range(50))), next, "held"),
+        (lambda: iter(deque([0.0, 1.0] * 25)), next, "held"),
+        (lambda: iter([0.0] + [1.0] * 50), next, "held"),
+        (lambda: itertools.chain([0.0], itertools.repeat(1.0)), next, "held"),
+        (lambda: (float(i > 0) for i in itertools.count()), next, "held"),
+        (lambda: map(float, [0.0] + [1.0] * 50), lambda held: next(held, 1.0), "held"),
         (lambda: random.Random(0), lambda held: held.random(), "held"),
         (lambda: np.random.RandomState(0), lambda held: float(held.rand()), "held"),
         (list, lambda _: next(_TURNS), "_TURNS"),
