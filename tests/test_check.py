@@ -273,3 +273,18 @@ def test_a_function_of_a_file_of_transformers_that_was_replaced_is_named(monkeyp
         qfx.ExportError, match=r"apply_rotary_pos_emb of \S*modeling_llama replaced with \S*rotate_twice"
     ):
         qfx.check(model, qfx.presets.W4A16_RTN.replace(group_size=32), BATCH)
+
+
+@pytest.mark.parametrize(
+    "last", [nn.Identity(), nn.LayerNorm(8), nn.Softmax(-1), nn.GELU()], ids=lambda module: type(module).__name__
+)
+def test_a_bfloat16_model_is_refused_by_check_as_by_export(last: nn.Module, tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    model, data = nn.Sequential(nn.Linear(8, 8), last).bfloat16().eval(), [rand(3, 8).bfloat16()]
+    with pytest.raises(qfx.ExportError, match=r"quantize model\.float\(\) instead") as checked:
+        qfx.check(model, "int8_static", data, export="qdq")
+    with pytest.raises(qfx.ExportError) as exported:
+        qfx.export.onnx(qfx.quantize(model, "int8_static", data, progress=False), tmp_path / "checked")
+    assert str(checked.value) == str(exported.value)
+    assert not [*tmp_path.iterdir()]
+    qfx.check(model.float(), "int8_static", [data[0].float()], export="qdq")
