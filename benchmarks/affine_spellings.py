@@ -90,6 +90,20 @@ def _chain(m: Map, x: Tensor, shaped: Any) -> Any:
     return ((x + shaped(m.mean) * 3) * 2 - shaped(m.mean) * 8) / 2 * shaped(m.factor)
 
 
+def _chunks(m: Map, x: Tensor, shaped: Any) -> Any:
+    each = zip(x.chunk(2, 1), m.factor.chunk(2), m.offset.chunk(2), strict=True)
+    return torch.cat([part * shaped(factor) + shaped(offset) for part, factor, offset in each], 1)
+
+
+def _slices(m: Map, x: Tensor, shaped: Any) -> Any:
+    return torch.cat([x[:, :3] * shaped(m.factor[:3]), x[:, 3:] * shaped(m.factor[3:])], 1) + shaped(m.offset)
+
+
+def _groups(m: Map, x: Tensor, shaped: Any) -> Any:
+    grouped = x.reshape(x.shape[0], 2, x.shape[1] // 2, *x.shape[2:])
+    return (grouped * shaped(m.factor).view(1, 2, -1, *[1] * (x.dim() - 2))).reshape(x.shape) + shaped(m.offset)
+
+
 SPELLINGS: dict[str, Callable[[Map, Tensor, Any], Any]] = {
     "frozen": _frozen,
     "product and sum": lambda m, x, s: x * s(m.factor) + s(m.offset),
@@ -109,6 +123,14 @@ SPELLINGS: dict[str, Callable[[Map, Tensor, Any], Any]] = {
     "channels last": _channels_last,
     "expanded": _expanded,
     "chain": _chain,
+    "two products": lambda m, x, s: x * s(m.factor * 0.25) + x * s(m.factor * 0.75) + s(m.offset),
+    "sum with itself": lambda m, x, s: x + (x * s(m.factor - 1) + s(m.offset)),
+    "addcmul of one value": lambda m, x, s: torch.addcmul(x, x, s(2 * m.factor - 2), value=0.5) + s(m.offset),
+    "chunks": _chunks,
+    "slices": _slices,
+    "groups": _groups,
+    "where": lambda m, x, s: torch.where(s(m.factor) > 0, x, -x) * s(m.factor.abs()) + s(m.offset),
+    "mask": lambda m, x, s: (x * s(m.factor)).masked_fill(s(m.factor) > 0, 0) + x * s(m.factor).relu() + s(m.shift),
 }
 UNIFORM: dict[str, Callable[[Map, Tensor, Any], Any]] = {
     "numbers": lambda m, x, s: x * 0.5 + 0.25,

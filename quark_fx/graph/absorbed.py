@@ -66,7 +66,7 @@ class AbsorbedMaps:
 
     def note(self, node: Node, steps: Sequence[Step], factor: Tensor, offset: Tensor, *, before: bool) -> None:
         """Note that an operator also computes a chain of maps that is still in the graph."""
-        chain = {entry for step in steps for entry in (step.node, step.result)}
+        chain = {node for step in steps for node in step.nodes}
         neutral: dict[str, float] = {}
         passed: list[Step] = []
         for step in steps:
@@ -74,16 +74,16 @@ class AbsorbedMaps:
             if values is not None:
                 neutral |= values
                 passed.append(step)
-            elif not self._is_left_out(step.node, chain):
+            elif not all(self._is_left_out(entry, chain) for entry in step.nodes):
                 break
         else:
             self._pass(passed, neutral)
             return
         own = list(module_calls(node))
-        shared = [key for key in own if all(key in module_calls(step.node) for step in steps)]
+        shared = [key for key in own if all(key in module_calls(entry) for entry in chain)]
         if not own:
             return
-        undone = not any(own[-1] in module_calls(step.node) for step in steps) and bool((factor.float() != 0).all())
+        undone = not any(own[-1] in module_calls(entry) for entry in chain) and bool((factor.float() != 0).all())
         numbers = (tuple(factor.tolist()), tuple(offset.tolist())) if undone else ((), ())
         node.meta[MAPS] = (*node.meta.get(MAPS, ()), AbsorbedMap(before, *numbers, len(shared)))
         self._pass(steps, dict.fromkeys(self._tensors(steps)))
@@ -100,12 +100,14 @@ class AbsorbedMaps:
 
     def _pass(self, steps: Sequence[Step], tensors: Mapping[str, float | None]) -> None:
         for step in steps:
-            step.result.meta[PASSED] = step.node.meta[PASSED] = step.value
+            for node in step.nodes:
+                node.meta[PASSED] = step.value
         self.gm.meta[CODE_READS] = {**self.gm.meta.get(CODE_READS, {}), **tensors}
 
     def _tensors(self, steps: Sequence[Step]) -> Iterator[str]:
         """Yield the names of the model's tensors from which the constants of maps are computed."""
-        pending = [entry for step in steps for entry in step.node.all_input_nodes if entry is not step.value]
+        own = {entry for step in steps for entry in (step.value, *step.nodes)}
+        pending = [entry for step in steps for node in step.nodes for entry in node.all_input_nodes if entry not in own]
         while pending:
             entry = pending.pop()
             pending += [n for n in entry.all_input_nodes if is_constant(n, self.constants)]
@@ -125,17 +127,18 @@ class AbsorbedMaps:
 
     def _neutral(self, step: Step) -> dict[str, float] | None:
         """Return parameter values with which a call returns its input; `None` if there are none."""
-        operands = [entry for entry in step.node.args if isinstance(entry, Node) and entry is not step.value]
+        *others, node = step.nodes
+        operands = [entry for entry in node.args if isinstance(entry, Node) and entry is not step.value]
         names = [self._own_parameter(entry) for entry in operands]
         known = [name for name in names if name is not None]
-        if step.statistics is not None or not known or len(set(known)) < len(names):
+        if others or step.statistics is not None or not known or len(set(known)) < len(names):
             return None
         x = torch.arange(3, dtype=torch.float32)
         for values in itertools.product((0.0, 1.0), repeat=len(known)):
             scalars = torch.tensor(values, dtype=torch.float32).unbind()
             given = {step.value: x, **dict(zip(operands, scalars, strict=True))}
-            args = map_arg(step.node.args, given.__getitem__)
-            if torch.equal(step.node.target(*args, **step.node.kwargs), x):  # type: ignore[operator]
+            args = map_arg(node.args, given.__getitem__)
+            if torch.equal(node.target(*args, **node.kwargs), x):  # type: ignore[operator]
                 return dict(zip(known, values, strict=True))
         return None
 

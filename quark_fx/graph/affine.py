@@ -6,10 +6,11 @@ same function. `affine_step` reads one operator as such a map; its constants can
 
 from __future__ import annotations
 
+import itertools
 import math
-import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
@@ -19,115 +20,237 @@ from torch.fx.node import map_arg
 
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.computed import constant_value, is_constant
-from quark_fx.graph.nodes import describe, is_finite, is_known, is_parameter, target_name, value_of
-from quark_fx.graph.operators import KEEPS_ORDER, Motion, argument, motion, permutation
+from quark_fx.graph.nodes import describe, is_finite, is_known, is_parameter, static_size, target_name, value_of
+from quark_fx.graph.operators import KEEPS_ORDER, Motion, argument, motion, named_argument, permutation
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operator that multiplies each channel by a constant and adds one.
+    """Operators that together multiply each channel of a value by a constant and add one.
 
     Attributes:
-        node: Call.
-        value: Operand that is multiplied.
-        result: Node that holds the result: the call, or the node that selects it from several results.
-        factor: Factor, float64 on the host, shape `(channels,)` or `(1,)`.
-        offset: Offset, of the same type and one of these shapes.
-        per_channel: Whether a constant has an element for each channel.
+        nodes: Calls, in order; the last one computes the result, and nothing else reads the others.
+        value: Value that is multiplied.
+        factor: Factor of each channel, float64 on the host, shape `(channels,)`.
+        offset: Offset, of the same type and shape.
+        per_channel: Whether a constant has an element for each channel, or channels differ in a number.
         statistics: Mean and deviation of each channel of the result, if the operator is a batch norm.
     """
 
-    node: Node
+    nodes: tuple[Node, ...]
     value: Node
-    result: Node
     factor: Tensor
     offset: Tensor
     per_channel: bool
     statistics: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def result(self) -> Node:
+        return self.nodes[-1]
 
-_OPERATORS = {
-    **{f"aten.{name}.Tensor": (0, 1) for name in ("mul", "add", "sub", "rsub")},
-    **{f"aten.{name}.Scalar": (0,) for name in ("mul", "add", "sub", "rsub")},
-    **{f"aten.{name}": (0,) for name in ("div.Tensor", "div.Scalar", "div.Tensor_mode", "neg.default")},
-    "aten.addcmul.default": (0, 1, 2),
-    "aten.addcdiv.default": (0, 1),
-    "aten.lerp.Scalar": (0, 1),
-    "aten.lerp.Tensor": (0, 1, 2),
+
+_OPERATORS: dict[str, tuple[tuple[int, ...], ...]] = {
+    **{f"aten.{name}.Tensor": ((0, 1),) for name in ("add", "sub", "rsub")},
+    **{f"aten.{name}.Scalar": ((0,),) for name in ("mul", "add", "sub", "rsub")},
+    **{f"aten.{name}": ((0,),) for name in ("div.Tensor", "div.Scalar", "div.Tensor_mode", "neg.default")},
+    **{f"aten.{name}_like.default": ((0,),) for name in ("zeros", "ones", "full")},
+    "aten.mul.Tensor": ((0,), (1,)),
+    "aten.addcmul.default": ((0, 1), (0, 2)),
+    "aten.addcdiv.default": ((0, 1),),
+    "aten.lerp.Scalar": ((0, 1),),
+    "aten.lerp.Tensor": ((0, 1), (2,)),
+    "aten.where.self": ((1, 2),),
+    "aten.where.ScalarOther": ((1,),),
+    "aten.where.ScalarSelf": ((2,),),
+    "aten.masked_fill.Scalar": ((0,),),
+    "aten.masked_fill.Tensor": ((0, 2),),
 }
 """Operands in which an operator is affine if the other operands are constants."""
+
+_ALONG_A_DIMENSION = {
+    *("aten.slice.Tensor", "aten.select.int", "aten.unbind.int", "aten.chunk.default", "aten.split.Tensor"),
+    *("aten.split_with_sizes.default", "aten.cat.default", "aten.stack.default"),
+}
+"""Data movement along the dimension that the argument `dim` names."""
 
 _NORMS = {"aten.batch_norm.default": 7, "aten.instance_norm.default": 7}
 """Norms with stored statistics, and the position of epsilon; their channels are dimension 1."""
 
 _NATIVE_NORM = "aten._native_batch_norm_legit_no_training.default"
 
+_MAY_BE_AFFINE = {_NATIVE_NORM, "python.getitem", *_NORMS, *_OPERATORS, *_ALONG_A_DIMENSION}
 
-def affine_step(gm: GraphModule, node: Node, channels: int, constants: Collection[Node]) -> Step | None:
-    """Return a call as an affine map by constants that vary along one dimension only, or `None`.
+_LARGEST_STEP = 64
+"""Number of calls after which the search for the end of a step is given up."""
+
+
+def affine_step(
+    gm: GraphModule, value: Node, channels: int, constants: Collection[Node], within: Collection[Node] | None = None
+) -> Step | None:
+    """Return the fewest readers of a value that together are an affine map by constants, or `None`.
+
+    The constants vary along one dimension only. Every reader is evaluated as a function of the channels, until a single
+    value is left that holds each channel at its own place.
 
     Args:
         gm: Graph.
-        node: Any node.
+        value: Any node.
         channels: Dimension that the constants may vary along.
         constants: Computed constants of the graph.
+        within: Readers of `value` to look at; all by default.
 
     Raises:
         CalibrationError: If a constant holds NaN, or a batch norm has impossible statistics.
     """
+    real = value_of(gm, value)
+    if not isinstance(real, Tensor) or (size := static_size(real.shape[channels])) is None:
+        return None
+    order = torch.arange(size, dtype=torch.float64).view([size if d == channels else 1 for d in range(real.dim())])
+    parts: dict[Node, Any] = {
+        value: torch.stack([order * 0 + 1, order * 0, order, order * 0, order * nan, order * nan])
+    }
+    pending = {user for user in readers(value) if within is None or user in within}
+    while pending and len(parts) <= _LARGEST_STEP:
+        node = min(pending)  # the first in the graph: what it reads is known
+        part = parts[node] = _part(gm, node, parts, constants)
+        if part is None:
+            return None
+        pending.remove(node)
+        keeps_shape = _keeps_shape(gm, node, value)
+        if keeps_shape and not pending and torch.equal(part[2], order):
+            factor, offset, _, varies, *statistics = part.flatten(1)
+            varies = varies.any() or (factor != factor[:1]).any() or (offset != offset[:1]).any()
+            of_norm = None if bool(statistics[0].isnan().any()) else (statistics[0], statistics[1])
+            return Step(tuple(parts)[1:], value, factor, offset, bool(varies), of_norm)
+        pending.update(readers(node) if keeps_shape else node.users)  # sizes of the value stay, other sizes do not
+    return None
+
+
+def affine_step_to(gm: GraphModule, result: Node, channels: int, constants: Collection[Node]) -> Step | None:
+    """Return the fewest calls that compute a value as an affine map by constants of another value, or `None`.
+
+    See `affine_step`. The other value may have more readers.
+    """
+    calls, pending = set[Node](), {result}
+    while pending and len(calls) < _LARGEST_STEP:
+        node = max(pending)
+        if target_name(node) not in _MAY_BE_AFFINE and motion(node) not in KEEPS_ORDER:
+            return None
+        calls.add(node)
+        pending.remove(node)
+        values = [n for n in node.all_input_nodes if isinstance(value_of(gm, n), Tensor | list | tuple)]
+        varying = [n for n in values if not is_constant(_before_expansions(n), constants)]
+        pending.update(n for n in varying if node in readers(n))
+        if len(pending) == 1:
+            (value,) = pending
+            step = affine_step(gm, value, channels, constants, calls) if _keeps_shape(gm, result, value) else None
+            if step is not None and step.result is result:
+                return step
+    return None
+
+
+def readers(value: Node) -> list[Node]:
+    """Return the nodes that read the elements of a value, and not only its sizes."""
+    return [user for user in value.users if not _reads_sizes_alone(user, value)]
+
+
+def _reads_sizes_alone(user: Node, value: Node) -> bool:
+    name = target_name(user)
+    return name == "aten.sym_size.int" or (name == "aten.expand_as.default" and user.args[0] is not value)
+
+
+def _part(gm: GraphModule, node: Node, parts: Mapping[Node, Any], constants: Collection[Node]) -> Any:
+    """Return how the result of a call depends on the channels that a step starts from, `None` if not as in a step.
+
+    A value is float64, shape `(6, ...)`: the factors, the offsets, the number of the channel at each place, whether a
+    constant has an element for each channel, and mean and deviation after a batch norm, else NaN. The other dimensions
+    are those of the node, with size 1 where they hold no channels. Calls with several results have a tuple.
+    """
     name = target_name(node)
+    inputs = {entry: parts[entry] for entry in node.all_input_nodes if entry in parts}
+    entry, first = next(iter(inputs.items()))
+    if name == "python.getitem":
+        return first[node.args[1]]
+    if name in _OPERATORS:
+        return _computed(gm, node, inputs, constants)
     if name in _NORMS or name == _NATIVE_NORM:
-        return _norm(gm, node, constants) if channels == 1 else None
-    given = [entry for entry in node.args if isinstance(entry, Node)] if name in _OPERATORS else []
-    values = [entry for entry in given if not is_constant(_before_expansions(entry), constants)]
-    if len(values) != 1 or node.kwargs.get("rounding_mode") is not None:
+        return _normalized(gm, node, first, constants)
+    if motion(node) in KEEPS_ORDER and node.args[0] in inputs:
+        return _reshaped(first, value_of(gm, entry).shape, value_of(gm, node).shape)
+    if name not in _ALONG_A_DIMENSION or len(inputs) < len(node.all_input_nodes):
         return None
-    value = values[0]
-    if node.args.index(value) not in _OPERATORS[name] or not _keeps_shape(gm, node, value):
+    if name == "aten.slice.Tensor" and _keeps_shape(gm, node, entry):
+        return first
+    dim = named_argument(node, "dim") or 0
+    if name != "aten.stack.default" and not _equal(first[0].shape[dim], value_of(gm, entry).shape[dim]):
         return None
-    operands = {entry: _channel_constant(gm, node, entry, channels) for entry in given if entry is not value}
+
+    def move(*values: Tensor) -> Any:
+        operands = dict(zip(inputs, values, strict=True))
+        return node.target(*map_arg(node.args, operands.__getitem__), **node.kwargs)  # type: ignore[operator]
+
+    return torch.vmap(move)(*inputs.values())
+
+
+def _computed(gm: GraphModule, node: Node, inputs: Mapping[Node, Tensor], constants: Collection[Node]) -> Tensor | None:
+    """Return the result of an operator that computes each element from the elements at its place."""
+    origin = next(iter(inputs.values()))[2]
+    positions = {position for position, entry in enumerate(node.args) if entry in inputs}
+    groups = _OPERATORS[target_name(node)] if node.kwargs.get("rounding_mode") is None else ()
+    same_places = all(torch.equal(part[2], origin) and _keeps_shape(gm, node, n) for n, part in inputs.items())
+    if not same_places or not any(positions.issubset(group) for group in groups):
+        return None
+    others = [entry for entry in node.all_input_nodes if entry not in inputs]
+    operands = {entry: _channel_constant(gm, node, entry, origin.shape, constants) for entry in others}
     if any(operand is None for operand in operands.values()):
         return None
-    rank = value_of(gm, node).dim()
 
-    def result(x: float) -> Tensor:
-        known = {**operands, value: torch.full([1] * rank, x, dtype=torch.float64)}
-        args = map_arg(node.args, known.__getitem__)
+    def result(given: Callable[[Tensor], Tensor]) -> Tensor:
+        args = map_arg(node.args, {**operands, **{n: given(part) for n, part in inputs.items()}}.__getitem__)
         found: Tensor = node.target(*args, **node.kwargs)  # type: ignore[operator]
-        return found.flatten()
+        return found.double().expand_as(origin)
 
-    offset = result(0)
-    factor = result(1) - offset
+    factor, offset = result(lambda part: part[0]) - result(lambda part: 0 * part[0]), result(lambda part: part[1])
     if not (is_finite(factor) and is_finite(offset)):
         return None
-    size = value_of(gm, node).shape[channels]
-    varies = any(
-        c is not None and c.dim() and c.dim() + channels >= rank and c.numel() == size for c in operands.values()
-    )
-    return Step(node, value, node, factor, offset, varies)
+    varies = any(c is not None and c.dim() and c.numel() == origin.numel() for c in operands.values())
+    marks = torch.stack([part[3] for part in inputs.values()]).sum(0) + varies
+    return torch.stack([factor, offset, origin, marks, origin * nan, origin * nan])
 
 
-def _norm(gm: GraphModule, node: Node, constants: Collection[Node]) -> Step | None:
-    """Return a norm with constant statistics as an affine map."""
-    result, training = node, False
-    if target_name(node) == _NATIVE_NORM:
-        if [user.target for user in node.users] != [operator.getitem]:
-            return None
-        result, epsilon = next(iter(node.users)), argument(node, 6)
-    else:
-        epsilon, training = argument(node, 7), argument(node, 5)
+def _reshaped(part: Tensor, before: Sequence[int | torch.SymInt], after: Sequence[int | torch.SymInt]) -> Tensor | None:
+    """Return a value in another shape that has the dimensions of channels next to each other."""
+    sizes, channels = part.shape[1:], part[0].numel()
+    dims = [d for d, size in enumerate(sizes) if size > 1] or [0]
+    start, stop = dims[0], dims[-1] + 1
+    if any(not _equal(a, b) for a, b in zip(before[start:stop], sizes[start:stop], strict=True)):
+        return None
+    for a, b in itertools.combinations(range(len(after) + 1), 2):
+        if _equal(math.prod(after[:a]), math.prod(before[:start])) and _equal(math.prod(after[a:b]), channels):
+            return part.reshape(6, *[1] * a, *map(int, after[a:b]), *[1] * (len(after) - b))
+    return None
+
+
+def _normalized(gm: GraphModule, node: Node, part: Tensor, constants: Collection[Node]) -> Any:
+    """Return the result of a norm with constant statistics."""
+    native = target_name(node) == _NATIVE_NORM
+    epsilon, training = argument(node, 6 if native else 7), not native and argument(node, 5)
     given = [argument(node, position) for position in (1, 2, 3, 4)]
     if training or given[2] is None or not all(entry is None or is_constant(entry, constants) for entry in given):
         return None
     weight, bias = (None if entry is None else constant_value(gm, entry, wide=True) for entry in given[:2])
     mean, variance = (constant_value(gm, entry, wide=True) for entry in given[2:])
+    if not part.shape[2] == part[0].numel() == len(mean):
+        return None
     _require_usable(node, dict(zip(given, (weight, bias, mean, variance), strict=True)), given[3], epsilon)
     # In half precision, the sum of a small variance and epsilon, or its root, is off by percents.
     factor = torch.rsqrt(_wide(variance) + epsilon)
     gamma = torch.ones_like(factor) if weight is None else _wide(weight)
     beta = torch.zeros_like(factor) if bias is None else _wide(bias)
     factor = factor * gamma
-    return Step(node, argument(node, 0), result, factor, beta - _wide(mean) * factor, True, (beta, gamma.abs()))
+    shift, factor, beta, gamma = (x.view_as(part[0]) for x in (beta - _wide(mean) * factor, factor, beta, gamma.abs()))
+    result = torch.stack([part[0] * factor, part[1] * factor + shift, part[2], torch.ones_like(shift), beta, gamma])
+    return (result, None, None) if native else result
 
 
 def _require_usable(node: Node, constants: dict[Any, Tensor | None], variance: Node, epsilon: float) -> None:
@@ -154,27 +277,33 @@ def _wide(x: Tensor) -> Tensor:
     return x.detach().cpu().double()
 
 
-def _channel_constant(gm: GraphModule, node: Node, source: Node, channels: int) -> Tensor | None:
-    """Return a constant operand, with size 1 along all other dimensions; `None` if it varies there."""
+def _channel_constant(
+    gm: GraphModule, node: Node, source: Node, sizes: Sequence[int], constants: Collection[Node]
+) -> Tensor | None:
+    """Return an operand with size 1 where `sizes` have 1; `None` if it varies there, or is no constant."""
+    if not is_constant(_before_expansions(source), constants):
+        return None
     constant = constant_value(gm, _before_expansions(source), wide=True)
     rank = value_of(gm, node).dim()
-    if constant.dim() > rank or constant.is_complex() or constant.dtype == torch.bool or not constant.numel():
+    if constant.dim() > rank or constant.is_complex() or not constant.numel():
         return None
     for dim in range(constant.dim()):
-        if dim + rank - constant.dim() != channels and constant.shape[dim] > 1:
+        if sizes[dim + rank - constant.dim()] == 1 and constant.shape[dim] > 1:
             first = constant.narrow(dim, 0, 1)
             if not torch.equal(first.expand_as(constant), constant):
                 return None
             constant = first
     if bool(constant.isnan().any()):
         raise CalibrationError(f"{_called(source)} of {describe(node)} holds NaN; fix the model's weights")
-    return _wide(constant)
+    return constant.cpu() if constant.dtype == torch.bool else _wide(constant)
 
 
 def _keeps_shape(gm: GraphModule, node: Node, value: Node) -> bool:
     """Tell whether a call gives each element of `value` a new value of the same type."""
     before, after = value_of(gm, value), value_of(gm, node)
-    if not isinstance(before, Tensor) or not before.is_floating_point() or before.dtype != after.dtype:
+    if not (isinstance(before, Tensor) and isinstance(after, Tensor) and before.is_floating_point()):
+        return False
+    if before.dtype != after.dtype:
         return False
     return before.dim() == after.dim() and all(map(_equal, before.shape, after.shape))
 
@@ -209,4 +338,4 @@ def _before_expansions(node: Node) -> Node:
     return node
 
 
-__all__ = ["Step", "affine_step", "carried_dim"]
+__all__ = ["Step", "affine_step", "affine_step_to", "carried_dim", "readers"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph.absorbed import AbsorbedMaps
-from quark_fx.graph.affine import Step, affine_step, carried_dim
+from quark_fx.graph.affine import Step, affine_step, affine_step_to, carried_dim, readers
 from quark_fx.graph.computed import computed_constants, is_constant
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
@@ -104,11 +103,12 @@ def _fold_into_producer(gm: GraphModule, linear: Linear, notes: AbsorbedMaps) ->
     chain = _identity(linear, linear.shape[linear.output_axis] * linear.output_groups)
     if "batch_norm" in value.meta:
         chain.statistics = tuple(x.cpu().double() for x in value.meta["batch_norm"])
-    while (user := _only_reader(value)) is not None:
-        if (moved := carried_dim(gm, user, channels)) is not None:
+    while True:
+        user = _only_reader(value)
+        if user is not None and (moved := carried_dim(gm, user, channels)) is not None:
             value, channels = user, moved
             continue
-        step = affine_step(gm, user, channels, notes.constants)
+        step = affine_step(gm, value, channels, notes.constants)
         if step is None or (linear.bias_at is None and bool(step.offset.any())):
             break
         chain.append(step)
@@ -138,9 +138,8 @@ def _fold_into_consumer(gm: GraphModule, linear: Linear, notes: AbsorbedMaps) ->
         if moved is not None:
             value, channels = source, moved
             continue
-        call: Any = value.args[0] if target_name(value) == "python.getitem" else value
-        step = affine_step(gm, call, channels, notes.constants)
-        if step is None or step.result is not value or (keeps_zero and bool(step.offset.any())):
+        step = affine_step_to(gm, value, channels, notes.constants)
+        if step is None or (keeps_zero and bool(step.offset.any())):
             break
         chain.prepend(step)
         value = step.value
@@ -178,13 +177,8 @@ def _is_normalized(gm: GraphModule, value: Node, constants: Collection[Node]) ->
 
 def _only_reader(value: Node) -> Node | None:
     """Return the only node that reads the elements of a value; readers of its sizes do not count."""
-    readers = [user for user in value.users if not _reads_sizes_alone(user, value)]
-    return readers[0] if len(readers) == 1 else None
-
-
-def _reads_sizes_alone(user: Node, value: Node) -> bool:
-    name = target_name(user)
-    return name == "aten.sym_size.int" or (name == "aten.expand_as.default" and user.args[0] is not value)
+    found = readers(value)
+    return found[0] if len(found) == 1 else None
 
 
 def _multiplied(gm: GraphModule, linear: Linear, placed: Callable[[Tensor], Tensor], factor: Tensor) -> Tensor:
@@ -224,7 +218,7 @@ def _drop(gm: GraphModule, linear: Linear, chain: _Chain, notes: AbsorbedMaps, *
     """Remove a chain of maps from the graph; return the number of its steps."""
     notes.note(linear.node, chain.steps, chain.factor, chain.offset, before=before)
     for step in reversed(chain.steps):
-        step.result.replace_all_uses_with(step.value)
-        for node in dict.fromkeys((step.result, step.node)):
+        for node in reversed(step.nodes):
+            node.replace_all_uses_with(step.value)  # of the result, and what reads sizes
             gm.graph.erase_node(node)
     return len(chain.steps)

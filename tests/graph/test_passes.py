@@ -141,10 +141,22 @@ class Around(nn.Module):
 def test_an_operator_whose_value_is_read_twice_keeps_its_norm() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         y = m.conv(x)
-        out: Tensor = m.norm(y) + y
+        out: Tensor = m.norm(y) + y.relu()
         return out
 
     assert_folds_exactly(seeded(Around(forward)), rand(2, 3, 4, 4), 0)
+
+
+def test_a_norm_and_the_value_it_reads_fold_as_one_map() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        out: Tensor = m.norm(y) + y
+        return out
+
+    model, x = seeded(Around(forward)), rand(2, 3, 4, 4)
+    assert_folds_exactly(model, x, 1)
+    qmodel = qfx.quantize(model, "int8_weight_only", [x], progress=False)
+    torch.testing.assert_close(qmodel.eager()(x), qmodel(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_norm_whose_value_is_read_twice_does_not_go_into_the_operator_after_it() -> None:

@@ -72,6 +72,10 @@ def folds(
         Cell("channels last", "linear", "operator"),
         Cell("operands swapped", "addmm", "operator"),
         Cell("numbers", "linear", "operator"),
+        Cell("two products", "conv2d", "operator"),
+        Cell("chunks", "transposed1d", "residual"),
+        Cell("groups", "linear", "operator"),
+        Cell("where", "none", "before"),
         Cell("alpha", "none", "before"),
     ],
     ids=lambda cell: " ".join(vars(cell).values()),
@@ -112,6 +116,15 @@ def test_what_varies_along_another_dimension_stays() -> None:
         lambda m, x: torch.tensor(1.0) / m.a(x),
         lambda m, x: torch.div(m.a(x), 2, rounding_mode="floor"),
         lambda m, x: m.a(x) * torch.randn_like(m.g).view(-1, 1, 1) * 0,
+        lambda m, x: (y := m.a(x)) + y.transpose(2, 3) * shaped(m.g),
+        lambda m, x: (y := m.a(x)) + y.flip(1),
+        lambda m, x: torch.cat([part * 2 for part in reversed(m.a(x).chunk(2, 1))], 1),
+        lambda m, x: torch.cat([part * 2 for part in m.a(x).chunk(2, 2)], 2),
+        lambda m, x: m.a(x).reshape(2, 2, -1, 4, 4).mul(m.g[:2, None, None, None, None]).reshape(2, 4, 4, 4),
+        lambda m, x: torch.where(m.row[:4] > 0, y := m.a(x), -y),
+        lambda m, x: torch.where(x[:, :, :4, :4] > 0, y := m.a(x), -y),
+        lambda m, x: torch.addcmul(shaped(m.g), y := m.a(x), y),
+        lambda m, x: torch.lerp(shaped(m.g), y := m.a(x), y),
     ):
         folds(function, 0)
     folds(lambda m, x: m.a(x) * m.g[:, None], 0, (2, 4, 4), linear=True)
@@ -119,7 +132,7 @@ def test_what_varies_along_another_dimension_stays() -> None:
 
 
 def test_what_something_else_reads_keeps_its_map() -> None:
-    folds(lambda m, x: (y := m.a(x)) + y * shaped(m.g), 0)
+    folds(lambda m, x: (y := m.a(x)).relu() + y * shaped(m.g), 0)
     folds(lambda m, x: m.b(y := m.a(x).relu() * shaped(m.g)) + y, 0)
     folds(lambda m, x: torch.cat([y := m.a(x), y * shaped(m.g)]), 0)
     folds(lambda m, x: m.a(x) * shaped(m.g) + x[:, :, 1:-1, 1:-1], 1)
@@ -178,6 +191,9 @@ MAPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "computed": lambda m, x: m.b((m.a(x) * shaped(m.g * (m.v + 1e-5).rsqrt()) + shaped(m.c)).relu()),
     "input": lambda m, x: m.a((x - shaped(m.c)) / shaped(m.v)),
     "layer scale": lambda m, x: m.b(m.a(x)) * shaped(m.g) + x[:, :, 1:-1, 1:-1],
+    "two products": lambda m, x: m.b(((y := m.a(x)) * shaped(m.g) + y * shaped(m.v) - shaped(m.c)).relu()),
+    "parts": lambda m, x: m.b(torch.cat([y * (i + 1.5) for i, y in enumerate(m.a(x).chunk(2, 1))], 1).relu()),
+    "groups": lambda m, x: m.b((m.a(x).unflatten(1, (2, 2)) * m.g.view(2, 2, 1, 1)).flatten(1, 2).relu()),
     "attribute": lambda m, x: m.b((m.a(x) + m.plain).relu()),
 }
 
