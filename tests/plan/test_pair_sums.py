@@ -101,12 +101,12 @@ def test_widening_has_the_smallest_expected_error(device: torch.device, seed: in
     sums = torch.where(first * second > 0, (first + second).abs(), 0.0).double()
 
     def expected(ratio: Tensor) -> Tensor:
-        return 64 * ratio**2 / 12 + (sums - 128 * ratio[:, None]).clamp(min=0).square().sum(1) / 2
+        return 64 * ratio**2 / 12 + (sums - 128 * ratio[..., None]).clamp(min=0).square().sum(-1) / 2
 
     found = BOUND.widening(position)
     assert (found >= 1).all()
-    for other in torch.linspace(1, 2, 101, dtype=torch.float64, device=device):
-        assert (expected(found) <= expected(other.expand(3)) * (1 + 1e-6)).all()
+    others = torch.linspace(1, 2, 101, dtype=torch.float64, device=device)
+    assert (expected(found) <= expected(others[:, None].expand(-1, 3)) * (1 + 1e-6)).all()
     doubled = BOUND.widening(position, doubled=True)
     for power in (1.0, 2.0):
         assert (expected(doubled) <= expected(torch.full_like(doubled, power)) * (1 + 1e-6)).all()
