@@ -93,6 +93,11 @@ def test_labels_of_minus_100_do_not_count() -> None:
     ids, logits = torch.tensor([[3, -100, 1]]), torch.tensor([[[0, 1.0], [0, 2.0], [3.0, 0]]])
     tokens_ = Classification([(logits, ids.clamp(max=1))], reference=lambda x: x)
     assert qfx.evaluate(lambda x: x, tokens_) == {"accuracy": 0.5, "agreement": 1, "KL": 0}
+    labeled["labels"] = torch.full_like(labels, -100)
+    assert (
+        "no tokens that count; pass batches that can be read again, such as a list, with labels other than -100"
+        in words_for(model, LanguageModeling([labeled]))
+    )
 
 
 def test_the_first_error_counts_where_labels_do_not_help() -> None:
@@ -602,6 +607,9 @@ def test_hidden_and_empty_folders_are_no_classes(tmp_path: Path) -> None:
         (numbers / name).mkdir(parents=True)
         pixels.save(numbers / name / "x.png")
     assert qfx.data.labeled_images(numbers).class_to_idx == {"7": 7, "11": 11}
+    (numbers / "07").mkdir()
+    pixels.save(numbers / "07" / "x.png")
+    assert qfx.data.labeled_images(numbers).class_to_idx == {"07": 0, "11": 1, "7": 2}
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -83,8 +83,8 @@ def labeled_images(
     """Return the images of a folder that has one folder per class, in batches with their labels.
 
     A class is a folder with at least one image; hidden and empty folders do not count. If the names of all classes are
-    integers, these are the labels. Otherwise, labels count the classes from 0 in the order of their names, like
-    torchvision's `ImageFolder`. `class_to_idx` of the result maps names to labels.
+    different integers, these are the labels. Otherwise, labels count the classes from 0 in the order of their names, as
+    in torchvision's `ImageFolder`. `class_to_idx` of the result maps names to labels.
 
     Args:
         directory: Folder that holds the folders of the classes.
@@ -104,7 +104,7 @@ def labeled_images(
         raise CalibrationError(f"{loose[0]} is not in the folder of a class; move the images of each class to a folder")
     classes = [file.relative_to(directory).parts[0] for file in files]
     names = sorted(set(classes))
-    numbered = all(name.isdecimal() for name in names)
+    numbered = all(name.isdecimal() for name in names) and len(names) == len(set(map(int, names)))  # 1 and 01 are names
     label = {name: int(name) if numbered else index for index, name in enumerate(names)}
     visible = {entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
     if (empty := sorted(visible - label.keys())) and not numbered:

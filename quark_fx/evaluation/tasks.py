@@ -318,7 +318,10 @@ def _require_tokens(batch: Any) -> None:
 
 def _require(count: int, what: str) -> None:
     if not count:
-        raise QuarkError(f"the task got no {what}; pass batches that can be read again, such as a list")
+        raise QuarkError(
+            f"the task got no {what} that count; pass batches that can be read again, such as a list, with labels "
+            f"other than {IGNORED} and an attention mask of 1"
+        )
 
 
 __all__ = ["Classification", "Embedding", "LanguageModeling", "Task", "divergence_of", "evaluate"]
