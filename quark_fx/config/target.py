@@ -118,8 +118,9 @@ class OnnxFiles:
         formats: Formats of `quark_fx.export.onnx` that the backend reads, its default first.
         opset: Default opset.
         opsets: Oldest and newest opset that the backend reads.
-        runtime: Runtime whose defects the file works around: `quark_fx.export.to_onnx.workarounds` has rows for
-            `"onnxruntime"` that other backends do not need.
+        runtime: Runtime whose defects the file works around. `quark_fx.export.to_onnx.workarounds` has rows for
+            `"onnxruntime"` and `"openvino"`; `register_workaround` adds rows for these or another name. Without a
+            runtime, a file has none of the workarounds, and ONNX Runtime may compute other values from it.
         rules: Rewrites for this backend alone, which run last: see `quark_fx.export.onnx`.
         check: Function that raises `ExportError` for an `onnx_ir.Model` that the backend does not load. Before
             it, every file passes `onnx.checker`, and ONNX Runtime loads it.

@@ -24,8 +24,10 @@ import quark_fx as qfx
 from quark_fx.config.target import OnnxFiles
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, write_in_format
-from quark_fx.export.to_onnx.workarounds import MEASURED, WORKAROUNDS
+from quark_fx.export.to_onnx.workarounds import MEASURED, WORKAROUNDS, Workaround, register_workaround
 from quark_fx.numbers.formats import INT8
+from quark_fx.presets import INT8_STATIC
+from quark_fx.targets import Target, register_target
 
 REFUSED, WRONG = "refused", "wrong"
 SIGNED = "float xs = {0.02}, int8 xz = {3}"
@@ -259,3 +261,30 @@ def test_mistakes_of_a_runtime_are_worked_around_for_that_runtime_alone(runtime:
     model = graph(f"{MATRIX} | float[4] one = {{1, 1, 1, 1}} | s = Add(x, one)  y = LayerNormalization(s, one)")
     write_in_format(model, FORMATS["qdq"], FormatOptions(), OnnxFiles(runtime=runtime))
     assert [node.op_type for node in model.graph] == [kind, "LayerNormalization"]
+
+
+def test_a_row_from_outside_runs_in_the_files_of_its_runtime_alone(tmp_path: Path) -> None:
+    def rename(model: ir.Model, node: ir.Node) -> None:
+        node.name = "seen by the row"
+
+    row = Workaround(
+        runtime="gizmo",
+        versions=("0.1",),
+        fault="none",
+        operators=("Flatten",),
+        condition=lambda node: node.name != "seen by the row",
+        rewrite=rename,
+    )
+    assert register_workaround("flattened values", row) is row
+    register_target(Target(name="gizmo", onnx=OnnxFiles(runtime="gizmo")))
+    model = seeded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)))
+    names = {}
+    for target in ("onnx", "gizmo"):
+        qmodel = quantize(model, INT8_STATIC.replace(target=target), images(4))
+        file = ir.load(qfx.export.onnx(qmodel, tmp_path / "model.onnx"))
+        names[target] = {node.name for node in file.graph if node.op_type == "Flatten"}
+    assert names["gizmo"] == {"seen by the row"}
+    assert names["onnx"]
+    assert "seen by the row" not in names["onnx"]
+    with pytest.raises(ExportError, match="has that name"):
+        register_workaround("row scales", row)

@@ -1,5 +1,7 @@
 """Defects of runtimes that files are written around: one row each, with the pattern and its replacement.
 
+`register_workaround` adds a row, in this package or outside of it.
+
 A test runs each pattern without its row and expects the fault, so that a row can go when its runtime is repaired.
 Patterns and rewrites for ONNX Runtime are in `onnxruntime_workarounds`, those for OpenVINO below the table.
 """
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx import onnxruntime_workarounds as ort
 from quark_fx.export.to_onnx.edit import (
     add_array,
@@ -24,6 +27,7 @@ from quark_fx.export.to_onnx.edit import (
     shape_of,
     stored_array,
 )
+from quark_fx.system.registry import Registry
 from quark_fx.targets.onnxruntime import MOVES
 
 
@@ -33,7 +37,8 @@ class Workaround:
 
     Attributes:
         runtime: `OnnxFiles.runtime` of the targets that need it.
-        versions: Measured versions that have the fault. The rewrite runs for all: a file may go to any version.
+        versions: Measured versions that have the fault, for readers. The rewrite runs for all: a file may go to any
+            version.
         fault: Effect of the pattern in the runtime.
         source: Change or report of the runtime that explains the fault; empty if none is known.
         operators: Types of nodes at which the pattern ends.
@@ -60,6 +65,22 @@ class Workaround:
                 done = True
         if done:
             erase_unread(model)
+
+
+WORKAROUNDS: Registry[Workaround, Workaround] = Registry("workaround", error=ExportError)
+"""Every workaround under its name, in the order in which they run."""
+_add = WORKAROUNDS.add
+
+
+def register_workaround(name: str, row: Workaround) -> Workaround:
+    """Register a workaround for the files of all targets with its `runtime`. It runs after those registered before it.
+
+    A module can register a name again, for example from a notebook cell.
+
+    Raises:
+        ExportError: If another module has registered a workaround under that name.
+    """
+    return _add(row, name, depth=2)
 
 
 # OpenVINO ------------------------------------------------------------------------------------------------------------
@@ -188,7 +209,7 @@ MEASURED = ("1.31", "1.32")
 
 _PULLS = "https://github.com/microsoft/onnxruntime/pull/"
 
-WORKAROUNDS: dict[str, Workaround] = {
+_ROWS = {
     "row scales": Workaround(
         runtime="onnxruntime",
         versions=MEASURED,
@@ -329,6 +350,7 @@ WORKAROUNDS: dict[str, Workaround] = {
         rewrite=ort.keep_floats,
     ),
 }
-"""All workarounds, in the order in which they run."""
+for _name, _row in _ROWS.items():
+    register_workaround(_name, _row)
 
-__all__ = ["MEASURED", "WORKAROUNDS", "Workaround"]
+__all__ = ["MEASURED", "WORKAROUNDS", "Workaround", "register_workaround"]
