@@ -7,6 +7,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ from quark_fx.graph.provenance import digest
 from quark_fx.model.eager import is_eager
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.passes import calibrate, convert, insert_observers
+from quark_fx.system import accelerator
 from quark_fx.system.isolation import as_called, isolated
 from quark_fx.system.memory import occupied
 
@@ -247,7 +249,8 @@ class Session:
     def _keep(self) -> None:
         """Keep the batches."""
         try:
-            self.data.keep_batches(flat_batches(self.captured, self.unread))
+            with accelerator.checked_together():  # no batch is read before all are kept
+                self.data.keep_batches(flat_batches(self.captured, self.unread))
         except BaseException:
             self.data.cache.close()
             raise
@@ -493,14 +496,19 @@ def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "cal
             leaf = leaves[position]
             if not isinstance(leaf, Tensor) or not leaf.numel():
                 continue
-            low, high = torch.stack(leaf.aminmax()).tolist()  # waits once
-            if not 0 <= low <= high < count:
-                raise CalibrationError(
-                    f"{purpose} batch {index}: input {captured.signature.input_names[position]} holds "
-                    f"{low} to {high} and selects from a table of {count} rows; tokenize with the model's own "
-                    "tokenizer, and replace marks for ignored positions, such as -100"
-                )
+            name = captured.signature.input_names[position]
+            ends = torch.stack(leaf.aminmax())
+            fits = ((ends >= 0) & (ends < count)).all()
+            accelerator.require(fits, partial(_out_of_range, f"{purpose} batch {index}: input {name}", ends, count))
         yield leaves
+
+
+def _out_of_range(name: str, ends: Tensor, rows: int) -> CalibrationError:
+    low, high = ends.tolist()
+    return CalibrationError(
+        f"{name} holds {low} to {high} and selects from a table of {rows} rows; tokenize with the model's own "
+        "tokenizer, and replace marks for ignored positions, such as -100"
+    )
 
 
 def _rows_selected(gm: GraphModule) -> dict[int, int]:

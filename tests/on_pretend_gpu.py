@@ -233,6 +233,24 @@ def test_waits_and_copies_do_not_grow_with_the_batches(
     assert other[1] - one[1] == more
 
 
+@pytest.mark.parametrize("name", ["w4a16_rtn", "w4a16_gptq", "w4a16_awq"])
+def test_a_model_on_the_device_waits_for_operators_not_for_batches_or_checks(
+    name: str, pretend_gpu: PretendGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches, weights, and their ranges are checked together: at most three waits per operator, and a few in all."""
+    errors = partial(torch.arange, 2.0, 0.0, -1.0)
+    monkeypatch.setattr(judging, "relative_errors", lambda matrices, target, h: errors(device=h.device))
+
+    def waits(count: int) -> int:
+        model, data = seeded(Net()).to(DEVICE), [batch.to(DEVICE) for batch in batches(count)]
+        pretend_gpu.waits.clear()
+        qfx.quantize(model, PRESETS[name], data, progress=False)
+        return pretend_gpu.waits.total()
+
+    waits(1)  # the first capture is kept (tests/captured_once.py), which reads constants
+    assert waits(3) == waits(5) <= (8 if name == "w4a16_rtn" else 8 + 3 * 3)
+
+
 def configurations() -> dict[str, QuantConfig]:
     """Return every preset, and a configuration with each pass that no preset has."""
     static, w4 = PRESETS["int8_static"], PRESETS["w4a16_rtn"]

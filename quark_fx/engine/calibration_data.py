@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.signature import BatchShape, batch_shape
+from quark_fx.system import accelerator
 from quark_fx.system.isolation import warn
 
 _ONE_IN = 8
@@ -283,9 +285,14 @@ def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> N
         names: Names of the flat inputs, empty if they have none.
         batch: Name of the batch, for the message.
     """
-    if (position := with_nan(leaves)) is not None:
-        name, sample = names[position] if names else position, int(first_sample(leaves[position].isnan()))
-        raise CalibrationError(f"{batch}: input {name} holds NaN in sample {sample}; remove such samples")
+    for position, leaf in _floats(leaves):
+        name = names[position] if names else position
+        accelerator.require(~leaf.isnan().any(), partial(_holds_nan, f"{batch}: input {name}", leaf))
+
+
+def _holds_nan(name: str, leaf: Tensor) -> CalibrationError:
+    sample = int(first_sample(leaf.isnan()))
+    return CalibrationError(f"{name} holds NaN in sample {sample}; remove such samples")
 
 
 def first_sample(marks: Tensor) -> Tensor:
@@ -296,8 +303,12 @@ def first_sample(marks: Tensor) -> Tensor:
 
 def with_nan(leaves: Sequence[Any]) -> int | None:
     """Return the position of the first flat input that holds NaN, `None` if none does."""
-    floats = ((i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
-    return next((position for position, leaf in floats if bool(leaf.isnan().any())), None)
+    return next((position for position, leaf in _floats(leaves) if bool(leaf.isnan().any())), None)
+
+
+def _floats(leaves: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the flat inputs that hold floats, with their positions."""
+    yield from ((i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _part(leaf: Any, part: slice | None) -> Any:

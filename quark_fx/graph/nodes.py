@@ -57,16 +57,19 @@ _PIECE = 1 << 26
 
 
 def is_finite(x: Tensor) -> bool:
-    """Tell whether no value is NaN or infinite, without a copy as large as `x`."""
+    """Tell whether no value is NaN or infinite."""
+    return bool(all_finite(x))
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """Return whether no value is NaN or infinite, shape (), without a copy as large as `x`."""
     if not x.is_floating_point() or not x.numel():
-        return True
+        return torch.ones((), dtype=torch.bool, device=x.device)
     rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
-    for piece in rows.split(max(1, _PIECE * len(rows) // rows.numel())):
-        # The minimum or maximum is NaN or infinite if a value is; `aminmax` does not support 8-bit floats.
-        ends = torch.stack(torch.aminmax(piece if piece.element_size() > 1 else piece.half()))
-        if not bool(ends.isfinite().all()):
-            return False
-    return True
+    pieces = rows.split(max(1, _PIECE * len(rows) // rows.numel()))
+    # The minimum or maximum is NaN or infinite if a value is; `aminmax` does not support 8-bit floats.
+    ends = [torch.stack(torch.aminmax(piece if piece.element_size() > 1 else piece.half())) for piece in pieces]
+    return torch.stack(ends).isfinite().all()
 
 
 def is_parameter(node: Any) -> TypeGuard[Node]:

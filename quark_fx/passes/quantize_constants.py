@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from quark_fx.plan.placement import Attending, Coded, Plan, PlannedOperator, Qua
 from quark_fx.plan.report import Measured, Row, with_measured
 from quark_fx.plan.siblings import value_read
 from quark_fx.plan.weights import RoundedWeight, observe_tensor, quantize_tensor, rescale_zeros
+from quark_fx.system import accelerator
 from quark_fx.system.memory import give_back
 
 ops = torch.ops.quark_fx
@@ -63,15 +64,16 @@ def quantize_constants(
     # An embedding with a tied weight reads the codes of the operator that multiplies by it.
     coded = (op for op in reversed(plan.operators) if isinstance(op, Coded))
     pairs = {str(op.weight_node): op.pairs for op in coded if op.pairs is not None}
-    for op in plan.operators:
-        if not isinstance(op, Coded):
-            rows.append(_float_row(gm, op))
-            continue
-        give_back()
-        op = replace(op, pairs=op.pairs or pairs.get(str(op.weight_node)))
-        amax = joint.get(op.node)
-        row, measured[len(rows)] = _quantize_operator(gm, op, input_scales.get(op.node), stored, amax, settled, context)
-        rows.append(replace(row, bytes_after=row.bytes_after + beside[op.node.name]))
+    with accelerator.checked_together():
+        for op in plan.operators:
+            if not isinstance(op, Coded):
+                rows.append(_float_row(gm, op))
+                continue
+            give_back()
+            op = replace(op, pairs=op.pairs or pairs.get(str(op.weight_node)))
+            scale, amax = input_scales.get(op.node), joint.get(op.node)
+            row, measured[len(rows)] = _quantize_operator(gm, op, scale, stored, amax, settled, context)
+            rows.append(replace(row, bytes_after=row.bytes_after + beside[op.node.name]))
     return with_measured(rows, measured)
 
 
@@ -197,28 +199,36 @@ def _quantize_weight(
     if last is not None and last.is_of(spec, largest, op.pairs, smallest):
         return last.copied(), last.norms
     try:
-        observed = None if given is not None or spec.is_cast else observe_tensor(weight, spec, op.linear, amax)
-        codes = quantize_tensor(
-            weight,
-            spec,
-            linear=op.linear,
-            smallest_scale=smallest,
-            amax=amax,
-            qparams=given,
-            pairs=op.pairs,
-            observed=observed,
-        )
+        with accelerator.checked_later() as checks:
+            observed = None if given is not None or spec.is_cast else observe_tensor(weight, spec, op.linear, amax)
+            codes = quantize_tensor(
+                weight,
+                spec,
+                linear=op.linear,
+                smallest_scale=smallest,
+                amax=amax,
+                qparams=given,
+                pairs=op.pairs,
+                observed=observed,
+            )
     except ValueError as error:
-        remedy = "exclude the operator" if is_finite(weight) else "fix the model's weights"
-        raise CalibrationError(
-            f"weight {op.weight_node.target!r} of {describe(op.node)} cannot be quantized: {error}; {remedy}"
-        ) from error
+        reason = error
+        raise _unusable(op, weight, lambda: reason) from error
+    for condition, error_of in checks:
+        accelerator.require(condition, partial(_unusable, op, weight, error_of))
     norms = codes.norms(weight)
     if known is not None and observed is not None:
         made = RoundedWeight(spec, largest, op.pairs, observed, codes, norms)
         if made.is_of(spec, largest, op.pairs, smallest):
             known[key] = replace(made, tensor=made.copied())
     return codes, norms
+
+
+def _unusable(op: Coded, weight: Tensor, error: Callable[[], Exception]) -> CalibrationError:
+    remedy = "exclude the operator" if is_finite(weight) else "fix the model's weights"
+    return CalibrationError(
+        f"weight {op.weight_node.target!r} of {describe(op.node)} cannot be quantized: {error()}; {remedy}"
+    )
 
 
 def _use_weight(gm: GraphModule, op: Coded, stored: _Stored) -> None:
@@ -267,7 +277,8 @@ def _store(gm: GraphModule, value: Node, quantized: QuantizedTensor, spec: Tenso
     parts = {"codes": quantized.codes}
     if not spec.is_cast:
         zero = torch.zeros((), dtype=torch.int32, device=quantized.scale.device)
-        parts |= {"scale": quantized.scale, "zero_point": zero if quantized.is_symmetric else quantized.zero_point}
+        is_zero = (spec.scheme.symmetric and spec.format.signed) or quantized.is_symmetric  # the latter reads a device
+        parts |= {"scale": quantized.scale, "zero_point": zero if is_zero else quantized.zero_point}
     with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
         nodes = [get_attr(gm, f"{value.target}_{part}", tensor) for part, tensor in parts.items()]
     inherit(nodes[0], value)

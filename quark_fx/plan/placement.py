@@ -25,8 +25,8 @@ from quark_fx.graph.attention import Attention, find_attentions, is_pointwise
 from quark_fx.graph.computed import computed_constants, parameters_of, weight_arguments
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
+    all_finite,
     describe,
-    is_finite,
     is_floating,
     is_parameter,
     module_path,
@@ -56,6 +56,7 @@ from quark_fx.graph.operators import (
 from quark_fx.plan.pair_sums import PairBound, pair_bound
 from quark_fx.plan.roles import ADAPTER, DEPTHWISE, ROLES, Uses, base_of_adapter, roles_of
 from quark_fx.plan.siblings import siblings
+from quark_fx.system import accelerator
 from quark_fx.system.isolation import warn
 
 
@@ -492,8 +493,9 @@ def _way(op: PlannedOperator) -> str:
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
     """Raise `CalibrationError`, with the name, if a weight that gets codes, or its bias, holds NaN or infinity."""
-    for operator in operators:
-        if isinstance(operator, Coded):
+    coded = [operator for operator in operators if isinstance(operator, Coded)]
+    with accelerator.checked_together():
+        for operator in coded:
             for what, node in (("weight", operator.weight_node), *_biases(operator)):
                 _require_finite(gm, operator, what, node)
 
@@ -504,17 +506,19 @@ def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator])
     Weights that get codes are checked at conversion: each is read once, perhaps from disk. Tables that are not weights,
     such as masks, may hold infinities.
     """
-    checked: set[object] = set()
+    constants: dict[object, tuple[PlannedOperator, str, Node]] = {}
     for operator in operators:
-        constants = _biases(operator)
+        read = _biases(operator)
         if unsupported_positions(operator.node):
-            constants += [("weight", node) for node in operator.node.all_input_nodes]
+            read += [("weight", node) for node in operator.node.all_input_nodes]
         elif isinstance(operator, LeftInFloat) and operator_row(operator.node) is not None:
-            constants.append(("weight", operator.weight_node))
-        for what, node in constants:
-            if is_parameter(node) and node.target not in checked:
-                _require_finite(gm, operator, what, node)
-                checked.add(node.target)
+            read.append(("weight", operator.weight_node))
+        for what, node in read:
+            if is_parameter(node):
+                constants.setdefault(node.target, (operator, what, node))
+    with accelerator.checked_together():
+        for operator, what, node in constants.values():
+            _require_finite(gm, operator, what, node)
 
 
 def _biases(operator: PlannedOperator) -> list[tuple[str, Node | None]]:
@@ -527,10 +531,9 @@ def _biases(operator: PlannedOperator) -> list[tuple[str, Node | None]]:
 
 
 def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node: Node | None) -> None:
-    if is_parameter(node) and not is_finite(parameter(gm, node)):
-        raise CalibrationError(
-            f"{what} {node.target!r} of {describe(operator.node)} holds NaN or infinity; fix the model's weights"
-        )
+    if is_parameter(node):
+        message = f"{what} {node.target!r} of {describe(operator.node)} holds NaN or infinity; fix the model's weights"
+        accelerator.require(all_finite(parameter(gm, node)), lambda: CalibrationError(message))
 
 
 def _kinds(kind: str, roles: tuple[str, ...]) -> tuple[str, ...]:
