@@ -629,7 +629,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "a factory with arguments": (lambda _: factory("of_size"), r"factories:of_size is called without .*'pixels'; give"),
     "a file of Python": (
         lambda _: ("quantize", "factories.py:cnn", "--preset", "fp16", "-o", "q"),
-        r"factories.py is a file; a factory is package.module:name, as factories:name",
+        r"factories.py is a file; a factory is package.module:name, such as factories:name",
     ),
     "no function": (lambda _: factory("SIZE"), r"factories:SIZE is a int; name a function"),
     "no module": (
@@ -767,7 +767,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "no reference": (
         lambda _: ("evaluate", "factories:cnn", "--data", "x.npy"),
-        r"the cosine is that with the float model's vectors: give it as --reference",
+        r"the cosine compares vectors with the float model's: give the float model as --reference",
     ),
     "no labels": (
         lambda _: ("evaluate", "factories:cnn", "--data", "x.npy", "--task", "classification"),

@@ -18,6 +18,7 @@ FINISHED = (
     *("README.md", *PAGES),
     "quark_fx/analysis",
     "quark_fx/checkpoints",
+    "quark_fx/command_line",
     "quark_fx/config",
     "quark_fx/data",
     "quark_fx/errors.py",

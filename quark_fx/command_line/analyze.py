@@ -43,9 +43,9 @@ def analyze(
     source = float_subject(model)
     batches = calibration(reading, source, needed=True)
     named = None if options.exclude or options.changes else options.preset
-    found = qfx.analyze(source.model, named or chosen, batches, metric=metric, top=top)
-    show(json, found.to_dict(), str(found))  # before a file that may fail to be written
+    analysis = qfx.analyze(source.model, named or chosen, batches, metric=metric, top=top)
+    show(json, analysis.to_dict(), str(analysis))  # before a file that may fail to be written
     if html is not None:
-        found.html(html)
+        analysis.html(html)
     if output is not None:
-        write_text(output, found.to_yaml())
+        write_text(output, analysis.to_yaml())

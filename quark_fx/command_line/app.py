@@ -41,8 +41,8 @@ class Commands(TyperGroup):
                 notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
                 typer.echo(f"error: {error}{notes}", err=True)
                 if as_json:
-                    said = {"type": type(error).__name__, "message": f"{error}{notes}"}
-                    typer.echo(json.dumps({"error": said}, indent=2))
+                    details = {"type": type(error).__name__, "message": f"{error}{notes}"}
+                    typer.echo(json.dumps({"error": details}, indent=2))
                 raise typer.Exit(1) from None
 
 
@@ -50,8 +50,8 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(flag: bool) -> None:
+    if flag:
         typer.echo(f"quark_fx {quark_fx.__version__}")
         raise typer.Exit
 

@@ -24,9 +24,9 @@ def compare(
     json: Json = False,
 ) -> None:
     """Run the same data through two models and report the differences of their outputs."""
-    left, right = subject(first), subject(second)
-    batches = read_batches(reading, left.completed_by(right))
-    found = evaluation.compare(left.model, right.model, batches)
+    first_subject, second_subject = subject(first), subject(second)
+    batches = read_batches(reading, first_subject.completed_by(second_subject))
+    distances = evaluation.compare(first_subject.model, second_subject.model, batches)
     columns: list[Column[Distance]] = [
         Column("output", lambda distance: distance.name or None),
         Column("max |Δ|", lambda distance: distance.max_abs, ".3g"),
@@ -34,4 +34,4 @@ def compare(
         Column("cosine", lambda distance: distance.cosine, ".6f"),
         Column("same largest", lambda distance: distance.agreement, ".2%"),
     ]
-    show(json, {"outputs": [asdict(d) for d in found]}, Table("Outputs", columns, found))
+    show(json, {"outputs": [asdict(d) for d in distances]}, Table("Outputs", columns, distances))

@@ -30,6 +30,6 @@ def convert(
     json: Json = False,
 ) -> None:
     """Quantize a checkpoint file to file: tensor by tensor, resumable, without building the model."""
-    made = qfx.convert(source, scheme, output, ignore=ignore or (), processes=processes, dry_run=dry_run)
+    conversion = qfx.convert(source, scheme, output, ignore=ignore or (), processes=processes, dry_run=dry_run)
     wrote = [] if dry_run else [f"wrote {output} (checkpoint, compressed-tensors)"]
-    show(json, made.to_dict(), *[made.table()] * dry_run, *made.summary(), *wrote)
+    show(json, conversion.to_dict(), *[conversion.table()] * dry_run, *conversion.summary(), *wrote)

@@ -66,7 +66,7 @@ def doctor(json: Json = False) -> None:
         (
             extra,
             EXTRAS[extra][0],
-            ", ".join(f"{package} {found or 'missing'}" for package, found in packages.items()),
+            ", ".join(f"{package} {release or 'missing'}" for package, release in packages.items()),
             "" if all(packages.values()) else f"pip install 'quark_fx[{extra}]'",
         )
         for extra, packages in extras.items()

@@ -42,17 +42,17 @@ def evaluate(
 ) -> None:
     """Measure perplexity, accuracy, or cosine of float, quantized, and exported models."""
     original = None if reference is None else subject(reference)
-    judged = subject(model).completed_by(original)
-    task = task or _task(reading, judged)
-    judge = _judge(task, reading, judged, None if original is None else original.model)
-    figures, samples = qfx.evaluate(judged.model, judge), sum(map(_samples, judge.batches))
+    model_subject = subject(model).completed_by(original)
+    task = task or _task(reading, model_subject)
+    evaluation = _evaluation(task, reading, model_subject, None if original is None else original.model)
+    metrics, samples = qfx.evaluate(model_subject.model, evaluation), sum(map(_samples, evaluation.batches))
     columns: list[Column[tuple[str, float]]] = [
         Column(str(task), lambda row: row[0]),
         Column(model, lambda row: row[1], ".6g"),
     ]
-    rows = [*figures.items(), ("samples", samples)]
-    found = {"model": model, "task": str(task), "figures": figures, "samples": samples}
-    show(json, found, Table("Metrics", columns, rows))
+    rows = [*metrics.items(), ("samples", samples)]
+    document = {"model": model, "task": str(task), "figures": metrics, "samples": samples}
+    show(json, document, Table("Metrics", columns, rows))
 
 
 def _samples(batch: Any) -> int:
@@ -61,20 +61,22 @@ def _samples(batch: Any) -> int:
     return len(next(tensors, ()))
 
 
-def _task(reading: Reading, judged: Subject) -> Task:
+def _task(reading: Reading, model_subject: Subject) -> Task:
     if is_text(reading):
-        lines = judged.reads_lines if reading.lines is None else reading.lines
+        lines = model_subject.reads_lines if reading.lines is None else reading.lines
         return Task.EMBEDDING if lines else Task.LANGUAGE_MODELING
     return Task.CLASSIFICATION if has_labels(reading) else Task.EMBEDDING
 
 
-def _judge(task: Task, reading: Reading, judged: Subject, reference: Any) -> Any:
+def _evaluation(task: Task, reading: Reading, model_subject: Subject, reference: Any) -> Any:
     if task is Task.CLASSIFICATION:
-        return Classification(read_labeled(reading, judged), reference)
-    batches = read_batches(reading, judged)
+        return Classification(read_labeled(reading, model_subject), reference)
+    batches = read_batches(reading, model_subject)
     if task is Task.LANGUAGE_MODELING:
         named = [b if isinstance(b, dict) else {"input_ids": b} for b in batches]
         return LanguageModeling(named, reference)
     if reference is None:
-        raise CalibrationError("the cosine is that with the float model's vectors: give it as --reference")
+        raise CalibrationError(
+            "the cosine compares vectors with the float model's: give the float model as --reference"
+        )
     return Embedding(batches, reference)

@@ -37,8 +37,8 @@ def export(
     outputs = outputs_of(output, format or [])
     for one in outputs:
         require_room_for(one)
-    made = subject(model)
-    if not isinstance(made.model, QuantizedModel):
+    quantized = subject(model)
+    if not isinstance(quantized.model, QuantizedModel):
         raise ExportError(f"{model} is not a quantized model of quark_fx; give the directory that quantize wrote")
     original = None
     if any(one.kind in ("checkpoint", "GGUF") for one in outputs):
@@ -46,10 +46,10 @@ def export(
             raise ExportError("a checkpoint takes its class from the float model: give it as --float DIRECTORY")
         source = float_subject(float_model)
         original = qfx.open_checkpoint(source.model) if isinstance(source.model, Path) else source.model
-    found = find_tokenizer(Reading(tokenizer=tokenizer), made)
+    tokenizer_to_write = find_tokenizer(Reading(tokenizer=tokenizer), quantized)
     written = []
     for one in outputs:
-        write(made.model, one, tokenizer=found, model=original, opset=opset)
+        write(quantized.model, one, tokenizer=tokenizer_to_write, model=original, opset=opset)
         written.append({"path": str(one.path), "kind": one.kind, "bytes": written_bytes(one.path)})
     lines = [
         f"wrote {w['path']} ({w['kind']}, {bytes_text(written_bytes(one.path))})"

@@ -19,6 +19,8 @@ def inspect(
     every: Annotated[bool, typer.Option("--all", help="Show one operator per line.")] = False,
     json: Json = False,
 ) -> None:
-    """Show number formats and sizes by operator, operators in float, and those that ONNX Runtime runs in integers."""
-    found = qfx.inspect(path)
-    show(json, found.to_dict(every=every), found.title, *found.tables(every=every), *found.summary())
+    """Show formats and sizes by operator, operators in float, and operators that ONNX Runtime runs in integers."""
+    inspection = qfx.inspect(path)
+    show(
+        json, inspection.to_dict(every=every), inspection.title, *inspection.tables(every=every), *inspection.summary()
+    )

@@ -15,7 +15,7 @@ from quark_fx.config.quant_config import QuantConfig
 from quark_fx.config.target import TARGETS
 from quark_fx.presets import PRESETS, preset
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 
 Html = Annotated[Path | None, typer.Option("--html", help="HTML file for a page of charts and tables.")]
 
@@ -74,7 +74,7 @@ class Reading:
         ),
     ] = None
     samples: Annotated[
-        int, typer.Option(min=1, help="Samples that are taken, spread evenly over the data: windows, lines, images.")
+        int, typer.Option(min=1, help="Number of samples, spread evenly over the data: windows, lines, or images.")
     ] = 128
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a batch.")] = 8
     length: Annotated[int, typer.Option(min=2, help="Text: tokens of a sample.")] = 512
@@ -109,7 +109,7 @@ class ConfigOptions:
     config: Annotated[Path | None, typer.Option(help="A YAML file; `preset: NAME` in it starts from a preset.")] = None
     exclude: Annotated[
         list[str] | None,
-        typer.Option(help='Operators that stay in float: a glob on names, or "op:" and one on kinds. Repeatable.'),
+        typer.Option(help='Operators that stay in float: a glob on names, or "op:" and a glob on kinds. Repeatable.'),
     ] = None
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None
     target: Annotated[
@@ -123,8 +123,8 @@ class ConfigOptions:
     @property
     def changes(self) -> dict[str, Any]:
         """The fields of the preset or file that options override, except `exclude`, which adds patterns."""
-        given = {"group_size": self.group_size, "target": self.target}
-        return {name: value for name, value in given.items() if value is not None}
+        options = {"group_size": self.group_size, "target": self.target}
+        return {name: value for name, value in options.items() if value is not None}
 
     def chosen(self) -> QuantConfig:
         """Return the configuration.
@@ -147,20 +147,22 @@ def shares_options(command: Callable[..., None]) -> Callable[..., None]:
     """Expand each `Reading` or `ConfigOptions` argument of a command into its options."""
     hints = get_type_hints(command, include_extras=True)
     groups, parameters = dict[str, type[Any]](), list[inspect.Parameter]()
-    for name, own in inspect.signature(command).parameters.items():
+    for name, parameter in inspect.signature(command).parameters.items():
         if hints[name] in _SHARED:
             groups[name] = hints[name]
             types = get_type_hints(hints[name], include_extras=True)
             defaults = {f.name: f.default for f in fields(hints[name])}
         else:
-            types, defaults = hints, {name: own.default}
+            types, defaults = hints, {name: parameter.default}
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters += [inspect.Parameter(n, keyword, default=d, annotation=types[n]) for n, d in defaults.items()]
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        made = {name: group(**{f.name: given.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
-        command(**given, **made)
+    def run(**arguments: Any) -> None:
+        instances = {
+            name: group(**{f.name: arguments.pop(f.name) for f in fields(group)}) for name, group in groups.items()
+        }
+        command(**arguments, **instances)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -62,21 +62,21 @@ def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
         typer.BadParameter: If a format does not exist, or does not apply to any output.
     """
     chosen: dict[str, str] = {}
-    known = [name for names in _FORMATS.values() for name in names]
+    format_names = [name for names in _FORMATS.values() for name in names]
     for name in formats:
         kind = next((kind for kind, names in _FORMATS.items() if name in names), None)
         if kind is None:
-            raise unknown("format", name, known, error=typer.BadParameter)
+            raise unknown("format", name, format_names, error=typer.BadParameter)
         if kind in chosen:
             raise typer.BadParameter(f"{chosen[kind]} and {name} are both formats of {kind}; give one a call")
         chosen[kind] = name
-    found = [_output(path, chosen) for path in paths]
+    outputs = [_output(path, chosen) for path in paths]
     if twice := [path for path, count in Counter(path.absolute() for path in paths).items() if count > 1]:
         raise typer.BadParameter(f"{twice[0]} is given as --output twice; give each output a different path")
-    if unused := [name for kind, name in chosen.items() if kind not in {output.kind for output in found}]:
+    if unused := [name for kind, name in chosen.items() if kind not in {output.kind for output in outputs}]:
         hint = "name a file that ends with .onnx" if unused[0] in _FORMATS["ONNX"] else "name a directory"
         raise typer.BadParameter(f"no output can have the format {', '.join(unused)}; {hint}")
-    return found
+    return outputs
 
 
 def require_opset(opset: int | None, outputs: Sequence[Output], target: Target) -> None:

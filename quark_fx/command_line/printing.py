@@ -33,12 +33,12 @@ def say(text: str) -> None:
 
 
 def _drawn(table: Table[Any]) -> RichTable:
-    made = RichTable(box=SIMPLE_HEAD, pad_edge=False)
+    drawing = RichTable(box=SIMPLE_HEAD, pad_edge=False)
     for name, right in zip(table.header, table.right, strict=True):
-        made.add_column(name, justify="right" if right else "left", overflow="fold")
+        drawing.add_column(name, justify="right" if right else "left", overflow="fold")
     for cells in table.cells:
-        made.add_row(*(cell.replace("[", r"\[") for cell in cells))
-    return made
+        drawing.add_row(*(cell.replace("[", r"\[") for cell in cells))
+    return drawing
 
 
 def _finite(data: Any) -> Any:

@@ -211,22 +211,22 @@ def _finished(
         write(qmodel, output, tokenizer=tokenizer, opset=opset)
     else:
         write_tokenizer(tokenizer, path)
-    found = None
+    verification = None
     if batch is not None and output.can_be_verified and _has_a_reader(qmodel, output):
-        found = qfx.verify(qmodel, path, [batch], runtime=_runtime(qmodel, output))
+        verification = qfx.verify(qmodel, path, [batch], runtime=_runtime(qmodel, output))
     return {
         "path": str(path),
         "kind": output.kind,
         "bytes": written_bytes(path),
-        "max_steps": None if found is None else found.max_steps,
-        "runtime": None if found is None else found.runtime,
+        "max_steps": None if verification is None else verification.max_steps,
+        "runtime": None if verification is None else verification.runtime,
     }
 
 
 def _runtime(qmodel: qfx.QuantizedModel, output: Output) -> Runtime | None:
     """Return the runtime of an output if it is not the default one and is installed."""
-    wanted = output.kind == "ONNX" and qmodel.config.target.onnx.runtime == "openvino"
-    return "openvino" if wanted and find_spec("openvino") is not None else None
+    openvino = output.kind == "ONNX" and qmodel.config.target.onnx.runtime == "openvino"
+    return "openvino" if openvino and find_spec("openvino") is not None else None
 
 
 def _has_a_reader(qmodel: qfx.QuantizedModel, output: Output) -> bool:

@@ -132,9 +132,11 @@ def _require_used(reading: Reading, path: Path) -> None:
         ("a folder of images", _OF_IMAGES, path.is_dir()),
         ("text", _OF_TEXT, not path.is_dir() and path.suffix not in ARRAY_SUFFIXES),
     ):
-        given = {name: value for name in names if (value := getattr(reading, name)) is not None}
-        if given and not fits:
-            wrong = ("--windows" if value is False else f"--{name.replace('_', '-')}" for name, value in given.items())
+        options = {name: value for name in names if (value := getattr(reading, name)) is not None}
+        if options and not fits:
+            wrong = (
+                "--windows" if value is False else f"--{name.replace('_', '-')}" for name, value in options.items()
+            )
             raise CalibrationError(f"{path} is not {what}; drop {', '.join(wrong)}")
 
 
@@ -202,4 +204,6 @@ def _pretrained(kind: str, folder: Path, **options: Any) -> Any:
         return getattr(transformers, kind).from_pretrained(folder, **options)
     except Exception as error:  # any error of transformers about its files
         hint = "; give --tokenizer DIRECTORY" if kind == "AutoTokenizer" else ""
-        raise CalibrationError(f"transformers cannot read what {place} says of its inputs: {error}{hint}") from error
+        raise CalibrationError(
+            f"transformers cannot read the description of inputs in {place}: {error}{hint}"
+        ) from error

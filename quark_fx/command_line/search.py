@@ -53,12 +53,12 @@ def search(
     candidates = [qfx.QuantConfig.from_yaml(Path(c)) if c.endswith(files) else c for c in candidate]
     source = float_subject(model)
     batches = calibration(reading, source, needed=True)
-    found = qfx.search(source.model, candidates, budget=budget, data=batches, metric=metric)
-    show(json, found.to_dict(), str(found))  # before a file that may fail to be written
+    outcome = qfx.search(source.model, candidates, budget=budget, data=batches, metric=metric)
+    show(json, outcome.to_dict(), str(outcome))  # before a file that may fail to be written
     if html is not None:
-        found.html(html)
+        outcome.html(html)
     if output is not None:
-        write_text(output, found.to_yaml())
+        write_text(output, outcome.to_yaml())
 
 
 def _number(text: str | None) -> float | str | None:

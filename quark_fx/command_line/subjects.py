@@ -154,7 +154,7 @@ def _made(name: str) -> Subject:
         if not hasattr(factory, part):
             raise ConfigError(f"{module_name} has no {part!r}{nearest(part, vars(factory))}")
         factory = getattr(factory, part)
-    made = factory
+    product = factory
     if not isinstance(factory, nn.Module):
         if not callable(factory):
             raise ConfigError(f"{name} is a {type(factory).__name__}; name a function that returns a module")
@@ -165,28 +165,30 @@ def _made(name: str) -> Subject:
         except ValueError:  # a C function without a signature
             pass
         try:
-            made = factory()
+            product = factory()
         except Exception as error:  # an error of the user's code
             raise CaptureError(f"{name} raised {_described(error)}") from error
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, example = product if isinstance(product, tuple) and len(product) == 2 else (product, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"{name} returned a {type(made).__name__}; return a module, or a module and a batch of example inputs"
+            f"{name} returned a {type(product).__name__}; return a module, or a module and a batch of example inputs"
         )
     return Subject(name=name, model=model.eval(), example=example)
 
 
 def _imported(name: str) -> ModuleType:
     if name.endswith(".py"):
-        raise ConfigError(f"{name} is a file; a factory is package.module:name, as {name.removesuffix('.py')}:name")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+        raise ConfigError(
+            f"{name} is a file; a factory is package.module:name, such as {name.removesuffix('.py')}:name"
+        )
+    if (directory := os.getcwd()) not in sys.path:
+        sys.path.insert(0, directory)
     try:
         return importlib.import_module(name)
     except Exception as error:  # an error of the user's code
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"module {error.name!r} is neither in {here} nor installed; a factory is package.module:name"
+                f"module {error.name!r} is neither in {directory} nor installed; a factory is package.module:name"
             ) from error
         raise ConfigError(f"importing {name} raised {_described(error)}") from error
 

@@ -50,31 +50,35 @@ def verify(
     json: Json = False,
 ) -> None:
     """Run the same data in torch and in the runtime of the file, and compare outputs in quantization steps."""
-    made_of = subject(model)
-    if not isinstance(made_of.model, QuantizedModel) and not is_generation_folder(file):
+    reference = subject(model)
+    if not isinstance(reference.model, QuantizedModel) and not is_generation_folder(file):
         raise ExportError(f"{model} is not a quantized model of quark_fx; give the directory that quantize wrote")
-    batches = read_batches(reading, made_of)
-    found = qfx.verify(made_of.model, file, batches, per_node=per_node, runtime=runtime, decode_steps=decode_steps)
+    batches = read_batches(reading, reference)
+    verification = qfx.verify(
+        reference.model, file, batches, per_node=per_node, runtime=runtime, decode_steps=decode_steps
+    )
     data = {
-        "runtime": found.runtime,
-        "max_steps": found.max_steps,
+        "runtime": verification.runtime,
+        "max_steps": verification.max_steps,
         "limit": limit,
-        "verdict": found.verdict,
-        "cause": found.cause,
-        "skipped": found.skipped,
-        "decode_steps": found.decode_steps,
-        "first_wrong": found.first_wrong.name if found.first_wrong else None,
-        "differences": [asdict(d) | {"steps": d.steps} for d in (*found.differences, *found.shipped)],
+        "verdict": verification.verdict,
+        "cause": verification.cause,
+        "skipped": verification.skipped,
+        "decode_steps": verification.decode_steps,
+        "first_wrong": verification.first_wrong.name if verification.first_wrong else None,
+        "differences": [asdict(d) | {"steps": d.steps} for d in (*verification.differences, *verification.shipped)],
     }
-    show(json, data, str(found))
-    if not found.max_steps <= limit:
-        if not found.comparable:
-            why = found.verdict
-        elif found.unrelated:
+    show(json, data, str(verification))
+    if not verification.max_steps <= limit:
+        if not verification.comparable:
+            why = verification.verdict
+        elif verification.unrelated:
             why = "its outputs do not resemble the outputs of torch: is it the file of this model?"
-        elif found.decode_steps:
-            why = f"the first to be more is {next(d.name for d in found.differences if not d.steps <= limit)}"
-        elif found.runtime == "onnxruntime" and not per_node:
+        elif verification.decode_steps:
+            why = (
+                f"the first above the limit is {next(d.name for d in verification.differences if not d.steps <= limit)}"
+            )
+        elif verification.runtime == "onnxruntime" and not per_node:
             why = (
                 "--per-node shows where that comes from (a value between two codes may be rounded either way, and a "
                 "deep network carries that on)"
@@ -82,6 +86,6 @@ def verify(
         else:
             why = "a value between two codes may be rounded either way, and a deep network carries that on"
         raise ExportError(
-            f"{file} in {found.runtime} is {found.max_steps:.3g} quantization steps from {model}, more than {limit:g}; "
-            f"{why}"
+            f"{file} in {verification.runtime} is {verification.max_steps:.3g} quantization steps from {model}, more "
+            f"than {limit:g}; {why}"
         )
