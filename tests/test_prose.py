@@ -24,6 +24,7 @@ FINISHED = (
     "quark_fx/errors.py",
     "quark_fx/evaluation",
     "quark_fx/from_pretrained.py",
+    "quark_fx/inspection",
     "quark_fx/numbers",
     "quark_fx/observers",
     "quark_fx/presets.py",

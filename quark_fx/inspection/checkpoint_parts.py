@@ -17,7 +17,7 @@ from quark_fx.inspection.parts import NO_WEIGHT, Part
 _CODES = ("weight_packed", "qweight", "weight")
 """Names of a layer's codes in compressed-tensors, in GPTQ and AWQ, and in formats with whole bytes."""
 
-_BESIDE = frozenset(
+_PARAMETERS = frozenset(
     {
         *(
             "weight_scale",
@@ -61,14 +61,14 @@ def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
     method: Any = config
     for step in key.split(".") if key else ():
         method = method[step]
-    said: Mapping[str, Any] = method if key else {}
+    quantization: Mapping[str, Any] = method if key else {}
     layers: dict[str, dict[str, tuple[str, list[int]]]] = {}
     for name, header in files.headers.items():
         layer, _, leaf = name.rpartition(".")
         layers.setdefault(layer, {})[leaf] = header
     try:
-        parts = [part for name, tensors in layers.items() for part in _parts(name, tensors, said)]
-        return [*parts, *_cached(layers, said)], said
+        parts = [part for name, tensors in layers.items() for part in _parts(name, tensors, quantization)]
+        return [*parts, *_cached(layers, quantization)], quantization
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
         where = f" in {key}" if key else ""
         raise CheckpointError(
@@ -76,22 +76,22 @@ def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
         ) from error
 
 
-def _parts(name: str, tensors: _Tensors, said: Mapping[str, Any]) -> Iterator[Part]:
-    beside = _BESIDE & tensors.keys()
-    if beside:
+def _parts(name: str, tensors: _Tensors, quantization: Mapping[str, Any]) -> Iterator[Part]:
+    parameters = _PARAMETERS & tensors.keys()
+    if parameters:
         codes = next((leaf for leaf in _CODES if leaf in tensors), "")
-        own = {codes, *beside} - {""}
-        scheme = group_of(name, said)
+        leaves = {codes, *parameters} - {""}
+        scheme = group_of(name, quantization)
         scales, _ = tensors.get("weight_scale", ("", []))
         dtype, _ = tensors[codes] if codes else ("codes that are missing", [])
         yield Part(
             name=name,
             kind="layer",
             weight=_spec(scheme.get("weights"), scales)
-            or _plain(name, tensors, said)
+            or _plain(name, tensors, quantization)
             or _NAMES.get(dtype, dtype.lower()),
             activation=_spec(scheme.get("input_activations")) or "float",
-            bytes=sum(stored_bytes(*tensors[leaf]) for leaf in own),
+            bytes=sum(stored_bytes(*tensors[leaf]) for leaf in leaves),
         )
         return
     for leaf, (dtype, shape) in tensors.items():
@@ -102,66 +102,68 @@ def _parts(name: str, tensors: _Tensors, said: Mapping[str, Any]) -> Iterator[Pa
                 weight=_NAMES.get(dtype, dtype.lower()),
                 activation="float",
                 bytes=stored_bytes(dtype, shape),
-                reason=_left_out(name, said),
+                reason=_left_out(name, quantization),
             )
 
 
-def _cached(layers: Mapping[str, _Tensors], said: Mapping[str, Any]) -> Iterator[Part]:
+def _cached(layers: Mapping[str, _Tensors], quantization: Mapping[str, Any]) -> Iterator[Part]:
     """Yield the format of cached keys and values, for each attention with scales."""
-    if not (spec := _spec(said.get("kv_cache_scheme"))):
+    if not (spec := _spec(quantization.get("kv_cache_scheme"))):
         return
     scales = {name: [header for leaf, header in tensors.items() if leaf in _CACHED] for name, tensors in layers.items()}
-    found = {name: headers for name, headers in scales.items() if headers}
-    for name, headers in (found or {"every attention": []}).items():
+    attentions = {name: headers for name, headers in scales.items() if headers}
+    for name, headers in (attentions or {"every attention": []}).items():
         whole = sum(stored_bytes(*header) for header in headers)
         yield Part(name=name, kind="attention", weight=NO_WEIGHT, activation=spec, bytes=whole)
 
 
-def _left_out(layer: str, said: Mapping[str, Any]) -> str:
+def _left_out(layer: str, quantization: Mapping[str, Any]) -> str:
     """Return the entry of the configuration that keeps a layer in float; empty if there is none."""
-    if any(names_layer(target, layer) for target in said.get("ignore") or ()):
+    if any(names_layer(target, layer) for target in quantization.get("ignore") or ()):
         return "in ignore of its config.json"
-    if any(str(part) in layer for part in said.get("modules_to_not_convert") or ()):
+    if any(str(part) in layer for part in quantization.get("modules_to_not_convert") or ()):
         return "in modules_to_not_convert of its config.json"
-    if any(pattern.startswith("-:") and re.match(pattern[2:], layer) for pattern in said.get("dynamic") or ()):
+    if any(pattern.startswith("-:") and re.match(pattern[2:], layer) for pattern in quantization.get("dynamic") or ()):
         return "left out by dynamic in its config.json"
-    if layer == "lm_head" and said.get("lm_head") is False:
+    if layer == "lm_head" and quantization.get("lm_head") is False:
         return "lm_head is false in its config.json"
     return ""
 
 
-def _spec(said: Any, scales: str = "") -> str:
+def _spec(scheme: Any, scales: str = "") -> str:
     """Return a format of compressed-tensors in the notation of quark_fx reports.
 
     Args:
-        said: Part of the configuration.
+        scheme: Part of the configuration.
         scales: Dtype of the stored scales, if the configuration does not contain it.
     """
-    if not isinstance(said, dict):
+    if not isinstance(scheme, dict):
         return ""
-    bits, kind = str(said.get("num_bits")), said.get("type")
+    bits, kind = str(scheme.get("num_bits")), scheme.get("type")
     name = (
-        _FLOATS.get(bits, f"fp{bits}") if kind == "float" else f"{'' if said.get('symmetric', True) else 'u'}int{bits}"
+        _FLOATS.get(bits, f"fp{bits}")
+        if kind == "float"
+        else f"{'' if scheme.get('symmetric', True) else 'u'}int{bits}"
     )
-    strategy = str(said.get("strategy") or "")
-    shared = {"tensor": "", "block": f"block {'x'.join(map(str, said.get('block_structure') or ()))}".strip()}
-    group = f"group {said.get('group_size')}" if "group" in strategy else strategy
-    scaled = _SCALES.get(str(said.get("scale_dtype") or scales).removeprefix("torch."), "")
-    words = (name, shared.get(strategy, group), scaled, "dynamic" if said.get("dynamic") else "")
+    strategy = str(scheme.get("strategy") or "")
+    shared = {"tensor": "", "block": f"block {'x'.join(map(str, scheme.get('block_structure') or ()))}".strip()}
+    group = f"group {scheme.get('group_size')}" if "group" in strategy else strategy
+    scaled = _SCALES.get(str(scheme.get("scale_dtype") or scales).removeprefix("torch."), "")
+    words = (name, shared.get(strategy, group), scaled, "dynamic" if scheme.get("dynamic") else "")
     return " ".join(word for word in words if word)
 
 
-def _plain(layer: str, tensors: _Tensors, said: Mapping[str, Any]) -> str:
+def _plain(layer: str, tensors: _Tensors, quantization: Mapping[str, Any]) -> str:
     """Return a format of GPTQ and AWQ: shapes determine bits and groups, which may vary by layer."""
     if not {"qweight", "qzeros", "scales"} <= tensors.keys():
         return ""
     (_, codes), (_, zeros), (_, (groups, outputs)) = (tensors[leaf] for leaf in ("qweight", "qzeros", "scales"))
     bits = 32 * zeros[1] // outputs
     inputs = codes[0] if codes[1] == zeros[1] else 32 * codes[0] // bits  # AWQ packs outputs, GPTQ inputs
-    own: Mapping[str, Any] = next(
-        (v for k, v in (said.get("dynamic") or {}).items() if re.match(k.removeprefix("+:"), layer)), {}
+    override: Mapping[str, Any] = next(
+        (v for k, v in (quantization.get("dynamic") or {}).items() if re.match(k.removeprefix("+:"), layer)), {}
     )
-    symmetric = own.get("sym", said.get("sym", not said.get("zero_point")))
+    symmetric = override.get("sym", quantization.get("sym", not quantization.get("zero_point")))
     name = f"{'' if symmetric else 'u'}int{bits}"
     return f"{name} group {inputs // groups}" if groups > 1 else f"{name} channel"
 

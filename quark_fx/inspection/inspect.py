@@ -46,8 +46,8 @@ class Inspection:
     def bytes_by_format(self) -> dict[str, int]:
         """The bytes of weights by number format, the largest first; a shared weight counts once."""
         formats = Counter[str]()
-        held = {(part.weight, part.stored or index): part.bytes for index, part in enumerate(self.parts)}
-        for (name, _), count in held.items():
+        sizes = {(part.weight, part.stored or index): part.bytes for index, part in enumerate(self.parts)}
+        for (name, _), count in sizes.items():
             formats[name] += count
         formats.pop(NO_WEIGHT, None)
         return dict(formats.most_common())
@@ -158,8 +158,8 @@ def _of_onnx(path: Path) -> Inspection:
         runtime = runtime_report(path)
     except QuarkError as error:
         unknown = str(error)
-    held = written_bytes(path)
-    return Inspection(path=path, kind="ONNX file", bytes=held, parts=parts, runtime=runtime, unknown=unknown)
+    size = written_bytes(path)
+    return Inspection(path=path, kind="ONNX file", bytes=size, parts=parts, runtime=runtime, unknown=unknown)
 
 
 def _require_file(path: Path) -> None:

@@ -24,7 +24,7 @@ _OPERANDS = {
 }
 """Positions of an operator's activation and weight among its inputs."""
 
-_BESIDE = {
+_PARAMETERS = {
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), (4, 5)),
     **dict.fromkeys(("DynamicQuantizeMatMul", "GatherBlockQuantized"), (2, 3)),
     **dict.fromkeys(("MatMulInteger", "ConvInteger"), (3,)),
@@ -95,10 +95,10 @@ def _part(node: ir.Node) -> Part | None:
 
 def _bytes(node: ir.Node, leaves: tuple[ir.Value, ...]) -> int:
     """Return the size of a weight, its scales and zero points, and the operator's other weights."""
-    beside = [_leaves(node.inputs[i]) for i in _BESIDE.get(node.op_type, ()) if i < len(node.inputs)]
+    parameters = [_leaves(node.inputs[i]) for i in _PARAMETERS.get(node.op_type, ()) if i < len(node.inputs)]
     after = _scales_after(node) if node.op_type in _SCALED_AFTER else ()
-    found = {id(leaf): leaf for part in (leaves, *beside, after) for leaf in part} if leaves else {}
-    return sum(leaf.const_value.nbytes for leaf in found.values() if leaf.const_value is not None)
+    constants = {id(leaf): leaf for part in (leaves, *parameters, after) for leaf in part} if leaves else {}
+    return sum(leaf.const_value.nbytes for leaf in constants.values() if leaf.const_value is not None)
 
 
 def _is_index(leaf: ir.Value) -> bool:
@@ -109,14 +109,14 @@ def _leaves(value: ir.Value | None) -> tuple[ir.Value, ...]:
     """Return the constants from which a value is computed, the largest first; empty if it depends on an input."""
     if value is None:
         return ()
-    found, pending, seen = list[ir.Value](), [value], set[int]()
+    constants, pending, visited = list[ir.Value](), [value], set[int]()
     while pending:
         current = pending.pop()
-        if id(current) in seen:
+        if id(current) in visited:
             continue
-        seen.add(id(current))
+        visited.add(id(current))
         if current.const_value is not None:
-            found.append(current)
+            constants.append(current)
             continue
         producer = current.producer()
         if producer is None or producer.op_type == "Shape":
@@ -124,10 +124,10 @@ def _leaves(value: ir.Value | None) -> tuple[ir.Value, ...]:
         constant = ir.convenience.get_const_tensor(current)
         if constant is not None:
             current.const_value = constant
-            found.append(current)
+            constants.append(current)
             continue
         pending += [source for source in producer.inputs if source is not None]
-    return tuple(sorted(found, key=_length, reverse=True))
+    return tuple(sorted(constants, key=_length, reverse=True))
 
 
 def _length(leaf: ir.Value) -> int:
@@ -140,7 +140,7 @@ def _format(node: ir.Node, weight: ir.Value | None, leaves: tuple[ir.Value, ...]
     if bits := node.attributes.get_int("bits", 0):
         signed = len(node.inputs) < 4 or node.inputs[3] is None  # no zero points
         return f"{'' if signed else 'u'}int{bits} group {node.attributes.get_int('block_size', 128)}"
-    name = next((found for p in _producers(weight) if (found := _block_format(p, "Values"))), _name(codes.dtype))
+    name = next((fmt for p in _producers(weight) if (fmt := _block_format(p, "Values"))), _name(codes.dtype))
     if codes.dtype is None or (codes.dtype.is_floating_point() and codes.dtype.itemsize > 1):
         return name
     group = next((n for producer in _producers(weight) if (n := producer.attributes.get_int("block_size", 0))), 0)
@@ -162,8 +162,8 @@ def _scales_after(node: ir.Node) -> tuple[ir.Value, ...]:
     readers = [use.node for output in node.outputs for use in output.uses()]
     readers += [use.node for cast in readers if cast.op_type == "Cast" for use in cast.outputs[0].uses()]
     factors = [value for reader in readers if reader.op_type == "Mul" for value in reader.inputs]
-    made = [value.producer() for value in factors if value is not None]
-    factors += [value for p in made if p is not None and p.op_type == "Mul" for value in p.inputs]
+    producers = [value.producer() for value in factors if value is not None]
+    factors += [value for p in producers if p is not None and p.op_type == "Mul" for value in p.inputs]
     return tuple(leaf for factor in factors for leaf in _leaves(factor))
 
 
@@ -203,8 +203,8 @@ def _activation(node: ir.Node, value: ir.Value | None) -> str:
         if producer.op_type in _MEASURED:
             return "uint8 dynamic"
         if producer.op_type == "QuantizeLinear":
-            made = _name(code_type(producer))
-            return made if _leaves(producer.inputs[1]) else f"{made} dynamic"
+            fmt = _name(code_type(producer))
+            return fmt if _leaves(producer.inputs[1]) else f"{fmt} dynamic"
         if producer.op_type not in MOVERS or _leaves(producer.inputs[0]):
             break  # rows of a table are not rounded as activations
     if value is not None and value.dtype is not None and value.dtype.is_integer():

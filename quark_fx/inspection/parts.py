@@ -58,15 +58,15 @@ def parts_of(report: Report) -> list[Part]:
 
 def grouped(parts: Iterable[Part]) -> list[Part]:
     """Merge all parts that differ only in the numbers of their names into one."""
-    found: dict[Any, Part] = {}
+    groups: dict[Any, Part] = {}
     for part in parts:
         pattern = without_numbers(part.name)
         key = (pattern, part.kind, part.weight, part.activation, part.reason)
-        old = found.get(key)
-        found[key] = (
+        old = groups.get(key)
+        groups[key] = (
             replace(old, name=pattern, bytes=old.bytes + part.bytes, count=old.count + 1, stored="") if old else part
         )
-    return list(found.values())
+    return list(groups.values())
 
 
 _COLUMNS: tuple[Column[Part], ...] = (
