@@ -74,39 +74,39 @@ class Budget:
         """
         if self.latency is None:
             return math.inf
-        figure, is_share = _parse_latency(self.latency)
-        return figure * of_float if is_share else figure
+        number, is_share = _parse_latency(self.latency)
+        return number * of_float if is_share else number
 
     def __str__(self) -> str:
         if self.error is not None:
             return f"an error of at most {self.error:g}"
         if self.latency is not None:
-            figure, is_share = _parse_latency(self.latency)
-            return f"at most {figure:g} times the latency of float" if is_share else f"at most {figure:,g} ms"
+            number, is_share = _parse_latency(self.latency)
+            return f"at most {number:g} times the latency of float" if is_share else f"at most {number:,g} ms"
         if self.bits is not None:
             return f"at most {self.bits:g} bits per weight"
         what = "of weights in the report" if self.output == "report" else f"as {self.output}"
         return f"at most {self.nbytes:,} bytes {what}"
 
 
-def _parse_latency(given: float | str | None) -> tuple[float, bool]:
+def _parse_latency(latency: float | str | None) -> tuple[float, bool]:
     """Return a latency, and whether it is a share of the float model's latency; otherwise, it is in milliseconds.
 
     Raises:
         ConfigError: If text lacks a unit, a share is above 1, or the latency is not positive.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", given) if isinstance(given, str) else None
-    if isinstance(given, str) and match is None:
-        raise ConfigError(f'latency is a fraction of float, such as 0.6, or text like "12ms", not {given!r}')
-    figure = 1.0 if given is None else float(match[1]) * _MILLISECONDS[match[2]] if match else float(given)
-    if not 0 < figure < math.inf:
-        raise ConfigError(f"latency must be positive and finite, not {given!r}")
-    if match is None and figure > 1:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", latency) if isinstance(latency, str) else None
+    if isinstance(latency, str) and match is None:
+        raise ConfigError(f'latency is a fraction of float, such as 0.6, or text like "12ms", not {latency!r}')
+    number = 1.0 if latency is None else float(match[1]) * _MILLISECONDS[match[2]] if match else float(latency)
+    if not 0 < number < math.inf:
+        raise ConfigError(f"latency must be positive and finite, not {latency!r}")
+    if match is None and number > 1:
         raise ConfigError(
-            f'latency={figure:g} is {figure:g} times float\'s; for milliseconds write "{figure:g}ms", for a share a '
-            "number of at most 1, as 0.6"
+            f'latency={number:g} is {number:g} times float\'s; for milliseconds write "{number:g}ms", for a share a '
+            "number of at most 1, such as 0.6"
         )
-    return figure, match is None
+    return number, match is None
 
 
 __all__ = ["Budget"]

@@ -54,7 +54,7 @@ def float_config(config: QuantConfig) -> QuantConfig:
     return config.replace(exclude=("*",), overrides=())
 
 
-def candidates_of(given: Sequence[Any]) -> list[Candidate]:
+def candidates_of(descriptions: Sequence[Any]) -> list[Candidate]:
     """Return the candidates for names of presets, configurations, number formats, specs of weights, or `"float"`.
 
     A format or spec replaces the spec of the weights in the first configuration, or in `int8_weight_only`.
@@ -62,63 +62,65 @@ def candidates_of(given: Sequence[Any]) -> list[Candidate]:
     Raises:
         ConfigError: If there are fewer than two, two are equal, or their settings for the whole model differ.
     """
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
-        raise ConfigError(f'candidates is a list, as ["w4a16_rtn", "int8"], not {given!r}')
-    whole = {i: _configuration(one) for i, one in enumerate(given)}
+    if isinstance(descriptions, str | Mapping) or not isinstance(descriptions, Sequence):
+        raise ConfigError(f'candidates is a list, such as ["w4a16_rtn", "int8"], not {descriptions!r}')
+    whole = {i: _configuration(one) for i, one in enumerate(descriptions)}
     first = next((config for config in whole.values() if config is not None), PRESETS["int8_weight_only"])
-    found = [_candidate(one, whole[i], first) for i, one in enumerate(given)]
+    candidates = [_candidate(one, whole[i], first) for i, one in enumerate(descriptions)]
     for key in ("passes", "bias", "target", "kv_cache"):
-        values = [getattr(candidate.config, key) for candidate in found]
-        for other, value in zip(found, values, strict=True):
+        values = [getattr(candidate.config, key) for candidate in candidates]
+        for other, value in zip(candidates, values, strict=True):
             if value != values[0]:
                 raise ConfigError(
-                    f"the candidates {found[0].name!r} and {other.name!r} differ in `{key}`, which a model has once; "
-                    f"give them the same one: `config.replace({key}=...)`"
+                    f"the candidates {candidates[0].name!r} and {other.name!r} differ in `{key}`, which a model has "
+                    f"once; give them the same one: `config.replace({key}=...)`"
                 )
-    for place, candidate in enumerate(found):
-        if any(candidate.config == other.config for other in found[:place]):
-            raise ConfigError(f"the candidate {candidate.name!r} is there twice; leave one out")
-    if len(found) < 2:
+    for place, candidate in enumerate(candidates):
+        if any(candidate.config == other.config for other in candidates[:place]):
+            raise ConfigError(f"the candidate {candidate.name!r} is listed twice; remove one")
+    if len(candidates) < 2:
         raise ConfigError("a search needs at least two candidates to choose from")
-    names = Counter(candidate.name for candidate in found)
+    names = Counter(candidate.name for candidate in candidates)
     numbered = Counter[str]()
-    for place, candidate in enumerate(found):
+    for place, candidate in enumerate(candidates):
         if names[candidate.name] > 1:
             numbered[candidate.name] += 1
-            found[place] = Candidate(f"{candidate.name} ({numbered[candidate.name]})", candidate.config)
-    return found
+            candidates[place] = Candidate(f"{candidate.name} ({numbered[candidate.name]})", candidate.config)
+    return candidates
 
 
-def _configuration(given: Any) -> QuantConfig | None:
+def _configuration(description: Any) -> QuantConfig | None:
     """Return a whole configuration; `None` if the argument is a part of one."""
-    preset = isinstance(given, str) and given in PRESETS
-    if not preset and (isinstance(given, TensorSpec) or given == FLOAT or as_format(given) is not None):
+    preset = isinstance(description, str) and description in PRESETS
+    if not preset and (
+        isinstance(description, TensorSpec) or description == FLOAT or as_format(description) is not None
+    ):
         return None
     try:
-        return resolve(given)
+        return resolve(description)
     except ConfigError as error:
-        if isinstance(given, str):
-            raise unknown("preset or number format", given, (*PRESETS, *FORMATS)) from error
+        if isinstance(description, str):
+            raise unknown("preset or number format", description, (*PRESETS, *FORMATS)) from error
         raise
 
 
-def _candidate(given: Any, whole: QuantConfig | None, first: QuantConfig) -> Candidate:
+def _candidate(description: Any, whole: QuantConfig | None, first: QuantConfig) -> Candidate:
     if whole is not None:
         names = (name for name, config in PRESETS.items() if config == whole)
         return Candidate(next(names, str(whole.weight or FLOAT)), whole)
-    if given == FLOAT:
+    if description == FLOAT:
         return Candidate(FLOAT, float_config(first))
-    if isinstance(given, TensorSpec):
-        return Candidate(str(given), first.replace(weight=given))
-    fmt = parse_format(given) if isinstance(given, str) else given
+    if isinstance(description, TensorSpec):
+        return Candidate(str(description), first.replace(weight=description))
+    fmt = parse_format(description) if isinstance(description, str) else description
     spec = (first.weight or PRESETS["int8_weight_only"].weight or TensorSpec(format=fmt)).replace(format=fmt)
     return Candidate(str(spec), first.replace(weight=spec))
 
 
 def is_expressible(candidate: Candidate, operators: Sequence[Named]) -> bool:
     """Tell whether overrides can express a candidate: operators with the same name must have the same specs."""
-    known: dict[str, OperatorSpecs | None] = {}
-    return all(known.setdefault(op.name, specs) == specs for op in operators for specs in [candidate.specs(op)])
+    specs_by_name: dict[str, OperatorSpecs | None] = {}
+    return all(specs_by_name.setdefault(op.name, specs) == specs for op in operators for specs in [candidate.specs(op)])
 
 
 def base_of(candidates: Sequence[Candidate], chosen: Sequence[int]) -> Candidate:
@@ -137,32 +139,32 @@ def mixed(candidates: Sequence[Candidate], operators: Sequence[Named], chosen: S
         chosen: Index of each operator's candidate.
     """
     base = base_of(candidates, chosen).config
-    wanted = [(op, candidates[i].specs(op)) for op, i in zip(operators, chosen, strict=True)]
-    quantized = [op for op, specs in wanted if specs is not None]
-    kept = tuple(p for p in base.exclude if not any(matches(p, op.name, *op.kinds) for op in quantized))
-    base = base.replace(exclude=kept)
+    pairs = [(op, candidates[i].specs(op)) for op, i in zip(operators, chosen, strict=True)]
+    quantized = [op for op, specs in pairs if specs is not None]
+    patterns = tuple(p for p in base.exclude if not any(matches(p, op.name, *op.kinds) for op in quantized))
+    base = base.replace(exclude=patterns)
     excluded, changed = list[str](), dict[Override, list[str]]()
-    for op, specs in wanted:
+    for op, specs in pairs:
         now = specs_of(base, op)
         if specs is None and now is not None:
             excluded.append(op.name)
         elif specs is not None and now is not None and specs != now:
-            found = {key: getattr(specs, key) for key in ("weight", "input", "output")}
-            same = (key for key, value in found.items() if value == getattr(now, key) == getattr(base, key))
-            changed.setdefault(Override(pattern="", **found | dict.fromkeys(same, INHERIT)), []).append(op.name)
+            specs_by_key = {key: getattr(specs, key) for key in ("weight", "input", "output")}
+            same = (key for key, value in specs_by_key.items() if value == getattr(now, key) == getattr(base, key))
+            changed.setdefault(Override(pattern="", **specs_by_key | dict.fromkeys(same, INHERIT)), []).append(op.name)
     overrides = (
         replace(override, pattern=pattern)
         for override, names in changed.items()
         for pattern in _patterns(names, operators)
     )
-    return base.replace(exclude=(*kept, *_patterns(excluded, operators)), overrides=(*base.overrides, *overrides))
+    return base.replace(exclude=(*patterns, *_patterns(excluded, operators)), overrides=(*base.overrides, *overrides))
 
 
 def _patterns(names: Sequence[str], operators: Sequence[Named]) -> list[str]:
     """Return globs that match only these modules; one glob for names that differ only in numbers, where possible."""
-    wanted = {*names}
+    modules = {*names}
     alike = {name: without_numbers(name) for name in names}
-    only = {one: all(op.name in wanted for op in operators if matches(one, op.name)) for one in {*alike.values()}}
+    only = {one: all(op.name in modules for op in operators if matches(one, op.name)) for one in {*alike.values()}}
     return [*dict.fromkeys(alike[name] if only[alike[name]] else glob.escape(name) for name in names)]
 
 

@@ -42,7 +42,7 @@ def isolate_operators(gm: GraphModule, nodes: Iterable[Node], leaves: Sequence[A
     extractor = _Extractor(gm, {node: _part(node, constant) for node in nodes}, constant)
     with torch.no_grad():
         extractor.run(*leaves)
-    return extractor.found
+    return extractor.operators
 
 
 class _Extractor(Interpreter):
@@ -51,34 +51,34 @@ class _Extractor(Interpreter):
     def __init__(self, gm: GraphModule, parts: Mapping[Node, Sequence[Node]], constant: set[Node]) -> None:
         super().__init__(gm)
         self.gm, self.parts, self.constant = gm, parts, constant
-        self.found, self.by_key = dict[Node, IsolatedOperator](), dict[str, IsolatedOperator]()
+        self.operators, self.by_key = dict[Node, IsolatedOperator](), dict[str, IsolatedOperator]()
 
     def run_node(self, n: Node) -> Any:
         if n in self.parts:
             one = _extracted(self.gm, n, self.parts[n], self.constant, self.env)
-            self.found[n] = self.by_key.setdefault(one.key, one)
+            self.operators[n] = self.by_key.setdefault(one.key, one)
         return super().run_node(n)
 
 
 def _constants(gm: GraphModule) -> set[Node]:
     """Return the nodes that do not depend on inputs."""
-    found: set[Node] = set()
+    constants: set[Node] = set()
     for node in gm.graph.nodes:
-        computed = node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)
+        computed = node.op == "call_function" and node.all_input_nodes and constants.issuperset(node.all_input_nodes)
         if node.op == "get_attr" or computed:
-            found.add(node)
-    return found
+            constants.add(node)
+    return constants
 
 
 def _part(node: Node, constant: set[Node]) -> list[Node]:
     """Return an operator, the nodes that compute its weights, and its inputs, in graph order."""
-    found, pending = {node}, [node]
+    nodes, pending = {node}, [node]
     while pending:
         for source in pending.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
+            if source not in nodes:
+                nodes.add(source)
                 pending += [source] if source in constant else []
-    return [n for n in node.graph.nodes if n in found]
+    return [n for n in node.graph.nodes if n in nodes]
 
 
 def _extracted(

@@ -65,17 +65,17 @@ class Clock:
         """
         require_timed(self.config.target)
         self._float = self._call(quietly(self.session, float_config(self.config).replace(passes=())))
-        (found,) = time_interleaved([self._float])
-        self.milliseconds = statistics.median(found)
+        (times,) = time_interleaved([self._float])
+        self.milliseconds = statistics.median(times)
 
     def time(self, qmodel: QuantizedModel) -> float:
         """Return the latency of a model in milliseconds.
 
-        Its time slices alternate with those that time the float model, whose latency is multiplied by the median of
+        Its time slices alternate with slices that time the float model, whose latency is multiplied by the median of
         their ratios. This makes all timed models comparable, even on a busy machine.
         """
-        of_float, found = time_interleaved([self._float, self._call(qmodel)])
-        return self.milliseconds * statistics.median(b / a for a, b in zip(of_float, found, strict=True))
+        float_times, times = time_interleaved([self._float, self._call(qmodel)])
+        return self.milliseconds * statistics.median(b / a for a, b in zip(float_times, times, strict=True))
 
     def _call(self, qmodel: QuantizedModel) -> Call:
         return call_of(qmodel, self.leaves)
@@ -137,11 +137,11 @@ def time_interleaved(calls: Sequence[Call]) -> list[list[float]]:
     for call in calls:
         call()  # the first call allocates memory
         counts.append(min(_CALLS, max(2, int(_TIME_SLICE / max(_timed(call), 1e-6)))))
-    found: list[list[float]] = [[] for _ in calls]
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(_ROUNDS):
-        for call, count, of_call in zip(calls, counts, found, strict=True):
+        for call, count, of_call in zip(calls, counts, times, strict=True):
             of_call.append(1e3 * min(_timed(call) for _ in range(count)))
-    return found
+    return times
 
 
 def _timed(call: Call) -> float:
@@ -173,19 +173,19 @@ def operator_latencies(
     """
     places = sorted({place for group in groups for place in group.places})
     parts = isolate_operators(gm, dict.fromkeys(operators[place].node for place in places), leaves)
-    known: dict[str, list[float]] = {}
+    times_by_key: dict[str, list[float]] = {}
     by_place: dict[int, list[float]] = {}
     for place in places:
         op = operators[place]
         part, specs = parts[op.node], [candidate.specs(op) for candidate in candidates]
         key = f"{part.key} {specs}"
-        if key not in known:
+        if key not in times_by_key:
             try:
-                known[key] = _times(part, candidates, specs)
+                times_by_key[key] = _times(part, candidates, specs)
             except QuarkError as error:
                 error.add_note(f"while {op.name!r} was timed alone")
                 raise
-        by_place[place] = known[key]
+        by_place[place] = times_by_key[key]
     # A recurrent layer is one call with several weights.
     once = [{operators[place].node: by_place[place] for place in group.places} for group in groups]
     return [[sum(times[i] for times in of_group.values()) for i in range(len(candidates))] for of_group in once]
@@ -195,7 +195,7 @@ def _times(
     part: IsolatedOperator, candidates: Sequence[Candidate], specs: Sequence[OperatorSpecs | None]
 ) -> list[float]:
     program = torch.export.export(part.module, part.inputs)
-    configs = [_config_of(candidate.config, own) for candidate, own in zip(candidates, specs, strict=True)]
+    configs = [_config_of(candidate.config, op_specs) for candidate, op_specs in zip(candidates, specs, strict=True)]
     calls = [call_of(quietly(program, config, [part.inputs]), part.inputs) for config in configs]
     return [statistics.median(times) for times in time_interleaved(calls)]
 

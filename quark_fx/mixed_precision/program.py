@@ -45,8 +45,8 @@ def choose(
     return lightest
 
 
-def _total(figures: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
-    return sum(row[i] for row, i in zip(figures, chosen, strict=True))
+def _total(numbers: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
+    return sum(row[i] for row, i in zip(numbers, chosen, strict=True))
 
 
 def _solved(

@@ -52,8 +52,8 @@ class Choice:
     @property
     def name(self) -> str:
         """The names of their modules, shortened."""
-        first, *others = self.operators
-        return first + "".join(f", {other.rpartition('.')[2]}" for other in others)
+        first, *rest = self.operators
+        return first + "".join(f", {other.rpartition('.')[2]}" for other in rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,8 +262,8 @@ class Search:
         """
         most = sorted(self.choices, key=lambda choice: -max(filter(math.isfinite, choice.errors), default=0.0))
         lines = self.operators(most[:rows]).lines()
-        left = len(most) - len(most[:rows])
-        return "\n".join([*lines, *([f"{left} more"] if left else [])])
+        remainder = len(most) - len(most[:rows])
+        return "\n".join([*lines, *([f"{remainder} more"] if remainder else [])])
 
     def __str__(self) -> str:
         return "\n".join(

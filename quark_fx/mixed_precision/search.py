@@ -45,7 +45,7 @@ _SAFE = 0.99
 _NOTHING = 1e-3
 """Share of the limit below which a measured error counts as zero."""
 
-_Judge = Callable[[str, QuantConfig], Verified]
+_Verify = Callable[[str, QuantConfig], Verified]
 """Function that quantizes with a configuration and measures the result."""
 
 
@@ -119,13 +119,11 @@ def search(
             f"budget is Budget(bits=4.5), Budget(size='60MiB'), Budget(latency=0.6) or Budget(error=0.01), not "
             f"{budget!r}"
         )
-    found = candidates_of(candidates)
+    alternatives = candidates_of(candidates)
     if budget.latency is not None:
-        require_timed(found[0].config.target)
+        require_timed(alternatives[0].config.target)
     elif timed_batch is not None:
-        raise ConfigError(
-            "timed_batch= is the batch for timing a budget of latency; give such a budget, or leave it out"
-        )
+        raise ConfigError("timed_batch= applies only to a budget of latency; give such a budget, or omit timed_batch")
     if budget.output != "report":
         require_room_for_trials(budget.nbytes or 0)
     missing = "search compares outputs on data; pass data, batches of real inputs"
@@ -139,31 +137,31 @@ def search(
             remedy = "all data of a Session calibrates, so pass validation_data"
         raise CalibrationError(f"search needs validation data that is not used for calibration; {remedy}")
     captured = session.captured
-    judging = [*flat_batches(captured, held_out, "validation")]
-    names = [f"validation batch {index}" for index in range(len(judging))]
-    for leaves, name in zip(judging, names, strict=True):
+    validation = [*flat_batches(captured, held_out, "validation")]
+    names = [f"validation batch {index}" for index in range(len(validation))]
+    for leaves, name in zip(validation, names, strict=True):
         require_no_nan(leaves, captured.signature.input_names, name)
     shown = "{desc}: {n_fmt} configurations measured [{elapsed}{postfix}]"
     bar = tqdm(desc="search", bar_format=shown, disable=not progress, leave=False)
-    with bar, session.run(found[0].config) as context:
+    with bar, session.run(alternatives[0].config) as context:
         bar.set_postfix_str("estimating errors")
-        judge = Trials(session, context, measure, judging, names)
-        judge.targets()  # raise early if the float model cannot be compared with
+        trials = Trials(session, context, measure, validation, names)
+        trials.targets()  # raise early if the float model cannot be compared with
         parts, of_batches = parts_of(context, samples, divisible=divisible(captured))
-        space = Space.measure(Trials(session, context, measure, parts, of_batches), found)
+        space = Space.measure(Trials(session, context, measure, parts, of_batches), alternatives)
 
         clock = None
         if budget.latency is not None:
-            timed = [*flat_batches(captured, [timed_batch], "timed")] if timed_batch is not None else judging
-            clock = Clock(session, timed[0], found[0].config)
+            timed = [*flat_batches(captured, [timed_batch], "timed")] if timed_batch is not None else validation
+            clock = Clock(session, timed[0], alternatives[0].config)
         limit_ms = math.inf if clock is None else budget.milliseconds(clock.milliseconds)
 
-        def judged(name: str, config: QuantConfig) -> Verified:
+        def verify(name: str, config: QuantConfig) -> Verified:
             bar.set_postfix_str(f"measuring {name}")
             qmodel = quietly(session, config)
             gm, rows = copy_graph(qmodel.graph_module), qmodel.report().rows
             compute_weights(gm)
-            (error,) = judge.compare(gm, [gm])
+            (error,) = trials.compare(gm, [gm])
             bits, size = space.bits_of(rows), stored_size(rows)
             if budget.output != "report":
                 bar.set_postfix_str(f"writing {name}")
@@ -174,8 +172,8 @@ def search(
                     raise
             latency = None if clock is None else clock.time(qmodel)
             fits = math.isfinite(error) and all(
-                limit is None or figure <= limit
-                for figure, limit in ((bits, budget.bits), (size, budget.nbytes), (error, budget.error))
+                limit is None or amount <= limit
+                for amount, limit in ((bits, budget.bits), (size, budget.nbytes), (error, budget.error))
             )
             fits = fits and (latency or 0.0) <= limit_ms
             bar.update()
@@ -183,25 +181,25 @@ def search(
 
         if clock is not None:
             bar.set_postfix_str("timing operators")
-            alone = operator_latencies(space.float_graph, clock.leaves, found, space.operators, space.groups)
-            space, tried = _by_latency(space, alone, budget, limit_ms, judged)
+            alone = operator_latencies(space.float_graph, clock.leaves, alternatives, space.operators, space.groups)
+            space, tried = _by_latency(space, alone, budget, limit_ms, verify)
         elif budget.output != "report":
-            space, tried = _by_written_size(space, budget, judged)
+            space, tried = _by_written_size(space, budget, verify)
         else:
-            tried = _by_error(space, budget.error, judged) if budget.error else _by_size(space, budget, judged)
+            tried = _by_error(space, budget.error, verify) if budget.error else _by_size(space, budget, verify)
     (winner, chosen), *_ = tried
     return Search(
-        config=found[chosen[0]].config if winner.name != MIXED else space.config(chosen),
+        config=alternatives[chosen[0]].config if winner.name != MIXED else space.config(chosen),
         winner=winner.name,
         preset=space.preset(chosen),
         budget=budget,
         metric=metric,
-        candidates=tuple(candidate.name for candidate in found),
+        candidates=tuple(candidate.name for candidate in alternatives),
         verified=tuple(one for one, _ in tried),
         curve=tuple(space.curve()),
         choices=tuple(space.choices(chosen)),
         samples=sum(map(samples_in, parts)),
-        verified_on=sum(map(samples_in, judge.parts)),
+        verified_on=sum(map(samples_in, trials.parts)),
         float_latency=None if clock is None else clock.milliseconds,
         seconds=time.perf_counter() - start,
     )
@@ -213,8 +211,8 @@ def _divided(data: Any, validation_data: Any) -> tuple[list[Any], list[Any]]:
     batches, (_, held_out) = [*batches], peek(validation_data, "validation")
     held_out = [*held_out]
     if validation_data is None and len(batches) > 1:
-        judged = max(1, len(batches) // 4)
-        batches, held_out = batches[:-judged], batches[-judged:]
+        count = max(1, len(batches) // 4)
+        batches, held_out = batches[:-count], batches[-count:]
     return batches, held_out
 
 
@@ -222,14 +220,14 @@ _Tried = list[tuple[Verified, list[int]]]
 """Measurements with the candidate of every group, the winner first."""
 
 
-def _by_size(space: Space, budget: Budget, judged: _Judge) -> _Tried:
+def _by_size(space: Space, budget: Budget, verify: _Verify) -> _Tried:
     """Return configurations that meet a budget of bits or bytes, the one with the least error first."""
     count = sum(space.weights.values())
     limit = math.floor(budget.bits * count / 8) if budget.bits is not None else (budget.nbytes or 0) - space.fixed
     choices = [chosen for chosen in _uniform(space) if space.total(chosen) <= limit]
-    found = choose(space.errors, space.sizes, limit)
-    if found is not None:
-        choices += [settled] if (settled := space.settled(found)) not in choices else []
+    mixture = choose(space.errors, space.sizes, limit)
+    if mixture is not None:
+        choices += [settled] if (settled := space.settled(mixture)) not in choices else []
     if not choices:
         smallest = int(min(least(space.sizes, space.errors), *map(space.total, _uniform(space))))
         raise ConfigError(
@@ -237,32 +235,32 @@ def _by_size(space: Space, budget: Budget, judged: _Judge) -> _Tried:
             f"({space.fixed + smallest:,} bytes, {space.fixed:,} of them in weights that stay in float); raise the "
             "budget or add a candidate of fewer bits"
         )
-    tried = [(_judged(space, chosen, judged), chosen) for chosen in choices]
+    tried = [(_verify(space, chosen, verify), chosen) for chosen in choices]
     _require_finite(tried)
     return _ranked(tried, lambda one: one.error)
 
 
-def _by_written_size(space: Space, budget: Budget, judged: _Judge) -> tuple[Space, _Tried]:
+def _by_written_size(space: Space, budget: Budget, verify: _Verify) -> tuple[Space, _Tried]:
     """Return the space with written sizes, and the measurements, with the least error within the budget first.
 
     The candidates' files show how much larger weights are when written; the file of a mixture corrects the next one.
     """
     limit = budget.nbytes or 0
-    tried = [(_judged(space, chosen, judged), chosen) for chosen in _uniform(space)]
+    tried = [(_verify(space, chosen, verify), chosen) for chosen in _uniform(space)]
     space = space.written([one.size for one, _ in tried])
     target, mixtures = limit - space.fixed, _Tried()
     for _ in range(_ROUNDS):
-        found = choose(space.errors, space.sizes, target)
-        if (settled := _untried(space, found, [*tried, *mixtures])) is None:
+        mixture = choose(space.errors, space.sizes, target)
+        if (settled := _untried(space, mixture, [*tried, *mixtures])) is None:
             break
-        one = _judged(space, settled, judged)
+        one = _verify(space, settled, verify)
         mixtures.append((one, settled))
         if _SAFE * limit <= one.size <= limit:
             break
         target += limit - one.size
     _require_finite([*tried, *mixtures])
-    kept = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].error))[:1]
-    ranked = _ranked([*kept, *tried], lambda one: one.error)
+    best_mixture = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].error))[:1]
+    ranked = _ranked([*best_mixture, *tried], lambda one: one.error)
     if not ranked[0][0].fits:
         smallest = min((one for one, _ in (*tried, *mixtures)), key=lambda one: one.size)
         raise ConfigError(
@@ -273,7 +271,7 @@ def _by_written_size(space: Space, budget: Budget, judged: _Judge) -> tuple[Spac
 
 
 def _by_latency(
-    space: Space, alone: Sequence[Sequence[float]], budget: Budget, limit: float, judged: _Judge
+    space: Space, alone: Sequence[Sequence[float]], budget: Budget, limit: float, verify: _Verify
 ) -> tuple[Space, _Tried]:
     """Return the space with latencies, and the measurements, with the least error within the budget first.
 
@@ -284,19 +282,19 @@ def _by_latency(
         alone: Latencies of each group's operators alone, in milliseconds, by candidate.
         budget: Budget of latency.
         limit: The same in milliseconds.
-        judged: Function that measures a configuration.
+        verify: Function that measures a configuration.
     """
-    tried = [(_judged(space, chosen, judged), chosen) for chosen in _uniform(space)]
+    tried = [(_verify(space, chosen, verify), chosen) for chosen in _uniform(space)]
     space = space.timed(alone, [one.latency or 0.0 for one, _ in tried])
     target, mixtures, again = limit, _Tried(), list[list[int]]()
     for _ in range(_ROUNDS):
         # The corrected target may be below the fastest mixture, which is then tried.
-        found = choose(space.errors, space.latencies, max(target, least(space.latencies, space.errors) * (1 + 1e-9)))
-        if (settled := _untried(space, found, [*tried, *mixtures])) is None:
+        mixture = choose(space.errors, space.latencies, max(target, least(space.latencies, space.errors) * (1 + 1e-9)))
+        if (settled := _untried(space, mixture, [*tried, *mixtures])) is None:
             break
-        one = _judged(space, settled, judged)
+        one = _verify(space, settled, verify)
         if one.fits and (one.latency or 0.0) >= _NEAR * limit:
-            one = _judged(space, settled, judged)
+            one = _verify(space, settled, verify)
             again.append(settled)
         mixtures.append((one, settled))
         if one.latency is None or _NEAR * limit <= one.latency <= limit:
@@ -304,14 +302,14 @@ def _by_latency(
         target *= _SAFE * limit / one.latency
     _require_finite([*tried, *mixtures])
     while True:
-        kept = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].error))[:1]
-        ranked = _ranked([*kept, *tried], lambda one: one.error)
+        best_mixture = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].error))[:1]
+        ranked = _ranked([*best_mixture, *tried], lambda one: one.error)
         first, chosen = ranked[0]
         if not first.fits or chosen in again:
             break
         again.append(chosen)
         pairs = mixtures if ranked[0] in mixtures else tried
-        pairs[pairs.index(ranked[0])] = (_judged(space, chosen, judged), chosen)
+        pairs[pairs.index(ranked[0])] = (_verify(space, chosen, verify), chosen)
     if not first.fits:
         fastest = min((one for one, _ in (*tried, *mixtures)), key=lambda one: one.latency or 0.0)
         raise ConfigError(
@@ -321,15 +319,15 @@ def _by_latency(
     return space, ranked
 
 
-def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
+def _by_error(space: Space, ceiling: float, verify: _Verify) -> _Tried:
     """Return the measurements for a limit on the error, with the smallest size within the limit first."""
     tried: _Tried = []
     target, floor = ceiling, sum(min(row) for row in space.errors)
     for _ in range(_ROUNDS):
-        found = choose(space.sizes, space.errors, max(target, floor * (1 + 1e-9)))
-        if (settled := _untried(space, found, tried)) is None:
+        mixture = choose(space.sizes, space.errors, max(target, floor * (1 + 1e-9)))
+        if (settled := _untried(space, mixture, tried)) is None:
             break
-        one = _judged(space, settled, judged)
+        one = _verify(space, settled, verify)
         tried.append((one, settled))
         if one.fits and one.error >= _NEAR * ceiling:
             break
@@ -338,7 +336,7 @@ def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
     for chosen in _uniform(space):
         small = space.fixed + space.total(chosen) <= smallest / _BETTER
         if small and all(chosen != other for _, other in tried):
-            tried.append((_judged(space, chosen, judged), chosen))
+            tried.append((_verify(space, chosen, verify), chosen))
     _require_finite(tried)
     if not any(one.fits for one, _ in tried):
         best = min((one for one, _ in tried), key=lambda one: one.error)
@@ -347,8 +345,8 @@ def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
             f"{best.error:.3g} ({best.name}); raise the budget or add a candidate of more bits"
         )
     mixtures = [pair for pair in tried if pair[0].name == MIXED]
-    kept = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].size))[:1]
-    return _ranked([*kept, *(pair for pair in tried if pair[0].name != MIXED)], lambda one: one.size)
+    best_mixture = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].size))[:1]
+    return _ranked([*best_mixture, *(pair for pair in tried if pair[0].name != MIXED)], lambda one: one.size)
 
 
 def _uniform(space: Space) -> Iterator[list[int]]:
@@ -357,32 +355,33 @@ def _uniform(space: Space) -> Iterator[list[int]]:
         yield [i] * len(space.groups)
 
 
-def _untried(space: Space, found: Sequence[int] | None, tried: _Tried) -> list[int] | None:
+def _untried(space: Space, mixture: Sequence[int] | None, tried: _Tried) -> list[int] | None:
     """Return the choice, with its most frequent candidate where equivalent; `None` if it is missing or measured."""
-    settled = None if found is None else space.settled(found)
+    settled = None if mixture is None else space.settled(mixture)
     return None if any(settled == chosen for _, chosen in tried) else settled
 
 
-def _judged(space: Space, chosen: Sequence[int], judged: _Judge) -> Verified:
+def _verify(space: Space, chosen: Sequence[int], verify: _Verify) -> Verified:
     if len({*chosen}) > 1:
-        return judged(MIXED, space.config(chosen))
-    return judged(space.candidates[chosen[0]].name, space.candidates[chosen[0]].config)
+        return verify(MIXED, space.config(chosen))
+    return verify(space.candidates[chosen[0]].name, space.candidates[chosen[0]].config)
 
 
 def _require_finite(tried: _Tried) -> None:
     if not any(math.isfinite(one.error) for one, _ in tried):
         raise ConfigError(
-            f"no configuration that was tried ({', '.join(one.name for one, _ in tried)}) makes finite outputs of the "
-            "validation data; add a candidate of a wider range, as 'int8_weight_only' or 'float', or raise the budget"
+            f"no configuration that was tried ({', '.join(one.name for one, _ in tried)}) gives finite outputs on the "
+            "validation data; add a candidate of a wider range, such as 'int8_weight_only' or 'float', or raise the "
+            "budget"
         )
 
 
-def _ranked(tried: _Tried, figure: Callable[[Verified], float]) -> _Tried:
-    """Sort by the budget, then by `figure`; a mixture comes before others only if it is clearly better."""
+def _ranked(tried: _Tried, quantity: Callable[[Verified], float]) -> _Tried:
+    """Sort by the budget, then by `quantity`; a mixture comes before others only if it is clearly better."""
 
     def key(pair: tuple[Verified, list[int]]) -> tuple[bool, float]:
         one, _ = pair
-        return not one.fits, figure(one) / (_BETTER if one.name == MIXED else 1.0)
+        return not one.fits, quantity(one) / (_BETTER if one.name == MIXED else 1.0)
 
     return sorted(tried, key=key)
 

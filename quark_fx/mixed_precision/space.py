@@ -74,10 +74,10 @@ class Space:
         rows, errors = list[list[Row]](), list[list[float]]()
         for candidate in candidates:
             with without_warnings():
-                found = trials.convert(candidate.config)
-            graph = SwitchedGraph(found.float_graph, found.gm, found.plan)
+                conversion = trials.convert(candidate.config)
+            graph = SwitchedGraph(conversion.float_graph, conversion.gm, conversion.plan)
             _, slopes = trials.slopes(graph, _HALF)
-            rows.append(found.rows)
+            rows.append(conversion.rows)
             added = _by_operator(graph.rounded, slopes / (2 * _HALF))
             errors.append([_error(group, candidate, operators, added) for group in groups])
         free = [g for g, group in enumerate(groups) if any(not row[i].reason for row in rows for i in group.places)]
@@ -87,16 +87,16 @@ class Space:
         for g, of_group in zip(free, by_group, strict=True):
             if any(map(math.isnan, of_group)) and not any(map(math.isfinite, of_group)):
                 raise ConfigError(
-                    f"no candidate makes an output, and a derivative of it, that is finite on the calibration data, so "
-                    f"the error of {groups[g].names[0]!r} is unknown; add a candidate of a wider range, as 'float'"
+                    f"no candidate gives finite outputs and derivatives on the calibration data, so the error of "
+                    f"{groups[g].names[0]!r} is unknown; add a candidate of a wider range, such as 'float'"
                 )
             if not any(map(math.isfinite, of_group)):
                 raise ConfigError(
                     f"every candidate has different formats for operators that share the name {groups[g].names[0]!r}, "
                     "which patterns cannot tell apart; exclude them, or add a candidate that treats them alike"
                 )
-        known = [[math.inf if math.isnan(error) else error for error in of_group] for of_group in by_group]
-        return cls(candidates, operators, [groups[g] for g in free], rows, known, float_graph)
+        group_errors = [[math.inf if math.isnan(error) else error for error in of_group] for of_group in by_group]
+        return cls(candidates, operators, [groups[g] for g in free], rows, group_errors, float_graph)
 
     def timed(self, alone: Sequence[Sequence[float]], whole: Sequence[float]) -> Self:
         """Return a space with latencies of groups; for each candidate, they add up to the latency of its model.
@@ -181,24 +181,24 @@ class Space:
 
     def _by_place(self, chosen: Sequence[int]) -> list[int]:
         most = max(range(len(self.candidates)), key=[*chosen].count)
-        found = [most] * len(self.operators)  # operators that no candidate quantizes follow the most frequent one
+        indices = [most] * len(self.operators)  # operators that no candidate quantizes follow the most frequent one
         for group, i in zip(self.groups, chosen, strict=True):
             for place in group.places:
-                found[place] = i
-        return found
+                indices[place] = i
+        return indices
 
     def curve(self) -> list[Point]:
         """Return the least errors for sizes or latencies, from the smallest to the one with the least error."""
-        figures = self.latencies or self.sizes
-        low = least(figures, self.errors)
+        costs = self.latencies or self.sizes
+        low = least(costs, self.errors)
         best = [min(range(len(row)), key=row.__getitem__) for row in self.errors]
-        high = sum(row[i] for row, i in zip(figures, best, strict=True))
-        found: list[Point] = []
+        high = sum(row[i] for row, i in zip(costs, best, strict=True))
+        points: list[Point] = []
         for step in range(_POINTS):
-            chosen = choose(self.errors, figures, low + (high - low) * step / (_POINTS - 1), gap=_GAP)
-            if chosen is not None and (not found or self.error(chosen) < found[-1].error):
-                found.append(self.point(chosen))
-        return found
+            chosen = choose(self.errors, costs, low + (high - low) * step / (_POINTS - 1), gap=_GAP)
+            if chosen is not None and (not points or self.error(chosen) < points[-1].error):
+                points.append(self.point(chosen))
+        return points
 
     def point(self, chosen: Sequence[int]) -> Point:
         """Return the estimates of a choice."""
@@ -208,13 +208,13 @@ class Space:
 
     def choices(self, chosen: Sequence[int]) -> list[Choice]:
         """Return the result for each group."""
-        found = []
+        results = []
         latencies = self.latencies or [()] * len(self.groups)
         columns = zip(self.groups, chosen, self.sizes, self.errors, latencies, strict=True)
         for group, i, sizes, errors, times in columns:
             formats = dict.fromkeys(self.rows[i][place].weight or "float" for place in group.places)
             count, size = sum(group.weights.values()), group.size(self.rows[i])
-            found.append(
+            results.append(
                 Choice(
                     operators=group.names,
                     candidate=self.candidates[i].name,
@@ -225,22 +225,22 @@ class Space:
                     latencies=tuple(times),
                 )
             )
-        return found
+        return results
 
 
-def least(figures: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]) -> float:
+def least(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]) -> float:
     """Return the sum over all groups of the smallest value among options with a finite error."""
-    pairs = (zip(*rows, strict=True) for rows in zip(figures, errors, strict=True))
-    return sum(min(figure for figure, error in row if math.isfinite(error)) for row in pairs)
+    pairs = (zip(*rows, strict=True) for rows in zip(costs, errors, strict=True))
+    return sum(min(cost for cost, error in row if math.isfinite(error)) for row in pairs)
 
 
 def _by_operator(rounded: Sequence[RoundedValue], added: Tensor) -> dict[str, float]:
     """Return the error that each operator's roundings add, by node; a value's error is split evenly among operators."""
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for value, error in zip(rounded, added.tolist(), strict=True):
         for name in value.operators:
-            found[name] = found.get(name, 0.0) + error / len(value.operators)
-    return found
+            errors[name] = errors.get(name, 0.0) + error / len(value.operators)
+    return errors
 
 
 def _error(group: Group, candidate: Candidate, operators: Sequence[PlannedOperator], added: dict[str, float]) -> float:

@@ -43,7 +43,7 @@ def require_room_for_trials(size: int) -> None:
     with _temporary_folder() as folder:
         (folder / "model").write_bytes(bytes(4096))
         if (free := shutil.disk_usage(folder).free) < size:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free:,} bytes are free, {size:,} wanted")
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free:,} bytes are free, {size:,} needed")
 
 
 @contextmanager

@@ -472,7 +472,7 @@ def test_latency_is_measured_only_where_the_target_runs_and_with_a_budget_of_it(
         ConfigError, match="cannot measure latency for target 'tensorrt' on this machine; give a budget of bits"
     ):
         run(model, [weight_only, FLOAT], batches, budget=Budget(latency=0.5))
-    with pytest.raises(ConfigError, match="timed_batch= is the batch for timing a budget of latency"):
+    with pytest.raises(ConfigError, match="timed_batch= applies only to a budget of latency"):
         run(model, [INT4, INT8], batches, budget=Budget(bits=6.0), timed_batch=batches[0])
 
 
@@ -713,7 +713,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "differ in `kv_cache`",
     ),
     "one candidate": (lambda: candidates_of([INT8]), ConfigError, "at least two"),
-    "twice the same": (lambda: candidates_of([INT8, preset(INT8)]), ConfigError, "there twice"),
+    "twice the same": (lambda: candidates_of([INT8, preset(INT8)]), ConfigError, "listed twice"),
     "no list": (lambda: candidates_of(INT8), ConfigError, "candidates is a list"),
     "an unknown format": (
         lambda: candidates_of(["int1", INT8]),
@@ -797,12 +797,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             validation_data=[1e6 * x for x in rows()],
         ),
         ConfigError,
-        "makes finite outputs of the validation data",
+        "gives finite outputs on the validation data",
     ),
     "a derivative that is NaN": (
         lambda: run(seeded(Through(lambda x: (0 * x).sqrt() + x)), [INT4, INT8], rows(), budget=Budget(bits=20.0)),
         ConfigError,
-        "a derivative of it, that is finite",
+        "gives finite outputs and derivatives",
     ),
     "classes": (
         lambda: run(seeded(Through(lambda x: x.argmax(1))), [INT4, INT8], rows(), budget=Budget(bits=20.0)),
@@ -831,7 +831,7 @@ def test_a_full_disk_for_temporary_files_is_named_before_anything_is_run(
         run(mlp(), [INT4, INT8], [], budget=Budget(size=size, output="onnx"))
 
     said = r"where a model is written .*{}.*; make room, or set TMPDIR"
-    with pytest.raises(QuarkError, match=said.format("bytes are free, 1,.* wanted")):
+    with pytest.raises(QuarkError, match=said.format("bytes are free, 1,.* needed")):
         asked("1000000GiB")
     with pytest.raises(QuarkError, match="search compares outputs on data"):
         asked("1KiB")
