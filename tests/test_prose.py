@@ -26,6 +26,7 @@ FINISHED = (
     "quark_fx/from_pretrained.py",
     "quark_fx/inspection",
     "quark_fx/mixed_precision",
+    "quark_fx/model",
     "quark_fx/numbers",
     "quark_fx/observers",
     "quark_fx/presets.py",

@@ -72,11 +72,11 @@ def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> n
     """
     names = {node.meta.get("parameter") for node in gm.graph.nodes if node.op == "get_attr"} | kept.keys()
     named = dict(model.named_parameters(remove_duplicate=False))
-    held = {id(p) for name, p in named.items() if name in names}
+    parameter_ids = {id(p) for name, p in named.items() if name in names}
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         for p in named.values()
-        if id(p) in held
+        if id(p) in parameter_ids
     }
     for module in model.modules():
         # Weights computed by the older parametrizations of torch.nn.utils: torch does not copy results of autograd.
@@ -100,19 +100,19 @@ def correspond(
     """
     view = FloatView(gm)
     _name_modules_once(model, view)
-    found = Correspondence(stored=storable(model, view))
-    model = with_stored_weights(model, found.stored)
+    changes = Correspondence(stored=storable(model, view))
+    model = with_stored_weights(model, changes.stored)
     wholes, computed = _folded_codes(model, view)
-    _place_rewrites(model, view, gm, found)
-    _place_computed(view, computed, found)
-    _place_maps(model, view, found)
-    _place_constants(model, view, kept, found, wholes)
-    inside = {node: path for path, (call, _) in found.slices.items() for node in call.nodes}
+    _place_rewrites(model, view, gm, changes)
+    _place_computed(view, computed, changes)
+    _place_maps(model, view, changes)
+    _place_constants(model, view, kept, changes, wholes)
+    inside = {node: path for path, (call, _) in changes.slices.items() for node in call.nodes}
     within = {edge for edge in view.rounded if edge[0] in inside and inside[edge[0]] == inside.get(edge[1])}
-    found.attentions, attended = place_attentions(view.graph, view.rounded)
+    changes.attentions, attended = place_attentions(view.graph, view.rounded)
     rest = {edge: a for edge, a in view.rounded.items() if edge not in within | attended}
-    found.rounding = place_rounding(view.graph, rest, view.branches, at_readers=at_readers)
-    return found
+    changes.rounding = place_rounding(view.graph, rest, view.branches, at_readers=at_readers)
+    return changes
 
 
 def _name_modules_once(model: nn.Module, view: FloatView) -> None:
@@ -127,7 +127,7 @@ def _name_modules_once(model: nn.Module, view: FloatView) -> None:
         node.meta["nn_module_stack"] = {key: (names.get(path, path), kind) for key, (path, kind) in stack.items()}
 
 
-def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, found: Correspondence) -> None:
+def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, changes: Correspondence) -> None:
     """Find the modules that passes rewrote, or that are rounded inside."""
     paths: dict[str, dict[str, None]] = {}  # the calls of each module
     for node in view.graph.nodes:
@@ -136,16 +136,16 @@ def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, found: C
     calls = calls_without_parameters(view.graph)
     single = {call.path: call for call in calls.values() if len(paths[call.path]) == 1}
     inside = {node: call.path for call in single.values() for node in call.nodes}
-    wanted = {inside[value]: None for value, reader in view.rounded if inside.get(value, 0) == inside.get(reader, 1)}
-    known = dict(model.named_modules(remove_duplicate=False)).keys() - {""}
+    targets = {inside[value]: None for value, reader in view.rounded if inside.get(value, 0) == inside.get(reader, 1)}
+    module_names = dict(model.named_modules(remove_duplicate=False)).keys() - {""}
     for rewrite in rewrites(gm):
-        if rewrite.kind is Kind.LEFT_OUT and rewrite.path in known - paths.keys():
-            found.identities.add(rewrite.path)
-        elif rewrite.kind is Kind.REPLACED and rewrite.path in known & single.keys():
-            wanted[rewrite.path] = None
+        if rewrite.kind is Kind.LEFT_OUT and rewrite.path in module_names - paths.keys():
+            changes.identities.add(rewrite.path)
+        elif rewrite.kind is Kind.REPLACED and rewrite.path in module_names & single.keys():
+            targets[rewrite.path] = None
         else:
             raise _not_computed(view, rewrite, len(paths.get(rewrite.path, ())))
-    for path in wanted.keys() & known:
+    for path in targets.keys() & module_names:
         call = single[path]
         piece = slice_of(view.originals[call.result], path)
         if piece is None or view.value_of(piece.entry) is not call.entry:
@@ -153,7 +153,7 @@ def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, found: C
                 f"module {path} computes {describe(call.result)} of more than its one input in the quantized graph, "
                 "which no module of the model does; call the quantized model itself"
             )
-        found.slices[path] = call, piece
+        changes.slices[path] = call, piece
 
 
 def _folded_codes(model: nn.Module, view: FloatView) -> tuple[dict[str, tuple[Node, Constant]], list[Node]]:
@@ -173,18 +173,18 @@ def _folded_codes(model: nn.Module, view: FloatView) -> tuple[dict[str, tuple[No
             computed.append(node)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     wholes: dict[str, tuple[Node, Constant]] = {}
-    for name, given in parts.items():
-        if all(_is_unchanged(node, part.constant) for node, part in given):
+    for name, pairs in parts.items():
+        if all(_is_unchanged(node, part.constant) for node, part in pairs):
             continue
-        whole = whole_of(tensors[name].shape, [part for _, part in given]) if name in tensors else None
+        whole = whole_of(tensors[name].shape, [part for _, part in pairs]) if name in tensors else None
         if whole is None:
-            computed += [node for node, part in given if not _is_unchanged(node, part.constant)]
+            computed += [node for node, part in pairs if not _is_unchanged(node, part.constant)]
         else:
-            wholes[name] = next(iter(given[0][0].users)), whole
+            wholes[name] = next(iter(pairs[0][0].users)), whole
     return wholes, computed
 
 
-def _place_computed(view: FloatView, computed: list[Node], found: Correspondence) -> None:
+def _place_computed(view: FloatView, computed: list[Node], changes: Correspondence) -> None:
     """Find the calls of modules with quantized weights that no parameter of the model can hold.
 
     Raises:
@@ -192,40 +192,40 @@ def _place_computed(view: FloatView, computed: list[Node], found: Correspondence
     """
     for node in computed:
         for reader in node.users:
-            if any(reader in call.nodes for call, _ in found.slices.values()):
+            if any(reader in call.nodes for call, _ in changes.slices.values()):
                 continue
-            if not _compute_around(view, reader, found):
+            if not _compute_around(view, reader, changes):
                 raise QuarkError(
                     f"{describe(reader)} reads a weight that is computed from "
                     f"{', '.join(node.meta['folded'].tensors)}, in a module with several inputs, results, or calls; "
                     "store the computed weight as a parameter before quantizing (remove the parametrization, or merge "
                     "the adapter), or call the quantized model itself"
                 )
-    for path, (call, _) in found.slices.items():
+    for path, (call, _) in changes.slices.items():
         names = [n for node in computed if not call.nodes.isdisjoint(node.users) for n in node.meta["folded"].tensors]
         if names:
-            found.computed[path] = tuple(dict.fromkeys(names))
+            changes.computed[path] = tuple(dict.fromkeys(names))
 
 
-def _compute_around(view: FloatView, node: Node, found: Correspondence, outermost: int | None = None) -> bool:
+def _compute_around(view: FloatView, node: Node, changes: Correspondence, outermost: int | None = None) -> bool:
     """Let a module around a node compute its piece of the quantized graph; return whether such a module exists."""
     for call in calls_around(view.graph, node, outermost):
         piece = slice_of(view.originals[call.result], call.path)
         if piece is not None and view.value_of(piece.entry) is call.entry:
-            inner = [path for path, (other, _) in found.slices.items() if other.nodes <= call.nodes]
+            inner = [path for path, (other, _) in changes.slices.items() if other.nodes <= call.nodes]
             for path in inner:
-                del found.slices[path]
-                found.computed.pop(path, None)
-            found.slices[call.path], found.computed[call.path] = (call, piece), ()
+                del changes.slices[path]
+                changes.computed.pop(path, None)
+            changes.slices[call.path], changes.computed[call.path] = (call, piece), ()
             return True
     return False
 
 
 def _not_computed(view: FloatView, rewrite: Rewrite, calls: int) -> QuarkError:
     """Return the error for operators that no module computes."""
-    own = [n for n in view.graph.nodes if module_path(n) == rewrite.path and n.op == "call_function"]
-    made = next((n for n in own if n.meta.get("made_by") == rewrite.made_by), None)
-    there = f"what {_called(rewrite.path)} computes" if made is None else describe(made)
+    nodes = [n for n in view.graph.nodes if module_path(n) == rewrite.path and n.op == "call_function"]
+    node = next((n for n in nodes if n.meta.get("made_by") == rewrite.made_by), None)
+    computation = f"what {_called(rewrite.path)} computes" if node is None else describe(node)
     if calls > 1:
         remedy = f"give each of the {calls} calls of {_called(rewrite.path)} a separate module"
     else:
@@ -234,8 +234,8 @@ def _not_computed(view: FloatView, rewrite: Rewrite, calls: int) -> QuarkError:
             f"`nn.SiLU` does for `silu`), or quantize without {rewrite.made_by}"
         )
     return QuarkError(
-        f"{rewrite.operator or 'something'} became {there} in the quantized graph (pass {rewrite.made_by}), which no "
-        f"module of the model computes; call the quantized model itself, or {remedy}"
+        f"{rewrite.operator or 'something'} became {computation} in the quantized graph (pass {rewrite.made_by}), "
+        f"which no module of the model computes; call the quantized model itself, or {remedy}"
     )
 
 
@@ -247,7 +247,7 @@ def _place_constants(
     model: nn.Module,
     view: FloatView,
     kept: Mapping[str, Tensor],
-    found: Correspondence,
+    changes: Correspondence,
     wholes: Mapping[str, tuple[Node, Constant]],
 ) -> None:
     """Find the parameters that hold the constants; tied parameters are separated if their consumers differ."""
@@ -255,8 +255,8 @@ def _place_constants(
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     readers: dict[str, dict[Node, Constant]] = {}
     folded: list[tuple[Node, Node, Constant]] = []
-    replaced = {node for call, _ in found.slices.values() for node in call.nodes}
-    computing = {node for path in found.computed for node in found.slices[path][0].nodes}
+    replaced = {node for call, _ in changes.slices.values() for node in call.nodes}
+    computing = {node for path in changes.computed for node in changes.slices[path][0].nodes}
     parted: list[list[str]] = []
     for node, constant in view.constants.items():
         for reader in node.users:
@@ -285,44 +285,44 @@ def _place_constants(
                     f"{describe(reader)} reads a tensor that a pass added, and no module of the model does; call the "
                     "quantized model itself"
                 )
-    for name, given in readers.items():
+    for name, by_reader in readers.items():
         if name not in tensors:
             tensors[name] = None
         aliases = [n for n, t in tensors.items() if n == name or (t is tensors[name] is not None)]
-        if {module_path(reader) for reader in given} - {alias.rpartition(".")[0] for alias in aliases}:
-            found.borrowed.update(aliases)
-        alike = len({constant.names for constant in given.values()}) == 1
+        if {module_path(reader) for reader in by_reader} - {alias.rpartition(".")[0] for alias in aliases}:
+            changes.borrowed.update(aliases)
+        alike = len({constant.names for constant in by_reader.values()}) == 1
         if not alike:
             parted.append(aliases)
-        for reader, constant in given.items():
+        for reader, constant in by_reader.items():
             constant = _shaped(constant, tensors[name], reader)
             for alias in aliases if alike else [_alias(aliases, reader)]:
-                _put(found, alias, constant, reader)
+                _put(changes, alias, constant, reader)
     for aliases in parted:
-        _place_unread(model, aliases, found)
+        _place_unread(model, aliases, changes)
     for name, (reader, constant) in wholes.items():
         for alias in [n for n, t in tensors.items() if n == name or (t is tensors[name] is not None)]:
-            found.borrowed.add(alias)
-            found.parts.add(alias)
-            known = found.constants.get(alias)
-            if known is None or not torch.equal(known.value(), constant.value()):
-                _put(found, alias, constant, reader)
+            changes.borrowed.add(alias)
+            changes.parts.add(alias)
+            previous = changes.constants.get(alias)
+            if previous is None or not torch.equal(previous.value(), constant.value()):
+                _put(changes, alias, constant, reader)
     for node, reader, constant in folded:
-        found.borrowed.update(node.meta["folded"].tensors)
+        changes.borrowed.update(node.meta["folded"].tensors)
         for name, one in _unfolded(node, reader, constant, kept).items():
-            known = found.constants.get(name)
-            same = known is not None and known.is_float and torch.equal(known.tensor, one.tensor)
+            previous = changes.constants.get(name)
+            same = previous is not None and previous.is_float and torch.equal(previous.tensor, one.tensor)
             if name in tensors and not same:
-                _put(found, name, _shaped(one, tensors[name], reader), reader)
+                _put(changes, name, _shaped(one, tensors[name], reader), reader)
     for name, tensor in kept.items():
         if name in tensors:
             aliases = [n for n, t in tensors.items() if t is tensors[name]]
-            found.constants |= {n: _as_it_was(name, tensor) for n in aliases if n not in found.constants}
+            changes.constants |= {n: _as_it_was(name, tensor) for n in aliases if n not in changes.constants}
         else:
             _require_same(model, name, tensor)
 
 
-def _place_maps(model: nn.Module, view: FloatView, found: Correspondence) -> None:
+def _place_maps(model: nn.Module, view: FloatView, changes: Correspondence) -> None:
     """Find the modules that undo the maps folded into their operators, or that compute a piece of the graph.
 
     Raises:
@@ -346,21 +346,21 @@ def _place_maps(model: nn.Module, view: FloatView, found: Correspondence) -> Non
     linears = [linear for node in view.graph.nodes if (linear := Linear.of(node)) is not None]
     pending = True
     while pending:
-        found.maps, pending = [], False
+        changes.maps, pending = [], False
         for linear in linears:  # nodes from conversion have the notes of the values they round
             paths = list(module_calls(linear.node).values())
-            around = next((path for path, (call, _) in found.slices.items() if linear.node in call.nodes), None)
+            around = next((path for path, (call, _) in changes.slices.items() if linear.node in call.nodes), None)
             depth = len(paths) if around is None else paths.index(around)
             outside = [absorbed for absorbed in linear.node.meta.get(MAPS, ()) if absorbed.calls <= depth]
-            kept = [x for x in outside if depth < len(paths) - 1 or not is_undone(linear, x)]
-            found.maps += [(paths[-1], linear, absorbed) for absorbed in outside if absorbed not in kept]
-            limits = [absorbed.calls for absorbed in kept]
+            rest = [x for x in outside if depth < len(paths) - 1 or not is_undone(linear, x)]
+            changes.maps += [(paths[-1], linear, absorbed) for absorbed in outside if absorbed not in rest]
+            limits = [absorbed.calls for absorbed in rest]
             if around is None and _is_fresh_bias(linear) and not _takes_bias(model, linear.node):
                 limits.append(depth)
             if not limits:
                 continue
-            pending = _compute_around(view, linear.node, found, min(limits))
-            if kept and not pending:
+            pending = _compute_around(view, linear.node, changes, min(limits))
+            if rest and not pending:
                 raise QuarkError(
                     f"{describe(linear.node)} includes operations that the model's code performs next to it, "
                     "since fold_batch_norm, and no module around both has one input, one result, and one call; call "
@@ -385,10 +385,10 @@ def _require_same(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Raise `QuarkError` if a tensor that is not a parameter of the model has changed since the graph was made."""
     owner, _, leaf = name.rpartition(".")
     try:
-        known = getattr(model.get_submodule(owner), leaf)
+        attribute = getattr(model.get_submodule(owner), leaf)
     except AttributeError:  # a number that the code turns into a tensor
         return
-    if isinstance(known, Tensor) and not torch.equal(known.to(tensor.device), tensor):
+    if isinstance(attribute, Tensor) and not torch.equal(attribute.to(tensor.device), tensor):
         raise QuarkError(
             f"the tensor {name}, which is not a parameter of the model, changed; make it a parameter or buffer, or "
             "call the quantized model itself"
@@ -399,17 +399,17 @@ def _as_it_was(name: str, tensor: Tensor) -> Constant:
     return Constant((f"{name} as it was",), tensor, tensor.dtype)
 
 
-def _place_unread(model: nn.Module, aliases: list[str], found: Correspondence) -> None:
+def _place_unread(model: nn.Module, aliases: list[str], changes: Correspondence) -> None:
     """Give tied parameters of modules without calls the form in a module of the same class, or in any module."""
     kinds = {alias: type(model.get_submodule(alias.rpartition(".")[0])) for alias in aliases}
-    read = [alias for alias in aliases if alias in found.constants]
+    read = [alias for alias in aliases if alias in changes.constants]
     for alias in (alias for alias in aliases if alias not in read):
-        known = next((other for other in read if kinds[other] is kinds[alias]), read[0])
-        found.constants[alias] = found.constants[known]
+        source = next((other for other in read if kinds[other] is kinds[alias]), read[0])
+        changes.constants[alias] = changes.constants[source]
 
 
-def _put(found: Correspondence, name: str, constant: Constant, reader: Node) -> None:
-    if found.constants.setdefault(name, constant).names != constant.names:
+def _put(changes: Correspondence, name: str, constant: Constant, reader: Node) -> None:
+    if changes.constants.setdefault(name, constant).names != constant.names:
         raise QuarkError(
             f"parameter {name} is stored in several ways, one of them for {describe(reader)}; give all "
             "its consumers the same specs, or separate parameters"
@@ -447,9 +447,9 @@ def _shaped(constant: Constant, like: Tensor | None, reader: Node) -> Constant:
 def _alias(aliases: list[str], reader: Node) -> str:
     """Return the name that `reader` uses for a tied parameter: the name in a module that contains the reader."""
     for path in reversed(module_calls(reader).values()):
-        own = [alias for alias in aliases if alias.rpartition(".")[0] == path]
-        if len(own) == 1:
-            return own[0]
+        local_names = [alias for alias in aliases if alias.rpartition(".")[0] == path]
+        if len(local_names) == 1:
+            return local_names[0]
     raise QuarkError(
         f"{describe(reader)} reads the parameter {' = '.join(aliases)} of another module, in another format than that "
         "module does; give all its consumers the same specs, or separate parameters"

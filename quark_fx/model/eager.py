@@ -258,12 +258,12 @@ def _with_floating(change: Callable[[Tensor], Tensor], values: Any, expected: st
 
 def _floating(leaves: Sequence[Any], expected: str) -> int:
     """Return the index of the one floating-point tensor."""
-    found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    if len(found) != 1:
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if len(indices) != 1:
         raise QuarkError(
-            f"{expected}, and this call has {len(found)} floating-point ones; call the quantized model itself"
+            f"{expected}, and this call has {len(indices)} floating-point ones; call the quantized model itself"
         )
-    return found[0]
+    return indices[0]
 
 
 @isolated
@@ -291,11 +291,11 @@ def eager(
     Raises:
         QuarkError: If the graph contains a computation of no module; the message names the operator.
     """
-    source, found = placed(qmodel, model)
-    if trained and (found.parts or found.computed):
+    source, changes = placed(qmodel, model)
+    if trained and (changes.parts or changes.computed):
         names = {
-            *found.parts,
-            *(n for path, sources in found.computed.items() for n in sources or [path or "the model"]),
+            *changes.parts,
+            *(n for path, sources in changes.computed.items() for n in sources or [path or "the model"]),
         }
         raise QuarkError(
             f"the graph trains weights that are parts of {', '.join(sorted(names))} or computed from them, which no "
@@ -308,16 +308,16 @@ def eager(
             "parameters; bind it to its own module with types.MethodType, or call the quantized model itself"
         )
     shared: dict[tuple[str, ...], nn.Parameter] = {}
-    for path in found.identities:
+    for path in changes.identities:
         owner, _, leaf = path.rpartition(".")
         setattr(result.get_submodule(owner), leaf, nn.Identity().eval())
-    replaced, report = kernel_modules(qmodel.graph_module, source, found) if kernels else ({}, None)
+    replaced, report = kernel_modules(qmodel.graph_module, source, changes) if kernels else ({}, None)
     for path, kernel in replaced.items():
         owner, _, leaf = path.rpartition(".")
         setattr(result.get_submodule(owner), leaf, kernel)
     installed: dict[tuple[int, str], tuple[str, ...]] = {}
     fixed: list[str] = []
-    for name, constant in found.constants.items():
+    for name, constant in changes.constants.items():
         owner, _, leaf = name.rpartition(".")
         if owner in replaced:
             continue
@@ -327,9 +327,9 @@ def eager(
         if parametrize.is_parametrized(module, leaf) or (trained and _install_trained(module, leaf, constant, trained)):
             continue
         _install(module, leaf, constant, shared)
-        if trained and (kept := module._parameters.get(leaf)) is not None:
+        if trained and (parameter := module._parameters.get(leaf)) is not None:
             fixed.append(name)
-            kept.requires_grad_(False)
+            parameter.requires_grad_(False)
     if fixed:
         warn(
             f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; to train them, "
@@ -342,11 +342,11 @@ def eager(
             _forget_weights(module)
     _part(
         {
-            *found.slices,
-            *(path for path, _, _ in found.maps),
-            *found.rounding.inputs,
-            *found.rounding.outputs,
-            *found.attentions,
+            *changes.slices,
+            *(path for path, _, _ in changes.maps),
+            *changes.rounding.inputs,
+            *changes.rounding.outputs,
+            *changes.attentions,
         },
         result,
     )
@@ -356,45 +356,45 @@ def eager(
     def rounds(activation: Activation) -> Round:
         return Round(activation, quantizers.get(scales.get(id(activation.scale), "")))
 
-    for path, (call, piece) in found.slices.items():
+    for path, (call, piece) in changes.slices.items():
         _require_tensor(result.get_submodule(path), call)
         owner, _, leaf = path.rpartition(".")
         rewritten = Rewritten(
             _with_quantizers(piece.module(qmodel.graph_module), quantizers),
             floating=bool(call.entry.meta["val"].is_floating_point()),
         )
-        if path in found.computed:
+        if path in changes.computed:
             _compute_with(result.get_submodule(path), rewritten)
         else:
             setattr(result.get_submodule(owner), leaf, rewritten)
-    for i, (path, linear, absorbed) in enumerate(found.maps):
+    for i, (path, linear, absorbed) in enumerate(changes.maps):
         if absorbed.before:
             module = result.get_submodule(path)
             module.add_module(f"undo_{i}", undo := Undo(absorbed, len(linear.kernel)))
             module.register_forward_pre_hook(undo.before, with_kwargs=True)
-    for path, activation in found.rounding.inputs.items():
+    for path, activation in changes.rounding.inputs.items():
         module = result.get_submodule(path)
         if isinstance(module, KernelLinear) and module.rounds:
             activation = Activation(factors=activation.factors)
             if not activation.factors:
                 continue
         if (at := activation.split) is not None:
-            branched = _branched(path, activation, at, found.rounding.branches[path], rounds)
+            branched = _branched(path, activation, at, changes.rounding.branches[path], rounds)
             module.add_module("low_rank_branch", branched)
             wrap_forward(module, branched.run)
         else:
             module.add_module("round_input", rounding := rounds(activation))
             module.register_forward_pre_hook(rounding.before, with_kwargs=True)
-    for path, activation in found.rounding.outputs.items():
+    for path, activation in changes.rounding.outputs.items():
         module = result.get_submodule(path)
         module.add_module("round_output", rounding := rounds(activation))
         module.register_forward_hook(rounding.after)
-    for i, (path, linear, absorbed) in reversed([*enumerate(found.maps)]):
+    for i, (path, linear, absorbed) in reversed([*enumerate(changes.maps)]):
         if not absorbed.before:
             module = result.get_submodule(path)
             module.add_module(f"undo_{i}", undo := Undo(absorbed, len(linear.kernel)))
             module.register_forward_hook(undo.after)
-    for path, attention in found.attentions.items():
+    for path, attention in changes.attentions.items():
         module = result.get_submodule(path)
         module.add_module("round_attention", attending := _attention_rounding(path, attention, rounds))
         wrap_forward(module, attending.run)
@@ -436,10 +436,10 @@ def _attention_rounding(
     path: str, attention: RoundedAttention, rounds: Callable[[Activation], Round]
 ) -> AttentionRounding:
     """Return the module that rounds keys and values; the same modules round them when they enter a cache."""
-    made: dict[int, Round] = {}
+    modules: dict[int, Round] = {}
 
     def rounding(activation: Activation) -> Round:
-        return made.setdefault(id(activation), rounds(activation))
+        return modules.setdefault(id(activation), rounds(activation))
 
     def argument(factor: RoundedFactor) -> RoundedArgument:
         scale = factor.activation.scale
@@ -485,8 +485,8 @@ def placed(
                 "this quantized model does not know its float module (it was loaded, or made from an "
                 "ExportedProgram or from a module that cannot be copied); pass a float model of the same architecture"
             )
-        found = correspond(qmodel.source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
-        return with_stored_weights(qmodel.source, found.stored), found
+        changes = correspond(qmodel.source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
+        return with_stored_weights(qmodel.source, changes.stored), changes
     if not isinstance(model, nn.Module):
         raise QuarkError(f"eager() takes a float model of the architecture that was quantized, not {brief(model)}")
     model = unwrapped(model)
@@ -498,8 +498,8 @@ def placed(
     _require_same_modules(qmodel, model)
     try:
         source = shell_of(model, qmodel.graph_module, qmodel.kept)
-        found = correspond(source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
-        return with_stored_weights(source, found.stored), found
+        changes = correspond(source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
+        return with_stored_weights(source, changes.stored), changes
     except QuarkError:
         raise
     except Exception as error:  # a damaged graph may cause any error
@@ -512,11 +512,11 @@ def _require_same_modules(qmodel: QuantizedModel, model: nn.Module) -> None:
     """Raise `QuarkError` unless a model has the modules and parameters of the captured model."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, name in module_classes(qmodel.graph_module).items():
-        given = type(modules[path]).__name__ if path in modules else "missing"
-        if given != name:
+        class_name = type(modules[path]).__name__ if path in modules else "missing"
+        if class_name != name:
             raise QuarkError(
-                f"module {path or 'at the top'} was a {name} and is {given} in the model that is passed; pass a float "
-                "model of the same architecture"
+                f"module {path or 'at the top'} was a {name} and is {class_name} in the model that is passed; pass a "
+                "float model of the same architecture"
             )
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if qmodel.parameter_names is not None and (other := names ^ qmodel.parameter_names):

@@ -109,10 +109,10 @@ class AttentionRounding(nn.Module):
         for x, rounding, (heads, channels) in zip((keys, values), roundings, self.sizes, strict=True):
             per_head = getattr(rounding, "scale", None) is not None and rounding.scale.dim() > 2
             expected = (heads if per_head else None, channels)
-            found = (x.shape[-3] if x.dim() > 2 else 1, x.shape[-1])
-            if any(size not in (None, there) for size, there in zip(expected, found, strict=True)):
+            shape = (x.shape[-3] if x.dim() > 2 else 1, x.shape[-1])
+            if any(size not in (None, actual) for size, actual in zip(expected, shape, strict=True)):
                 self.refuse(
-                    f"caches {found[0]} heads of {found[1]} channels, and the captured cache has {heads} of {channels}"
+                    f"caches {shape[0]} heads of {shape[1]} channels, and the captured cache has {heads} of {channels}"
                 )
             result.append(rounding(x))
         return result
@@ -194,9 +194,11 @@ class _Call(TorchFunctionMode):
             return result
         place, self.count = self.count, self.count + 1
         factors: Any = self.owner.products[place] if place < len(self.owner.products) else ()
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         changed = {
-            names[f.position]: self._rounded(f, given[names[f.position]]) for f in factors if f.position < len(names)
+            names[f.position]: self._rounded(f, arguments[names[f.position]])
+            for f in factors
+            if f.position < len(names)
         }
         args = [changed.pop(name, value) for name, value in zip(names, args, strict=False)] + list(args[len(names) :])
         return func(*args, **{**kwargs, **changed})
@@ -222,17 +224,17 @@ def _flat(values: Any) -> Iterator[Tensor]:
 
 def _caches(values: Sequence[Any]) -> list[Any]:
     """Return the caches among the arguments of a module, including nested ones, each once."""
-    found: dict[int, Any] = {}
+    caches: dict[int, Any] = {}
 
     def add(values: Iterable[Any]) -> None:
         for value in values:
             is_cache = callable(getattr(value, "update", None)) and hasattr(value, "get_seq_length")
-            if is_cache and not isinstance(value, type) and id(value) not in found:
-                found[id(value)] = value
+            if is_cache and not isinstance(value, type) and id(value) not in caches:
+                caches[id(value)] = value
                 add(vars(value).values())
 
     add(values)
-    return list(found.values())
+    return list(caches.values())
 
 
 def _tensors(cache: Any) -> Iterator[Tensor]:

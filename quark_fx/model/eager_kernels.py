@@ -19,20 +19,20 @@ from quark_fx.model.kernels.row_graphs import RowGraphs
 
 
 def kernel_modules(
-    gm: GraphModule, model: nn.Module, found: Correspondence
+    gm: GraphModule, model: nn.Module, changes: Correspondence
 ) -> tuple[dict[str, KernelModule], KernelReport]:
     """Return the replacements of modules, keyed by path, and one row for each operator whose weight is in codes.
 
     Args:
         gm: The quantized graph.
         model: The original model.
-        found: Correspondence between the two.
+        changes: Correspondence between the two.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     names = Counter(map(id, modules.values()))
     products = [product for node in gm.graph.nodes if (product := Product.of(gm, node)) is not None]
     calls = Counter(module_path(product.node) for product in products)
-    graphs, made = RowGraphs(), dict[str, KernelModule]()
+    graphs, replacements = RowGraphs(), dict[str, KernelModule]()
     rows = [*rows_of_lists(gm).values()]
     for product in products:
         path = module_path(product.node)
@@ -44,25 +44,25 @@ def kernel_modules(
             reason = "its module is called in several places"
         elif module is not None and hooks_of(module):
             reason = "hooks are registered on its module"
-        elif path in found.slices or product.name != path:
+        elif path in changes.slices or product.name != path:
             reason = "its module computes something else by now"
-        elif not found.borrowed.isdisjoint((f"{path}.weight", f"{path}.bias")):
+        elif not changes.borrowed.isdisjoint((f"{path}.weight", f"{path}.bias")):
             reason = "its weight or bias is read outside of its module"
         row = KernelRow(product.name, product.row.kind, "", reason)
         if not reason:
             graph, row = graphs.of(product)
             if graph is not None and module is not None:
-                made[path] = KernelLinear(product, graph, module)
+                replacements[path] = KernelLinear(product, graph, module)
         rows.append(row)
     for path, module in modules.items():
         name = f"{path}.weight"
-        constant = found.constants.get(name)
+        constant = changes.constants.get(name)
         table = None if constant is None else constant.quantized
-        if constant is None or table is None or name in found.borrowed or names[id(module)] > 1 or hooks_of(module):
+        if constant is None or table is None or name in changes.borrowed or names[id(module)] > 1 or hooks_of(module):
             continue
         if _is_embedding(module) and CodeEmbedding.takes(table):
-            made[path] = CodeEmbedding(table, constant.dtype, module)
-    return made, KernelReport(tuple(rows))
+            replacements[path] = CodeEmbedding(table, constant.dtype, module)
+    return replacements, KernelReport(tuple(rows))
 
 
 def _is_linear(module: nn.Module | None) -> bool:
@@ -70,8 +70,8 @@ def _is_linear(module: nn.Module | None) -> bool:
     kind = type(module)
     if module is None or parametrize.is_parametrized(module):
         return False
-    own = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-    return own or getattr(kind, "forward", None) is nn.Linear.forward
+    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return is_conv1d or getattr(kind, "forward", None) is nn.Linear.forward
 
 
 def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:

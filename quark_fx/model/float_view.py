@@ -96,9 +96,9 @@ class FloatView:
                 continue
             if activation is None:
                 self._read_as_is.add((value, reader))
-            known = self.rounded.setdefault((value, reader), activation) if activation is not None else None
+            first = self.rounded.setdefault((value, reader), activation) if activation is not None else None
             either = (value, reader) in self.rounded and (value, reader) in self._read_as_is
-            if either or (known is not None and activation is not None and not known.same_as(activation)):
+            if either or (first is not None and activation is not None and not first.same_as(activation)):
                 raise _rounded_differently(reader)
 
     def _undo(self, node: Node) -> bool:
@@ -110,8 +110,8 @@ class FloatView:
                 codes: Any = lookup.args[0]
                 rows = self._constant(codes, constant)
                 self._values[node] = self._copy(lookup, node, lambda n: rows if n is codes else self._value(n)), None
-            elif (found := constant_of(self._gm, node)) is not None:
-                self._values[node] = self._constant(node, found), None
+            elif (stored := constant_of(self._gm, node)) is not None:
+                self._values[node] = self._constant(node, stored), None
             elif name == DEQUANTIZE or (_is_cast_by_conversion(node.args[0]) and node.args[0] not in self._values):
                 self._values[node] = self._rounded(node)  # the second cast of two; the first yields no value
             return True
@@ -123,28 +123,28 @@ class FloatView:
             self._undo_branch(node)
             return True
         # Codes without a look-up kernel are dequantized first: the look-up is the model's operator.
-        own = name == EMBEDDING and target_name(node.args[0]) == DEQUANTIZE  # type: ignore[arg-type]
-        return (converted and not own) or name == QUANTIZE
+        is_lookup = name == EMBEDDING and target_name(node.args[0]) == DEQUANTIZE  # type: ignore[arg-type]
+        return (converted and not is_lookup) or name == QUANTIZE
 
     def _undo_branch(self, node: Node) -> None:
         """Record the directions that are split off a value, or the branch parallel to an operator."""
-        beside: Any = node.args[1]  # a product, or a constant in a product
+        operand: Any = node.args[1]  # a product, or a constant in a product
         if target_name(node) == _REST:
-            value, parts = node.args[0], beside.args[0]
-            directions = Factor(SPLIT, self._tensors((parts.args[1], beside.args[1])))
+            value, parts = node.args[0], operand.args[0]
+            directions = Factor(SPLIT, self._tensors((parts.args[1], operand.args[1])))
             self._values[node] = self._multiplied(node, cast(Node, value), directions)
         elif target_name(node) == _SUM:
             operator, rounded = self._values[cast(Node, node.args[0])]
             self._values[node] = operator, None
-            self.branches[operator] = Branch(parameter(self._gm, beside.args[1]), rounded)
+            self.branches[operator] = Branch(parameter(self._gm, operand.args[1]), rounded)
 
     def _multiplied(self, node: Node, value: Node, factor: Factor) -> tuple[Node, Activation]:
         """Return the source and factors of a product with a value that is not rounded before."""
         source, before = self._values[value]
         if before is not None and before.rounds:
             raise _rounded_differently(node)
-        known = before.factors if before is not None else ()
-        return source, Activation(factors=(*known, factor))
+        factors = before.factors if before is not None else ()
+        return source, Activation(factors=(*factors, factor))
 
     def _tensors(self, constants: Iterable[Node]) -> tuple[Tensor, ...]:
         return tuple(parameter(self._gm, constant) for constant in constants)

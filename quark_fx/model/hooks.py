@@ -21,22 +21,22 @@ _REBUILT_BY = ("torch", "transformers")
 
 def hooks_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """Return the hooks of a module, such as accelerate's, keyed by their description."""
-    found: dict[str, Callable[..., Any]] = {}
+    by_description: dict[str, Callable[..., Any]] = {}
     for kind, hooks in (("forward hook", module._forward_hooks), ("forward pre-hook", module._forward_pre_hooks)):
-        found |= {f"{kind} {_name(hook)}": hook for hook in hooks.values()}
+        by_description |= {f"{kind} {_name(hook)}": hook for hook in hooks.values()}
     if "forward" in vars(module):
-        found[f"patched forward {_name(vars(module)['forward'])}"] = vars(module)["forward"]
+        by_description[f"patched forward {_name(vars(module)['forward'])}"] = vars(module)["forward"]
     forward, bases = inspect.unwrap(type(module).forward), type(module).__mro__
-    own = {base.__module__.partition(".")[0] for base in bases}
-    if _owner(forward) not in own and not any(_imports(base.__module__, forward) for base in bases):
-        found[f"forward of {type(module).__name__} patched with {_name(forward)}"] = forward
-    return found
+    packages = {base.__module__.partition(".")[0] for base in bases}
+    if _owner(forward) not in packages and not any(_imports(base.__module__, forward) for base in bases):
+        by_description[f"forward of {type(module).__name__} patched with {_name(forward)}"] = forward
+    return by_description
 
 
 def _imports(file: str, function: Any) -> bool:
     """Return whether a file has imported a function itself; an import of its module does not count."""
-    held = vars(sys.modules.get(file, ModuleType(file))).values()
-    return any(value is function for value in list(held))
+    variables = vars(sys.modules.get(file, ModuleType(file))).values()
+    return any(value is function for value in list(variables))
 
 
 def foreign_hooks(model: nn.Module) -> list[str]:
@@ -89,10 +89,10 @@ def bound_elsewhere(model: nn.Module, original: nn.Module) -> list[str]:
 
 def _reached(model: nn.Module) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
     """Yield the modules and parameters that are not registered, each with the attribute that refers to it."""
-    own = {id(module) for module in model.modules()}
+    registered = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
         for name, value in _attributes(module).items():
-            for part in _held(value, own, set()):
+            for part in _held(value, registered, set()):
                 yield f"{name} of {path or 'the model'}", part
 
 
@@ -105,19 +105,19 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def _held(
-    value: Any, own: Collection[int], seen: set[int], file: str | None = None
+    value: Any, registered: Collection[int], visited: set[int], file: str | None = None
 ) -> Iterator[nn.Module | nn.Parameter]:
     """Yield the modules and parameters that a value refers to.
 
     Args:
         value: Attribute of a module, or a part of one.
-        own: Identities of registered modules, which are left out.
-        seen: Identities of values that were visited.
+        registered: Identities of registered modules, which are left out.
+        visited: Identities of values that were visited.
         file: Python module of the function that refers to the value; functions and objects of others are skipped.
     """
-    if id(value) in seen or id(value) in own:
+    if id(value) in visited or id(value) in registered:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     inner: Iterable[Any] = ()
     if isinstance(value, nn.Module | nn.Parameter):
         yield value
@@ -138,7 +138,7 @@ def _held(
     elif type(value).__module__ == file:
         inner = getattr(value, "__dict__", {}).values()
     for part in list(inner):
-        yield from _held(part, own, seen, file)
+        yield from _held(part, registered, visited, file)
 
 
 def _cells(function: FunctionType) -> Iterator[Any]:

@@ -137,8 +137,8 @@ def slice_of(result: Node, path: str) -> ModuleSlice | None:
     return ModuleSlice(entries.pop(), result, tuple(node for node in result.graph.nodes if node in inside))
 
 
-def _within(path: str, others: Iterable[str]) -> bool:
-    return any(f"{other}.".startswith(f"{path}.") for other in others)
+def _within(path: str, paths: Iterable[str]) -> bool:
+    return any(f"{other}.".startswith(f"{path}.") for other in paths)
 
 
 __all__ = ["ModuleCall", "ModuleSlice", "calls_around", "calls_without_parameters", "slice_of"]

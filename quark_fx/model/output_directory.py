@@ -49,7 +49,7 @@ def work_directory(
         return
     output = Path(output)
     unfinished = output / _UNFINISHED
-    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
     locks: list[Any] = []
     ranks.first(lambda: locks.append(_taken(output, checkpoint)))
     try:
@@ -63,7 +63,7 @@ def work_directory(
         if ranks.index == 0 and not any(unfinished.rglob("*.safetensors")):
             shutil.rmtree(unfinished, ignore_errors=True)
             with suppress(OSError):  # it is not empty, or could not be created
-                for folder in made:
+                for folder in new_folders:
                     folder.rmdir()
         raise
     finally:
@@ -109,7 +109,7 @@ def _taken(output: Path, checkpoint: str | Path | None) -> Any:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("a+b")
     except OSError as error:
-        raise CheckpointError(f"output_dir {output} cannot be made: {error}; choose another directory") from error
+        raise CheckpointError(f"output_dir {output} cannot be created: {error}; choose another directory") from error
     try:
         _lock(file)
     except OSError as error:
@@ -130,27 +130,27 @@ def _lock(file: Any) -> None:
 
 
 def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
-    own = {_UNFINISHED}
+    run_files = {_UNFINISHED}
     if _is_ours(output / _REMOVED):
         _remove(output / _REMOVED)
     if checkpoint is not None and Path(checkpoint).absolute() == output.absolute():
         raise ConfigError(f"checkpoint and output_dir are both {output}; choose another directory for finished blocks")
     if checkpoint is not None and Path(checkpoint).parent == output:
-        own.add(Path(checkpoint).name)
+        run_files.add(Path(checkpoint).name)
     if _is_ours(output / _UNFINISHED):  # an interrupted run, possibly while it saved
-        own |= {file.name for file in output.iterdir() if is_model_file(file.name)}
+        run_files |= {file.name for file in output.iterdir() if is_model_file(file.name)}
     elif (output / GRAPH_FILE).exists():
         raise ConfigError(
             f"output_dir {output} holds graph.json already: if that is a finished result, read it with quark_fx.load, "
             "otherwise choose a new directory"
         )
     elif (output / _UNFINISHED).exists():
-        own.remove(_UNFINISHED)
-    others = [file.name for file in output.iterdir() if file.name not in own] if output.is_dir() else []
-    if output.is_file() or others:
+        run_files.remove(_UNFINISHED)
+    foreign_files = [file.name for file in output.iterdir() if file.name not in run_files] if output.is_dir() else []
+    if output.is_file() or foreign_files:
         raise ConfigError(
-            f"output_dir {output} holds {', '.join(sorted(others)[:3]) or 'a file'} already; choose a new directory, "
-            "or the one an interrupted run left"
+            f"output_dir {output} holds {', '.join(sorted(foreign_files)[:3]) or 'a file'} already; choose a new "
+            "directory, or the one an interrupted run left"
         )
 
 

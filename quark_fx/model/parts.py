@@ -114,8 +114,8 @@ def _rearranged(shape: tuple[int, ...], part: Part) -> Constant | None:
     if axis is not None and codes.block_size:
         if [n for n in size if n > 1] != [n for n in shape if n > 1] or stride != _strides(size):
             return None
-        kept = [i for i, n in enumerate(shape) if n > 1]
-        axis = kept[[i for i, n in enumerate(size) if n > 1].index(axis)] if size[axis] > 1 else None
+        axes = [i for i, n in enumerate(shape) if n > 1]
+        axis = axes[[i for i, n in enumerate(size) if n > 1].index(axis)] if size[axis] > 1 else None
         if axis is None:
             return None
         blocks = [n if i != axis else codes.scale.shape[codes.axis or 0] for i, n in enumerate(shape)]

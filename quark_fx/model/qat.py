@@ -262,23 +262,23 @@ class _Preparation:
                     set_argument(rows, 0, value)
                     rows.meta["val"] = node.meta.get("val")
                     node.replace_all_uses_with(rows)
-            elif (found := constant_of(self.gm, node)) is not None and self._is_stored(found):
+            elif (stored := constant_of(self.gm, node)) is not None and self._is_stored(stored):
                 with self.gm.graph.inserting_before(node):
-                    value = self._read(found, original)
+                    value = self._read(stored, original)
                 value.meta |= node.meta
                 node.replace_all_uses_with(value)
         erase_dead(self.gm)
 
     def _read_as_is(self) -> frozenset[str]:
         """Return the names of tensors with consumers other than casts, also after a look-up of rows."""
-        found: set[str] = set()
+        names: set[str] = set()
         for node in self.gm.graph.nodes:
             if node.op == "get_attr":
                 lookups = [user for user in node.users if target_name(user) == EMBEDDING]
                 readers = [user for user in node.users if user not in lookups] + [u for n in lookups for u in n.users]
                 if any(target_name(user) != CAST for user in readers):
-                    found.add(str(node.target))
-        return frozenset(found)
+                    names.add(str(node.target))
+        return frozenset(names)
 
     def _is_stored(self, constant: Constant) -> bool:
         """Tell whether a constant is quantized, or is a parameter that is stored in a 16-bit float and cast."""
@@ -294,8 +294,8 @@ class _Preparation:
             name = fresh_name(self.gm, codes.removesuffix("_codes"))
             value = replace(constant, dtype=torch.float32).value().clone()
             _register(self.gm, name, nn.Parameter(value))
-            whole, kept = constant.stored, tensor_of(original, codes)
-            stored = replace(whole, codes=kept) if isinstance(whole, QuantizedTensor) else kept
+            whole, tensor = constant.stored, tensor_of(original, codes)
+            stored = replace(whole, codes=tensor) if isinstance(whole, QuantizedTensor) else tensor
             constant = replace(constant, stored=stored)
             self.weights[codes] = _Weight(constant, parameter_name(self.gm, codes), name, f"{name}_quantizer")
         return self.gm.graph.get_attr(self.weights[codes].parameter)
@@ -305,29 +305,29 @@ class _Preparation:
 
     def _pair_bounds(self) -> dict[str, PairBound]:
         """Return the pairs that the target adds in 16 bits, keyed by the name of the codes."""
-        found: dict[str, PairBound] = {}
-        known = self._by_parameter()
+        bounds: dict[str, PairBound] = {}
+        by_parameter = self._by_parameter()
         for node in self.gm.graph.nodes if self.config.target.limits_pairs else ():
             row = operator_row(node)
             for read in stored_weights(node, row) if row is not None and row.activations else ():
-                weight = known.get(str(read.node.target))
+                weight = by_parameter.get(str(read.node.target))
                 if row is None or weight is None or (stored := weight.constant.quantized) is None:
                     continue
                 activation = _activation_spec(argument(node, row.activations[0]))
                 bound = pair_bound(row.kind, Linear.of(node), _spec_of(stored), activation)
                 # Codes that exceed the bound are for another kernel.
                 if bound is not None and not bool(bound.exceeded(stored.codes).any()):
-                    found[weight.constant.names[0]] = bound
-        return found
+                    bounds[weight.constant.names[0]] = bound
+        return bounds
 
     def _bias_factors(self) -> dict[str, tuple[str, str]]:
         """Return the names of scale and codes that determine the scale of an int32 bias, keyed by the bias's codes."""
-        found: dict[str, tuple[str, str]] = {}
-        known = self._by_parameter()
+        factors: dict[str, tuple[str, str]] = {}
+        by_parameter = self._by_parameter()
         for node in self.gm.graph.nodes:
             if (linear := Linear.of(node)) is None or linear.bias is None:
                 continue
-            bias, weight = (known.get(str(n.target)) for n in (linear.bias, linear.stored.node))
+            bias, weight = (by_parameter.get(str(n.target)) for n in (linear.bias, linear.stored.node))
             pair = quantize_of(linear.activation)
             scale: Any = pair.args[1] if pair is not None else None
             if bias is None or weight is None or scale is None or scale.op != "get_attr":
@@ -336,21 +336,21 @@ class _Preparation:
             if sums is None or stored is None or sums.format != INT32:
                 continue
             if torch.equal(tensor_of(self.gm, str(scale.target)) * stored.scale, sums.scale):
-                found[bias.constant.names[0]] = str(scale.target), weight.constant.names[0]
-        return found
+                factors[bias.constant.names[0]] = str(scale.target), weight.constant.names[0]
+        return factors
 
     def _round_values(self, bounds: dict[str, PairBound], factors: dict[str, tuple[str, str]]) -> None:
         """Insert the modules that round parameters after them."""
         modules: dict[str, FakeQuantize | Cast] = {}
         for codes, weight in sorted(self.weights.items(), key=lambda item: item[0] in factors):
-            constant, own = weight.constant, None
+            constant, quantizers = weight.constant, None
             if (stored := constant.quantized) is None:
                 modules[codes] = Cast(constant.tensor.dtype, constant.dtype)
                 continue
             if codes in factors:
                 scale, other = factors[codes]
                 product = self.gm.get_submodule(self.activations[scale]), modules[other]
-                own = product if all(isinstance(part, FakeQuantize) for part in product) else None
+                quantizers = product if all(isinstance(part, FakeQuantize) for part in product) else None
             specs = [self.config.weight, *(o.weight for o in self.config.overrides), self.config.bias]
             modules[codes] = FakeQuantize(
                 self._step(constant.names[1], str(stored.format), specs),
@@ -360,20 +360,20 @@ class _Preparation:
                 stored.block_size,
                 dtype=constant.dtype,
                 pairs=bounds.get(codes),
-                factors=own,  # type: ignore[arg-type]
+                factors=quantizers,  # type: ignore[arg-type]
             )
-        known = self._by_parameter()
+        by_parameter = self._by_parameter()
         for codes, weight in self.weights.items():
             self.gm.add_submodule(weight.quantizer, modules[codes])
         rounded: dict[str, Node] = {}
         for node in list(self.gm.graph.nodes):
             name = str(node.target)
-            if node.op != "get_attr" or name not in known:
+            if node.op != "get_attr" or name not in by_parameter:
                 continue
             first = rounded.get(name)
             if first is None:
                 with self.gm.graph.inserting_after(node):
-                    first = rounded[name] = self.gm.graph.call_module(known[name].quantizer, ())
+                    first = rounded[name] = self.gm.graph.call_module(by_parameter[name].quantizer, ())
             node.replace_all_uses_with(first)
             if not first.args:
                 first.args = (node,)

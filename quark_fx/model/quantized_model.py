@@ -66,7 +66,7 @@ class QuantizedModel(nn.Module):
         self.signature = signature
         self.config = config
         named = next(
-            (name for name, known in PRESETS.items() if known == config), f"no preset, weights {config.weight}"
+            (name for name, preset in PRESETS.items() if preset == config), f"no preset, weights {config.weight}"
         )
         about = {"model": type(source).__name__} if source is not None else {}
         about |= {"configuration": named, "target": config.target.name} | ({"data": data} if data else {})
@@ -158,8 +158,8 @@ class QuantizedModel(nn.Module):
         """
         from quark_fx.model.compiled_model import CompiledModel
 
-        given = {"mode": mode, "dynamic": dynamic, "backend": backend, "options": options}
-        return CompiledModel.of(self, **{name: value for name, value in given.items() if value is not None})
+        arguments = {"mode": mode, "dynamic": dynamic, "backend": backend, "options": options}
+        return CompiledModel.of(self, **{name: value for name, value in arguments.items() if value is not None})
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stay in eval mode, in which the graph was captured.
@@ -183,7 +183,7 @@ class QuantizedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise QuarkError(
-            "a QuantizedModel is not pickled, and so neither torch.save nor another process takes it: write it with "
+            "a QuantizedModel cannot be pickled, so torch.save and other processes do not accept it: write it with "
             "qmodel.save(directory) and read it with quark_fx.load(directory), or save its state_dict()"
         )
 

@@ -37,8 +37,8 @@ class RoundedFactor:
 
     def same_as(self, other: RoundedFactor) -> bool:
         """Tell whether both are equal."""
-        own, theirs = ((f.position, f.transposed, f.cached) for f in (self, other))
-        return own == theirs and self.activation.same_as(other.activation)
+        layout, other_layout = ((f.position, f.transposed, f.cached) for f in (self, other))
+        return layout == other_layout and self.activation.same_as(other.activation)
 
 
 Size = tuple[int | None, int | None]
@@ -86,10 +86,10 @@ def place_attentions(graph: Graph, rounded: Rounded) -> tuple[dict[str, RoundedA
     edges: set[tuple[Node, Node]] = set()
     results = next(node for node in reversed(graph.nodes) if node.op == "output")
     for attention in attentions:
-        found = [(c, rounded[c.value, c.reader]) for c in attention.cached or () if (c.value, c.reader) in rounded]
-        if len(found) != 2:
+        roundings = [(c, rounded[c.value, c.reader]) for c in attention.cached or () if (c.value, c.reader) in rounded]
+        if len(roundings) != 2:
             continue
-        for cached, activation in found:
+        for cached, activation in roundings:
             factor = RoundedFactor(cached.position, activation, _is_transposed(cached, activation), cached=True)
             factors.setdefault(cached.product, []).append(factor)
             edges |= {(cached.value, reader) for reader in (cached.reader, results)}  # a cache that is returned
@@ -97,9 +97,9 @@ def place_attentions(graph: Graph, rounded: Rounded) -> tuple[dict[str, RoundedA
         if (turned := rounded.get((query, attention.scores))) is not None and not turned.rounds:
             factors.setdefault(attention.scores, []).append(RoundedFactor(attention.query, turned))
             edges.add((query, attention.scores))
-        key, path = _call_of(attention, found[1][0].product)
-        (held_keys, keys), (held_values, values) = found
-        sizes = _sizes(held_keys), _sizes(held_values)
+        key, path = _call_of(attention, roundings[1][0].product)
+        (cached_keys, keys), (cached_values, values) = roundings
+        sizes = _sizes(cached_keys), _sizes(cached_values)
         calls.setdefault(path, {}).setdefault(key, []).append(((keys, values), sizes))
     owners = {key: path for path, keys in calls.items() for key in keys}
     products: dict[str, list[Product]] = {}
@@ -108,20 +108,20 @@ def place_attentions(graph: Graph, rounded: Rounded) -> tuple[dict[str, RoundedA
         if inner and target_name(node) in (FUSED, *PRODUCTS):
             products.setdefault(inner[-1], []).append(tuple(factors.get(node, ())))
     # The values that enter a cache are known if there is only one attention, including unquantized ones.
-    known = {path: {k: e if count[k] < 2 else [] for k, e in keys.items()} for path, keys in calls.items()}
-    return {path: _alike(path, keys, products, graph) for path, keys in known.items()}, edges
+    entries = {path: {k: e if count[k] < 2 else [] for k, e in keys.items()} for path, keys in calls.items()}
+    return {path: _alike(path, keys, products, graph) for path, keys in entries.items()}, edges
 
 
 def _alike(
     path: str, calls: Mapping[str, list[Entering]], products: Mapping[str, list[Product]], graph: Graph
 ) -> RoundedAttention:
     """Return the rounding that all calls of a module share."""
-    first, *others = (
+    first, *rest = (
         RoundedAttention(tuple(products[key]), *(entering[0] if len(entering) == 1 else (None, ())))
         for key, entering in calls.items()
     )
     everywhere = {key for node in graph.nodes for key, other in module_calls(node).items() if other == path}
-    if everywhere != set(calls) or not all(first.same_as(other) for other in others):
+    if everywhere != set(calls) or not all(first.same_as(other) for other in rest):
         raise QuarkError(
             f"the calls of module {path or 'the model'} round keys and values in different ways; call the quantized "
             "model itself, or give each call a separate module"
@@ -131,8 +131,8 @@ def _alike(
 
 def _call_of(attention: Attention, mix: Node) -> tuple[str, str]:
     """Return the key and path of the innermost call that contains both products of an attention."""
-    there = module_calls(mix)
-    return next(((k, path) for k, path in reversed(module_calls(attention.scores).items()) if k in there), ("", ""))
+    mix_calls = module_calls(mix)
+    return next(((k, path) for k, path in reversed(module_calls(attention.scores).items()) if k in mix_calls), ("", ""))
 
 
 def _sizes(cached: Cached) -> Size:

@@ -175,10 +175,10 @@ def place_rounding(
         QuarkError: If an activation is neither; the message names the operator that reads it.
     """
     places = _Places(graph, rounded, at_readers=at_readers)
-    found = places.find()
+    modules = places.find()
     for node, branch in branches.items():
         places.place_branch(node, branch)
-    return found
+    return modules
 
 
 class _Places:
@@ -193,7 +193,7 @@ class _Places:
                 self.calls.setdefault(path, set()).add(key)
                 self.regions.setdefault(key, []).append(node)
         self.hooked: dict[str, set[str]] = {}
-        self.found = RoundedModules()
+        self.modules = RoundedModules()
 
     def find(self) -> RoundedModules:
         if not self.at_readers:
@@ -211,7 +211,7 @@ class _Places:
             if hooked != self.calls[path]:
                 reader, activation = next((r, a) for (_, r), a in self.rounded.items() if module_path(r) == path)
                 raise _not_of_a_module(reader, activation)
-        return self.found
+        return self.modules
 
     def _place_factors(self, value: Node) -> None:
         """Multiply the result of a module if all consumers apply the same factors, and some do not round it."""
@@ -240,7 +240,7 @@ class _Places:
         inside = [user for user in entry.users if key in module_calls(user)]
         if {n for n in read if is_activation(n)} != {entry} or not self._all_round(entry, activation, inside):
             return False
-        if not self.found.inputs.setdefault(path, activation).same_as(activation):
+        if not self.modules.inputs.setdefault(path, activation).same_as(activation):
             return False
         self.hooked.setdefault(path, set()).add(key)
         return True
@@ -253,8 +253,8 @@ class _Places:
         Directions are split off at the operator that multiplies them.
         """
         placed = activation.split is None and (activation.is_fixed or not activation.rounds)
-        found = module_calls(value) if placed else {}
-        for key, path in reversed(found.items()):
+        calls = module_calls(value) if placed else {}
+        for key, path in reversed(calls.items()):
             results = [n for n in self.regions[key] if any(key not in module_calls(user) for user in n.users)]
             outside = [user for user in value.users if key not in module_calls(user)]
             if (
@@ -263,7 +263,7 @@ class _Places:
                 and key not in module_calls(reader)
                 and self._all_round(value, activation, outside)
             ):
-                self.found.outputs[path] = activation
+                self.modules.outputs[path] = activation
                 return True
         return False
 
@@ -274,7 +274,7 @@ class _Places:
             QuarkError: If there is none.
         """
         key, path = next(reversed(module_calls(node).items()), ("", ""))
-        activation = self.found.inputs.get(path)
+        activation = self.modules.inputs.get(path)
         result = node
         while activation is not None and len(result.users) == 1:
             (user,) = result.users
@@ -287,7 +287,7 @@ class _Places:
                 f"{describe(node)} has a branch in float, and its module ({path or 'the model'}) computes something "
                 "else, too; call the quantized model itself, or exclude the layer from LowRank"
             )
-        self.found.branches[path] = branch
+        self.modules.branches[path] = branch
 
     def _all_round(self, value: Node, activation: Activation, users: Iterable[Node] | None = None) -> bool:
         """Tell whether all `users`, by default all consumers, read `value` with this rounding, or move it before."""

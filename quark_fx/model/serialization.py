@@ -77,7 +77,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         raise QuarkError(f"{directory} holds a checkpoint, whose tensors would be overwritten; choose another one")
     tensors = stored_tensors(gm)
     ids = {name: f"t{index}" for index, name in enumerate(tensors)}
-    kept = {name: f"t{len(tensors) + index}" for index, name in enumerate(qmodel.kept)}
+    kept_ids = {name: f"t{len(tensors) + index}" for index, name in enumerate(qmodel.kept)}
     names, stacks, nodes = tensor_names(gm), Stacks(), _node_names(gm.graph)
     if long := next((name for name in (*tensors, *names.values(), *qmodel.kept) if len(name) > LONGEST), None):
         raise QuarkError(
@@ -96,11 +96,11 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "tensors": {ids[name]: names.get(name, name) for name in tensors},
         "buffers": [ids[name] for name in tensors if name in buffer_names(gm)],
         "nodes": [_node_to_data(node, nodes, ids, stacks) for node in gm.graph.nodes],
-        "provenance": provenance_to_data(qmodel, ids, kept, stacks),
+        "provenance": provenance_to_data(qmodel, ids, kept_ids, stacks),
     }
     stored = {ids[name]: tensor for name, tensor in tensors.items()}
     with writing(directory, QuarkError):
-        write_model(directory, stored | {kept[name]: tensor for name, tensor in qmodel.kept.items()}, document)
+        write_model(directory, stored | {kept_ids[name]: tensor for name, tensor in qmodel.kept.items()}, document)
 
 
 @checked_call
@@ -198,8 +198,8 @@ def _node_names(graph: Graph) -> dict[Node, str]:
 
 
 def _node_to_data(node: Node, names: Mapping[Node, str], ids: Mapping[str, str], stacks: Stacks) -> dict[str, Any]:
-    own = {"get_attr": ids.get(str(node.target)), "placeholder": names[node]}
-    target = own.get(node.op, node.target)
+    targets = {"get_attr": ids.get(str(node.target)), "placeholder": names[node]}
+    target = targets.get(node.op, node.target)
     name = target if isinstance(target, str) else operator_name(target)
     if name is None:
         raise QuarkError(f"the call of {target} at %{node.name} cannot be stored: it is not a registered operator")
@@ -239,9 +239,9 @@ def _decode(value: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
         return slice(*(_decode(part, nodes, device) for part in content))
     if kind == "device" and isinstance(content, str):
         return device  # the device of the loaded tensors, not of the capture
-    known: dict[str, Mapping[str, Any]] = {"node": nodes, "torch": _TORCH, "float": _FLOATS}
-    if kind in known and isinstance(content, str) and content in known[kind]:
-        return known[kind][content]
+    tables: dict[str, Mapping[str, Any]] = {"node": nodes, "torch": _TORCH, "float": _FLOATS}
+    if kind in tables and isinstance(content, str) and content in tables[kind]:
+        return tables[kind][content]
     raise QuarkError(f"the stored graph holds the argument {brief(value)}, which is not known")
 
 
@@ -288,7 +288,7 @@ def _graph_from_data(
     graph, nodes = Graph(), dict[str, Node]()
     for data in listed(document["nodes"]):
         if "output" in nodes:
-            raise QuarkError("the stored graph goes on after its output")
+            raise QuarkError("the stored graph has nodes after its output")
         node = _node_from_data(mapping(data), graph, nodes, device, tensors, namespaces)
         provenance.annotate(node, data)
         nodes[data["name"] if node.op != "output" else "output"] = node
@@ -350,7 +350,7 @@ def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -
         examples.append(None if dtype is None else torch.empty(example, dtype=dtype, device="meta"))
         dynamic.append({i: size["symbol"] for i, size in enumerate(shape) if not isinstance(size, int)})
     if len(examples) != sum(node.op == "placeholder" for node in gm.graph.nodes):
-        raise QuarkError("the stored graph has another number of inputs than shapes of inputs")
+        raise QuarkError("the stored graph has a different number of inputs than of input shapes")
     reason = None
     with quiet():  # torch prints errors that are recorded here
         try:
@@ -374,7 +374,7 @@ class _LimitError(QuarkError):
 def _require_computable(node: Node, values: Sequence[Any]) -> None:
     """Reject computations of no real model: tensors of terabytes, sums or powers of non-sizes, biases of wrong size."""
     if node.target in _ON_SIZES and any(isinstance(value, Tensor) for value in values):
-        raise _LimitError(f"the stored graph computes with tensors as with sizes at %{node.name}")
+        raise _LimitError(f"the stored graph uses tensors as sizes at %{node.name}")
     try:
         require_recurrent_sizes(node.target, node.args, node.kwargs)
     except QuarkError as error:
@@ -401,12 +401,12 @@ def _shape(data: Any, symbols: int) -> list[Any]:
     if data is None:
         return []
     shape = listed(mapping(data)["shape"])
-    known = [
+    checks = [
         (type(size) is int and 0 <= size <= 1 << 40)
         or (isinstance(size, dict) and list(size) == ["symbol"] and size["symbol"] in range(symbols))
         for size in shape
     ]
-    if not all(known) or data["dtype"] not in DTYPES or len(shape) > 64:
+    if not all(checks) or data["dtype"] not in DTYPES or len(shape) > 64:
         raise QuarkError(f"the stored graph has an input of {brief(data)}")
     return shape
 
@@ -442,9 +442,9 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
     if len(positions) != 2 or [spec.type for spec in (in_spec, *positions)] != [tuple, tuple, dict]:
         raise QuarkError("the inputs of the stored model are not positional arguments and keywords")
     if not (in_spec.num_leaves == len(names) == len(places) == len(inputs)) or len(set(names)) < len(names):
-        raise QuarkError("the stored model has another number of inputs than its graph, or one twice")
+        raise QuarkError("the stored model has a different number of inputs than its graph, or repeats one")
     if not out_spec.num_leaves == len(outputs) == len(results):
-        raise QuarkError("the stored model has another number of outputs than its graph")
+        raise QuarkError("the stored model has a different number of outputs than its graph")
     ranks = {name: 0 if value is None else len(value["shape"]) for name, value in zip(names, inputs, strict=True)}
     limits: list[Any] = [tuple(listed(limit)) for limit in listed(data["input_limits"])]
     for limit in limits:
@@ -516,8 +516,8 @@ def _built(cls: type[T], data: dict[str, Any], **rest: Any) -> T:
     """Return a dataclass from data, after a check of the types against the annotations of its fields."""
     kinds = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
     for key, value in data.items():
-        known = [_KINDS[kind] for kind in kinds.get(key, "").split(" | ") if kind in _KINDS]
-        if not any(value is None if kind is None else isinstance(value, kind) for kind in known):
+        types = [_KINDS[kind] for kind in kinds.get(key, "").split(" | ") if kind in _KINDS]
+        if not any(value is None if kind is None else isinstance(value, kind) for kind in types):
             raise QuarkError(f"the stored report holds {key[:80]}={brief(value)}, which no {cls.__name__} has")
     return cls(**data, **rest)
 

@@ -34,14 +34,17 @@ def guard_divisions(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if not _divides_integers(node):
             continue
-        given, lowest = arguments_of(node.target, node.args, node.kwargs), torch.iinfo(node.meta["val"].dtype).min + 1
+        arguments, lowest = (
+            arguments_of(node.target, node.args, node.kwargs),
+            torch.iinfo(node.meta["val"].dtype).min + 1,
+        )
         operands = ("self", "other") if node.target._opname == "lcm" else ("self",)
-        if len(operands) == 1 and _is_safe(gm, given["other"]):
+        if len(operands) == 1 and _is_safe(gm, arguments["other"]):
             continue
         for name in operands:
-            given[name] = _at_least(lowest, given[name], node)
+            arguments[name] = _at_least(lowest, arguments[name], node)
         positional = [argument.name for argument in node.target._schema.arguments][: len(node.args)]
-        node.args, node.kwargs = tuple(map(given.pop, positional)), given
+        node.args, node.kwargs = tuple(map(arguments.pop, positional)), arguments
         changed = True
     if changed:
         gm.recompile()

@@ -174,9 +174,9 @@ def resolve(name: Any, namespaces: Collection[str] = ()) -> Callable[..., Any]:
         )
     if schema.is_mutable:
         raise QuarkError(f"the stored graph calls {name}, which writes into its arguments and is not allowed")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    assert isinstance(found, torch._ops.OpOverload)
-    return found
+    function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    assert isinstance(function, torch._ops.OpOverload)
+    return function
 
 
 _WRITTEN: dict[Any, Callable[..., Any]] = {
@@ -201,19 +201,19 @@ def written(
         QuarkError: If a grouped product does not multiply rows by a stack of matrices.
     """
     if target is torch.ops.aten._grouped_mm.default:
-        given = arguments_of(target, args, kwargs)
-        parts = tuple(given.pop(name, None) for name in ("self", "mat2", "offs"))
-        if not all(isinstance(part, Node) for part in parts) or any(value is not None for value in given.values()):
+        arguments = arguments_of(target, args, kwargs)
+        parts = tuple(arguments.pop(name, None) for name in ("self", "mat2", "offs"))
+        if not all(isinstance(part, Node) for part in parts) or any(value is not None for value in arguments.values()):
             raise QuarkError(
                 f"the stored graph calls {target} with {brief([*args])} and {brief(sorted(kwargs))}; it may multiply "
                 "groups of rows, which offs ends, by a stack of matrices, without bias and out_dtype"
             )
         return torch.ops.quark_fx.grouped_mm.default, parts, {}
-    found: Any = _WRITTEN.get(target)
-    if found is None:
+    replacement: Any = _WRITTEN.get(target)
+    if replacement is None:
         return target, args, kwargs
-    names = {argument.name for argument in found._schema.arguments}
-    return found, args, {name: value for name, value in kwargs.items() if name in names}
+    names = {argument.name for argument in replacement._schema.arguments}
+    return replacement, args, {name: value for name, value in kwargs.items() if name in names}
 
 
 def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
 def _schema(namespace: str, packet: str, overload: str) -> Any:
     """Return the schema of a registered operator without an attribute lookup of a stored name."""
     schemas = torch._C._jit_get_schemas_for_operator(f"{namespace}::{packet}")
-    wanted = "" if overload == "default" else overload
-    return next((schema for schema in schemas if schema.overload_name == wanted), None)
+    overload_name = "" if overload == "default" else overload
+    return next((schema for schema in schemas if schema.overload_name == overload_name), None)
 
 
 def _is_dispatched(namespace: str, packet: str, overload: str) -> bool:
@@ -259,8 +259,8 @@ def require_fitting(target: Callable[..., Any], args: Sequence[Any], kwargs: Map
     names = [argument.name for argument in schema.arguments]
     positional = [argument for argument in schema.arguments if not argument.kwarg_only]
     unknown = [key for key in kwargs if key not in names[len(args) :]]
-    given = {*names[: len(args)], *kwargs}
-    missing = [a.name for a in schema.arguments if a.name not in given and not a.has_default_value()]
+    passed_names = {*names[: len(args)], *kwargs}
+    missing = [a.name for a in schema.arguments if a.name not in passed_names and not a.has_default_value()]
     if len(args) > len(positional) or unknown or missing:
         raise QuarkError(
             f"the stored graph calls {target} with {len(args)} arguments and {brief(sorted(kwargs))}; it takes "
@@ -270,7 +270,7 @@ def require_fitting(target: Callable[..., Any], args: Sequence[Any], kwargs: Map
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         kind = str(by_name[name].real_type)
         if not _fits(value, kind) or (name == "pin_memory" and value):
-            raise QuarkError(f"the stored graph calls {target} with {name}={brief(value)}, which is no {kind}")
+            raise QuarkError(f"the stored graph calls {target} with {name}={brief(value)}, which is not of type {kind}")
     # Memory with booleans other than 0 and 1 makes kernels read out of bounds.
     if target._opname in ("view", "view_copy") and torch.bool in [*args, *kwargs.values()]:
         raise QuarkError(f"the stored graph calls {target} with dtype=torch.bool, which is not allowed")
@@ -299,10 +299,10 @@ def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[st
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._opname not in _GATES:
         return
-    given = arguments_of(target, args, kwargs)
-    gates, hx, params = _GATES[target._opname], given["hx"], given["params"]
+    arguments = arguments_of(target, args, kwargs)
+    gates, hx, params = _GATES[target._opname], arguments["hx"], arguments["params"]
     states = hx if isinstance(hx, list | tuple) else [hx]
-    layers, two, biased = given["num_layers"], given["bidirectional"], given["has_biases"]
+    layers, two, biased = arguments["num_layers"], arguments["bidirectional"], arguments["has_biases"]
     if not (
         target._overloadname == "input"
         and type(layers) is int
@@ -312,7 +312,7 @@ def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[st
         and isinstance(params, list | tuple)
     ):
         raise QuarkError(f"the stored graph calls {target} with arguments that are not layers, states, and weights")
-    shapes = [_shape(item) for item in (given["input"], *states, *params)]
+    shapes = [_shape(item) for item in (arguments["input"], *states, *params)]
     x, first, *rest = shapes
     last, rest = (rest[0], rest[1:]) if target._opname == "lstm" else (first, rest)
     runs = 2 if two else 1
@@ -321,23 +321,23 @@ def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[st
             f"the stored graph calls {target} with an input and states of shapes {brief([x, first, last])}"
         )
     out, hidden = first[2], last[2]
-    wanted: list[tuple[Any, ...]] = []
+    expected: list[tuple[Any, ...]] = []
     for layer in range(min(layers, len(rest))):
         width = x[2] if layer == 0 else runs * out
         one: list[tuple[Any, ...]] = [(gates * hidden, width), (gates * hidden, out)]
         one += [(gates * hidden,)] * (2 * biased)
         one += [(out, hidden)] * (out != hidden)  # the projection of the outputs
-        wanted += one * runs
-    if None in (x[2], out, hidden) or rest != wanted:
+        expected += one * runs
+    if None in (x[2], out, hidden) or rest != expected:
         raise QuarkError(
-            f"the stored graph calls {target} with weights of shapes {brief(rest)}, which are not {brief(wanted)}"
+            f"the stored graph calls {target} with weights of shapes {brief(rest)}, which are not {brief(expected)}"
         )
 
 
 def _shape(value: Any) -> tuple[Any, ...]:
     """Return the shape of a node, with `None` for a dynamic size; empty for any other value."""
-    found = value.meta.get("val") if isinstance(value, Node) else None
-    sizes: list[Any] = list(found.shape) if isinstance(found, torch.Tensor) else []
+    tensor = value.meta.get("val") if isinstance(value, Node) else None
+    sizes: list[Any] = list(tensor.shape) if isinstance(tensor, torch.Tensor) else []
     return tuple(static_size(size) for size in sizes)
 
 

@@ -63,20 +63,20 @@ def notes_to_data(node: Node, stacks: Stacks) -> dict[str, Any]:
         data["factor"] = True
     if maps := node.meta.get(MAPS):
         data["maps"] = [[entry.before, list(entry.factor), list(entry.offset), entry.calls] for entry in maps]
-    if beside := node.meta.get(BRANCH):
-        data["branch"] = beside
+    if branch := node.meta.get(BRANCH):
+        data["branch"] = branch
     return data
 
 
 def provenance_to_data(
-    qmodel: QuantizedModel, ids: Mapping[str, str], kept: Mapping[str, str], stacks: Stacks
+    qmodel: QuantizedModel, ids: Mapping[str, str], kept_ids: Mapping[str, str], stacks: Stacks
 ) -> dict[str, Any]:
     """Return the notes on tensors and modules.
 
     Args:
         qmodel: The model.
         ids: Names of its tensors in the file.
-        kept: Names of the tensors of `qmodel.kept` in the file.
+        kept_ids: Names of the tensors of `qmodel.kept` in the file.
         stacks: All calls that nodes refer to.
     """
     gm = qmodel.graph_module
@@ -88,7 +88,7 @@ def provenance_to_data(
         "calls": [list(call) for call in stacks.calls],
         "tensors": tensors,
         "rewrites": [[r.path, r.made_by, str(r.kind), r.operator] for r in rewrites(gm)],
-        "kept": {number: name for name, number in kept.items()},
+        "kept": {number: name for name, number in kept_ids.items()},
         "parameters": None if qmodel.parameter_names is None else sorted(qmodel.parameter_names),
     }
 
@@ -132,15 +132,15 @@ class Provenance:
             QuarkError: If their form differs from the written one.
         """
         data = mapping(data)
-        kept = {text(name): number for number, name in mapping(data["kept"]).items()}
+        kept_ids = {text(name): number for number, name in mapping(data["kept"]).items()}
         parameters = data["parameters"]
         return cls(
             stacks=_stacks(listed(data["calls"])),
             notes={name: _notes(mapping(notes)) for name, notes in mapping(data["tensors"]).items()},
             rewrites=tuple(_rewrite(rewrite) for rewrite in listed(data["rewrites"])),
-            kept={name: tensors[number] for name, number in kept.items()},
+            kept={name: tensors[number] for name, number in kept_ids.items()},
             parameter_names=None if parameters is None else frozenset(texts(parameters)),
-            graph_tensors={name: tensor for name, tensor in tensors.items() if name not in kept.values()},
+            graph_tensors={name: tensor for name, tensor in tensors.items() if name not in kept_ids.values()},
         )
 
     def annotate(self, node: Node, data: Mapping[str, Any]) -> None:
@@ -169,16 +169,16 @@ class Provenance:
 
 
 def _stacks(calls: list[Any]) -> list[Stack]:
-    found: list[Stack] = []
+    stacks: list[Stack] = []
     for number, call in enumerate(calls):
         parent, path, kind = listed(call)
         if type(parent) is not int or not -1 <= parent < number:
             raise QuarkError(f"the stored graph has a module call within {brief(parent)}, which does not precede it")
-        outer = found[parent] if parent >= 0 else {}
+        outer = stacks[parent] if parent >= 0 else {}
         if len(outer) >= _DEEPEST:
             raise QuarkError(f"the stored graph has more than {_DEEPEST} module calls within each other")
-        found.append({**outer, f"call_{number}": (text(path), text(kind))})
-    return found
+        stacks.append({**outer, f"call_{number}": (text(path), text(kind))})
+    return stacks
 
 
 def _notes(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -138,8 +138,8 @@ def with_stored_weights(model: nn.Module, stored: Mapping[str, ComputedParameter
 
 def computed_leaves(module: nn.Module) -> set[str]:
     """Return the names of the parameters that parametrizations of `torch.nn.utils` compute."""
-    found = set(module.parametrizations) if parametrize.is_parametrized(module) else set()  # type: ignore[arg-type]
-    return found | {name for hook in module._forward_pre_hooks.values() if (name := _computed_by(hook))}
+    names = set(module.parametrizations) if parametrize.is_parametrized(module) else set()  # type: ignore[arg-type]
+    return names | {name for hook in module._forward_pre_hooks.values() if (name := _computed_by(hook))}
 
 
 def drop_hooks(module: nn.Module) -> None:

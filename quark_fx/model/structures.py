@@ -51,10 +51,12 @@ def structure_to_data(spec: pytree.TreeSpec) -> Any:
             return {"kind": name, "items": children}
     if kind is defaultdict:
         factory, keys = context
-        if factory is not None and not any(known is factory for known in _FACTORIES.values()):
+        if factory is not None and not any(builder is factory for builder in _FACTORIES.values()):
             raise QuarkError(f"{brief(factory)}, the factory of a defaultdict, is not one of {', '.join(_FACTORIES)}")
-        made = None if factory is None else next(name for name, known in _FACTORIES.items() if known is factory)
-        return {"kind": "defaultdict", "factory": made, "keys": _keys(keys), "items": children}
+        factory_name = (
+            None if factory is None else next(name for name, builder in _FACTORIES.items() if builder is factory)
+        )
+        return {"kind": "defaultdict", "factory": factory_name, "keys": _keys(keys), "items": children}
     if kind is deque:
         return {"kind": "deque", "length": context, "items": children}
     if getattr(torch.return_types, getattr(kind, "__name__", ""), None) is kind:
@@ -69,8 +71,8 @@ def _registered_to_data(spec: pytree.TreeSpec, children: list[Any]) -> dict[str,
         return {"kind": "model_output", "name": name, "keys": _keys(spec.context), "items": children}
     if kind is namedtuple:
         kind = spec.context
-    known = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-    if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+    entry = pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    if entry is None or entry.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
         name = f"{kind.__module__}.{kind.__qualname__}"
         named_tuple = spec.type is namedtuple
         register = "torch.utils._pytree._register_namedtuple" if named_tuple else "torch.export.register_dataclass"
@@ -79,9 +81,9 @@ def _registered_to_data(spec: pytree.TreeSpec, children: list[Any]) -> dict[str,
             f"serialized_type_name={name!r})"
         )
     if spec.type is namedtuple:
-        return {"kind": "namedtuple", "name": known.serialized_type_name, "items": children}
-    context = known.to_dumpable_context(spec.context) if known.to_dumpable_context else spec.context
-    return {"kind": "registered", "name": known.serialized_type_name, "context": _plain(context), "items": children}
+        return {"kind": "namedtuple", "name": entry.serialized_type_name, "items": children}
+    context = entry.to_dumpable_context(spec.context) if entry.to_dumpable_context else spec.context
+    return {"kind": "registered", "name": entry.serialized_type_name, "context": _plain(context), "items": children}
 
 
 def _keys(keys: Any) -> list[Any]:
@@ -111,7 +113,7 @@ def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
     if data is _LEAF:
         return pytree.tree_structure(0)
     if not isinstance(data, dict) or not isinstance(data.get("items"), list) or not depth:
-        raise QuarkError(f"{brief(data)} describes no structure of inputs or outputs")
+        raise QuarkError(f"{brief(data)} does not describe a structure of inputs or outputs")
     kind, items = data.get("kind"), [structure_from_data(item, depth - 1) for item in data["items"]]
     if kind in _SEQUENCES:
         return pytree.TreeSpec(_SEQUENCES[kind], None, items)
@@ -123,7 +125,7 @@ def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
         return _registered(data["name"], data.get("context"), items, named_tuple=kind == "namedtuple")
     keys = data.get("keys")
     if not isinstance(keys, list) or len(keys) != len(items) or any(isinstance(key, dict | list) for key in keys):
-        raise QuarkError(f"{brief(data)} describes no structure of inputs or outputs")
+        raise QuarkError(f"{brief(data)} does not describe a structure of inputs or outputs")
     if len(set(keys)) != len(keys):
         raise QuarkError(f"the structure of inputs or outputs has a key twice: {brief(keys)}")
     if kind in _MAPPINGS:
@@ -132,7 +134,7 @@ def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
         return pytree.TreeSpec(defaultdict, [data["factory"] and _FACTORIES[data["factory"]], keys], items)
     if kind == "model_output" and isinstance(data.get("name"), str) and all(isinstance(key, str) for key in keys):
         return pytree.TreeSpec(_model_output(data["name"], keys), keys, items)
-    raise QuarkError(f"{brief(data)} describes no structure of inputs or outputs")
+    raise QuarkError(f"{brief(data)} does not describe a structure of inputs or outputs")
 
 
 def _return_type(name: str, items: list[pytree.TreeSpec]) -> pytree.TreeSpec:
@@ -147,14 +149,14 @@ def _model_output(name: str, keys: list[str]) -> type:
     module, _, leaf = name.rpartition(".")
     if not _MODEL_OUTPUT.fullmatch(module):
         raise QuarkError(f"{brief(name)} is not a result of a model of transformers")
-    found: Any = None
+    kind: Any = None
     with suppress(ImportError):
-        found = vars(importlib.import_module(module)).get(leaf)
-    known = {f.name for f in fields(found)} if isinstance(found, type) and is_dataclass(found) else set()
-    if not _is_model_output(found) or not known >= set(keys):
+        kind = vars(importlib.import_module(module)).get(leaf)
+    names = {f.name for f in fields(kind)} if isinstance(kind, type) and is_dataclass(kind) else set()
+    if not _is_model_output(kind) or not names >= set(keys):
         logger.warning("the model returned a %s, which is not installed here; it returns a dict now", brief(name))
         return dict
-    return found  # type: ignore[no-any-return]
+    return kind  # type: ignore[no-any-return]
 
 
 def _is_model_output(kind: Any) -> bool:

@@ -505,11 +505,11 @@ UNSAFE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "terabytes": (call_of("aten.full.default", [1 << 50], 0), "computes a tensor of shape"),
     "terabytes by views": (call_of("aten.expand.default", X, [1 << 41, -1, -1]), "computes a tensor of shape"),
     "a power without end": (call_of("python.pow", 9, 1 << 60), "computes the power"),
-    "a product of lists": (call_of("python.mul", X, 1 << 60), "computes with tensors as with sizes"),
-    "a number without end": (call_of("aten.add.Scalar", X, 10**300), "which is no number"),
-    "a tensor for a text": (call_of("aten.einsum.default", X, [X]), "which is no str"),
-    "a list for a tensor": (call_of("aten.relu.default", [X]), "which is no Tensor"),
-    "a generator": (call_of("aten.rand.generator", [2], generator=1), "which is no Optional"),
+    "a product of lists": (call_of("python.mul", X, 1 << 60), "uses tensors as sizes"),
+    "a number without end": (call_of("aten.add.Scalar", X, 10**300), "which is not of type number"),
+    "a tensor for a text": (call_of("aten.einsum.default", X, [X]), "which is not of type str"),
+    "a list for a tensor": (call_of("aten.relu.default", [X]), "which is not of type Tensor"),
+    "a generator": (call_of("aten.rand.generator", [2], generator=1), "which is not of type Optional"),
     "a weight norm": (
         graph_of(zeros(40, 4), zeros(1), ("aten._weight_norm.default", ["0", "1", 0])),
         "is not allowed",
@@ -554,7 +554,7 @@ UNSAFE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         graph_of(zeros(8, 16), zeros(16, 8), ("aten._grouped_mm.default", ["0", "1"])),
         "may multiply groups of rows",
     ),
-    "pinned memory": (call_of("aten.zeros.default", [2], pin_memory=True), "which is no Optional"),
+    "pinned memory": (call_of("aten.zeros.default", [2], pin_memory=True), "which is not of type Optional"),
 }
 
 

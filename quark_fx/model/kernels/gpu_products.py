@@ -41,8 +41,8 @@ def scaled_linear(product: Product) -> None:
     bias = product.bias()
     bias = None if bias is None else bias.to(torch.bfloat16)
     codes = weight.codes.contiguous()
-    made = product.insert(scaled_product, rounded.codes, rounded.scale, codes, scale, bias)
-    product.node.replace_all_uses_with(made)
+    call = product.insert(scaled_product, rounded.codes, rounded.scale, codes, scale, bias)
+    product.node.replace_all_uses_with(call)
 
 
 def scaled_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -56,11 +56,11 @@ def scaled_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor
         bias: Bias, bfloat16, `(outputs,)`.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    given, rows = rows.shape[0], at_least(rows, 1)
+    row_count, rows = rows.shape[0], at_least(rows, 1)
     if weight_scale.dim():
-        scale = at_least(scale.reshape(-1, 1).expand(given, 1), 1).contiguous()
+        scale = at_least(scale.reshape(-1, 1).expand(row_count, 1), 1).contiguous()
     y: Tensor = aten._scaled_mm.default(rows, codes.t(), scale, weight_scale, bias, None, torch.bfloat16)
-    return y[:given].reshape(*x.shape[:-1], codes.shape[0])
+    return y[:row_count].reshape(*x.shape[:-1], codes.shape[0])
 
 
 def block_linear(product: Product) -> None:
@@ -94,12 +94,12 @@ def block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor)
             transposed.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    given = rows.shape[0]
-    count = max(-(-given // 16), 1) * 16  # a multiple of 16 scales
+    row_count = rows.shape[0]
+    count = max(-(-row_count // 16), 1) * 16  # a multiple of 16 scales
     step = at_least(scale.reshape(-1, scale.shape[-1]).contiguous(), count).t().contiguous().t()
     rows = at_least(rows, count)
     y: Tensor = aten._scaled_mm.default(rows, codes.t(), step, weight_scale, None, None, torch.bfloat16)
-    return y[:given].reshape(*x.shape[:-1], codes.shape[0])
+    return y[:row_count].reshape(*x.shape[:-1], codes.shape[0])
 
 
 def small_block_linear(product: Product, *, packs: bool = False) -> None:
@@ -146,7 +146,7 @@ def small_block_product(
         unit: Factor of the activation's E4M3 floats, float32, `()`; `None` for exponents, or if the largest is 448.
     """
     rows, step = (part.reshape(-1, part.shape[-1]).contiguous() for part in (x, scale))
-    given = rows.shape[0]
+    row_count = rows.shape[0]
     rows, step = at_least(rows, 1), at_least(step, 1)
     scales, weight_scales, recipe, kind = [_exponents(step)], [weight_scale], [_BLOCKS_OF_32], torch.float8_e8m0fnu
     if whole is not None:
@@ -161,7 +161,7 @@ def small_block_product(
     y: Tensor = aten._scaled_mm_v2.default(
         *(rows, codes.t(), scales, recipe, order, weight_scales, recipe, order, None, torch.bfloat16)
     )
-    return y[:given].reshape(*x.shape[:-1], codes.shape[0])
+    return y[:row_count].reshape(*x.shape[:-1], codes.shape[0])
 
 
 def _pairs(codes: Tensor) -> Tensor:
@@ -207,10 +207,10 @@ def int4_linear(product: Product) -> None:
     _replace(product, product.insert(int4_product, product.activation, packed, size, table), bias)
 
 
-def _replace(product: Product, made: Node, bias: Tensor | None) -> None:
+def _replace(product: Product, call: Node, bias: Tensor | None) -> None:
     """Replace a product by a node that computes it without its bias, and add the bias."""
-    made = made if bias is None else product.insert(aten.add.Tensor, made, bias.to(product.dtype))
-    product.node.replace_all_uses_with(made)
+    call = call if bias is None else product.insert(aten.add.Tensor, call, bias.to(product.dtype))
+    product.node.replace_all_uses_with(call)
 
 
 @dataclass(frozen=True)
@@ -247,11 +247,11 @@ class GPUKernel:
         """Return whether the codes and the rounding of a product match."""
         rounded, weight = product.rounded, product.weight
         codes = [weight.codes] if rounded is None else [weight.codes, rounded.codes.meta["val"]]
-        given = [(one.format, one.block_size) for one in (weight, rounded) if one is not None]
+        formats = [(one.format, one.block_size) for one in (weight, rounded) if one is not None]
         return (
             product.rounding in self.roundings
             and all(c.dtype in self.codes for c in codes)
-            and all(self.group in (0, size) and self.format in (None, fmt) for fmt, size in given)
+            and all(self.group in (0, size) and self.format in (None, fmt) for fmt, size in formats)
         )
 
     def require(self, product: Product) -> None:
@@ -261,17 +261,19 @@ class GPUKernel:
             Declined: If the kernel cannot be used; the message is the reason.
         """
         codes = product.matrix().codes
-        found, (outputs, inputs) = accelerator.capability(codes.device), codes.shape
-        assert found is not None
-        if not self.since <= found < self.before:
+        capability, (outputs, inputs) = accelerator.capability(codes.device), codes.shape
+        assert capability is not None
+        if not self.since <= capability < self.before:
             below = "" if self.before[0] == 100 else f" and below {_version(self.before)}"
             needed = f"compute capability {_version(self.since)} or above{below}"
-            raise Declined(f"{self.name} needs {needed}, and this GPU has {_version(found)}")
+            raise Declined(f"{self.name} needs {needed}, and this GPU has {_version(capability)}")
         if accelerator.cuda_version() < self.cuda:
             raise Declined(f"{self.name} needs torch built for CUDA {_version(self.cuda)} or above")
         if product.dtype not in self.dtypes:
-            given, taken = (str(dtype).removeprefix("torch.") for dtype in (product.dtype, self.dtypes[0]))
-            raise Declined(f"it computes in {given}; {self.name} computes in {taken}")
+            product_dtype, kernel_dtype = (
+                str(dtype).removeprefix("torch.") for dtype in (product.dtype, self.dtypes[0])
+            )
+            raise Declined(f"it computes in {product_dtype}; {self.name} computes in {kernel_dtype}")
         if inputs % self.multiples[0] or outputs % self.multiples[1]:
             raise Declined(
                 f"it has {inputs} inputs and {outputs} outputs; {self.name} takes multiples of {self.multiples[0]} and "
@@ -325,8 +327,8 @@ def gpu_linear(product: Product) -> str:
     kernel = next((kernel for kernel in KERNELS if kernel.takes(product)), None)
     rounded = product.rounded
     if kernel is None:
-        given = "floats" if rounded is None else str(rounded.format)
-        raise Declined(f"torch does not multiply {given} and {product.weight.format}")
+        activation = "floats" if rounded is None else str(rounded.format)
+        raise Declined(f"torch does not multiply {activation} and {product.weight.format}")
     kernel.require(product)
     kernel.build(product)
     return kernel.name

@@ -19,9 +19,9 @@ class AddInPlace(CustomGraphPass):
             if node.target is not CONVOLVE_ONTO or not _is_last(node.args[6], node):
                 continue
             with graph.inserting_before(node):
-                made = graph.call_function(in_place_kernel(), in_place_arguments(*node.args))
-            made.meta = dict(node.meta)
-            node.replace_all_uses_with(made)
+                call = graph.call_function(in_place_kernel(), in_place_arguments(*node.args))
+            call.meta = dict(node.meta)
+            node.replace_all_uses_with(call)
             graph.erase_node(node)
 
     def uuid(self) -> Any:

@@ -76,12 +76,12 @@ def _convolve_onto(
 ) -> str:
     """Replace a convolution, the addition that reads it, and the quantizers of the sum."""
     onto, (step, point, signed) = Unsigned.of(product, residual.onto), _output(product, residual.after)
-    made = product.insert(
+    call = product.insert(
         CONVOLVE_ONTO,
         *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32)),
         *(onto.codes, bias, *geometry, step, point, onto.scale, onto.zero_point, residual.sum.function),
     )
-    _replace(product, residual.quantizers, made, signed)
+    _replace(product, residual.quantizers, call, signed)
     return "onednn.qconv2d_pointwise.binary"
 
 
@@ -116,11 +116,11 @@ def plain_linear(product: Product) -> str:
     rounded, bias = product.read, product.bias()
     if not rounded.format.is_integer or rounded.format.bits > 8:
         raise Declined(f"its activation is {rounded.format}; integer kernels read at most 8 bits")
-    given = (rounded.codes, rounded.scale, rounded.zero_point)
-    made = product.insert(integer_product, *given, codes, scale, codes.sum(1, dtype=torch.int32))
+    activation = (rounded.codes, rounded.scale, rounded.zero_point)
+    call = product.insert(integer_product, *activation, codes, scale, codes.sum(1, dtype=torch.int32))
     if bias is not None:
-        made = product.insert(aten.add.Tensor, made, bias)
-    product.node.replace_all_uses_with(product.insert(aten._to_copy.default, made, dtype=product.dtype))
+        call = product.insert(aten.add.Tensor, call, bias)
+    product.node.replace_all_uses_with(product.insert(aten._to_copy.default, call, dtype=product.dtype))
     return "aten._int_mm"
 
 
@@ -163,14 +163,14 @@ def _multiply(
     step, point, signed = (1.0, 0, False) if after is None else _output(product, after)
     dtype = product.dtype if after is None else torch.uint8
     overload = kernel.default if isinstance(read.scale, float) else kernel.tensor
-    made = product.insert(
+    call = product.insert(
         overload,
         *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32), bias),
         *(*geometry, step, point, dtype, result.function, [], result.algorithm),
     )
     if geometry and len(geometry[0]) > product.weight.codes.dim() - 2:
-        made = product.insert(aten.squeeze.dim, made, 2)  # the height added to a Conv1d
-    _replace(product, quantizers or (result.node,), made, signed)
+        call = product.insert(aten.squeeze.dim, call, 2)  # the height added to a Conv1d
+    _replace(product, quantizers or (result.node,), call, signed)
 
 
 def _output(product: Product, after: Rounded) -> tuple[float, int, bool]:
@@ -182,12 +182,12 @@ def _output(product: Product, after: Rounded) -> tuple[float, int, bool]:
     return product.number(after.scale), int(product.number(after.zero_point)) + 128 * signed, signed
 
 
-def _replace(product: Product, nodes: Sequence[Node], made: Node, signed: bool) -> None:
+def _replace(product: Product, nodes: Sequence[Node], call: Node, signed: bool) -> None:
     """Replace nodes by a kernel's result, converted to signed codes if the graph reads those."""
-    made = signed_codes(product, made) if signed else made
+    call = signed_codes(product, call) if signed else call
     for node in nodes:
-        made.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(made)
+        call.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(call)
 
 
 __all__ = ["integer_convolution", "integer_linear", "plain_linear", "token_linear"]

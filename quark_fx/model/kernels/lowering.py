@@ -152,10 +152,10 @@ def rule_of(product: Product) -> Rule:
     device = product.weight.codes.device
     if not has_rules(device):
         raise Declined(f"its weight is on {device}; there are kernels for CPUs and NVIDIA GPUs")
-    found = RULES.get(("cpu" if device.type == "cpu" else "gpu", product.row.kind, product.rounding))
-    if found is None:
+    rule = RULES.get(("cpu" if device.type == "cpu" else "gpu", product.row.kind, product.rounding))
+    if rule is None:
         raise Declined(f"torch has no kernel for {product.row.kind} with {_WORDS[product.rounding]}")
-    return found
+    return rule
 
 
 def has_rules(device: torch.device) -> bool:

@@ -50,12 +50,12 @@ class KernelModule(nn.Module):
         raise _no_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made = type(self).__new__(type(self))  # shares tensors, which never change
-        vars(made).update(vars(self))
+        clone = type(self).__new__(type(self))  # shares tensors, which never change
+        vars(clone).update(vars(self))
         for name, value in vars(self).items():
             if isinstance(value, dict):
-                vars(made)[name] = dict(value)
-        return made
+                vars(clone)[name] = dict(value)
+        return clone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise QuarkError(
@@ -70,8 +70,8 @@ class ShapeOnly(Tensor):
     @classmethod
     def of(cls, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> ShapeOnly:
         """Return the replacement of a parameter that a kernel reads in another form."""
-        made: ShapeOnly = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=dtype, device=device)
-        return made
+        tensor: ShapeOnly = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=dtype, device=device)
+        return tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,8 +216,8 @@ class CodeEmbedding(KernelModule):
             parameter.index_select(0, rows) if by_row else parameter
             for parameter, by_row in zip((self.scale, self.zero_point), self._by_row, strict=True)
         )
-        found = QuantizedTensor.of(self.codes.index_select(0, rows), scale, zero_point, self._format, *self._layout)
-        return found.decoded().to(self.dtype).reshape(*input.shape, self.embedding_dim)
+        vectors = QuantizedTensor.of(self.codes.index_select(0, rows), scale, zero_point, self._format, *self._layout)
+        return vectors.decoded().to(self.dtype).reshape(*input.shape, self.embedding_dim)
 
 
 def _no_state() -> QuarkError:

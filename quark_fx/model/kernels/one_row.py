@@ -57,10 +57,10 @@ class Computation:
         tensors = [parameter(graph_module, node).detach() for node in read]
         lifted = GraphModule(torch.nn.Module(), graph, class_name="Rows")
         key = (lifted.code, inputs, rows.meta["val"].dtype, *_layouts(tensors))
-        found = cls._known.get(key)
-        if found is None:
-            found = cls._known[key] = cls(lifted)
-        return found, tensors
+        computation = cls._known.get(key)
+        if computation is None:
+            computation = cls._known[key] = cls(lifted)
+        return computation, tensors
 
     def __call__(self, rows: Tensor, *constants: Tensor) -> Tensor:
         """Return the result for rows, contiguous, `(rows, inputs)`."""
@@ -80,23 +80,23 @@ class Compiled:
         self._function = function
         self._by_threads: dict[int, Callable[..., Tensor]] = {}
 
-    def __call__(self, *given: Tensor) -> Tensor:
+    def __call__(self, *arguments: Tensor) -> Tensor:
         threads = torch.get_num_threads()
-        return (self._by_threads.get(threads) or self._for_threads(threads, given))(*given)
+        return (self._by_threads.get(threads) or self._for_threads(threads, arguments))(*arguments)
 
     @isolated  # tracing patches torch for all threads
-    def _for_threads(self, threads: int, given: tuple[Tensor, ...]) -> Callable[..., Tensor]:
+    def _for_threads(self, threads: int, arguments: tuple[Tensor, ...]) -> Callable[..., Tensor]:
         if threads not in self._by_threads:
-            self._by_threads[threads] = _compile(self._function, given)
+            self._by_threads[threads] = _compile(self._function, arguments)
         return self._by_threads[threads]
 
 
 def compiled(function: Callable[..., Tensor], *options: Any) -> Callable[..., Tensor]:
     """Return a function of tensors that is compiled once per process for each of their shapes; `options` come last."""
 
-    def run(*given: Tensor) -> Tensor:
-        key = (function, options, *_layouts(given))
-        return _COMPILED.setdefault(key, Compiled(lambda *tensors: function(*tensors, *options)))(*given)
+    def run(*arguments: Tensor) -> Tensor:
+        key = (function, options, *_layouts(arguments))
+        return _COMPILED.setdefault(key, Compiled(lambda *tensors: function(*tensors, *options)))(*arguments)
 
     return run
 
@@ -110,9 +110,9 @@ def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
     return [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
 
 
-def _compile(function: Callable[..., Tensor], given: tuple[Tensor, ...]) -> Callable[..., Tensor]:
+def _compile(function: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> Callable[..., Tensor]:
     with torch.no_grad():
-        run: Any = torch._inductor.compile(make_fx(lambda *tensors: (function(*tensors),))(*given), list(given))
+        run: Any = torch._inductor.compile(make_fx(lambda *tensors: (function(*tensors),))(*arguments), list(arguments))
     return lambda *tensors: run(*tensors)[0]
 
 

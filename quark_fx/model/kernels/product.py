@@ -117,8 +117,8 @@ class Product:
         row = row_by_target(node)
         if row is None or row.weight is None or not row.activations:
             return None
-        given = argument(node, row.weight)
-        constant = constant_of(gm, given) if isinstance(given, Node) else None
+        weight = argument(node, row.weight)
+        constant = constant_of(gm, weight) if isinstance(weight, Node) else None
         if constant is None or constant.quantized is None:
             return None
         name = module_name(node, parameter_name(gm, constant.names[0]))
@@ -150,8 +150,8 @@ class Product:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the result."""
-        found: torch.dtype = self.node.meta["val"].dtype
-        return found
+        dtype: torch.dtype = self.node.meta["val"].dtype
+        return dtype
 
     def matrix(self) -> QuantizedTensor:
         """Return the weight with a row per output.
@@ -178,10 +178,10 @@ class Product:
         Raises:
             Declined: If it is not a constant.
         """
-        given = None if self.row.bias is None else argument(self.node, self.row.bias)
-        if given is None:
+        bias = None if self.row.bias is None else argument(self.node, self.row.bias)
+        if bias is None:
             return None
-        constant = constant_of(self.gm, given)
+        constant = constant_of(self.gm, bias)
         if constant is None:
             raise Declined("its bias is computed")
         return constant.value().float()
@@ -198,7 +198,7 @@ class Product:
             raise Declined(f"its padding is {padding!r}")
         sizes = (named_argument(self.node, "stride"), padding, named_argument(self.node, "dilation"))
         stride, padding, dilation = (
-            list(per_dimension(given, rank, fill)) for given, fill in zip(sizes, (1, 0, 1), strict=True)
+            list(per_dimension(size, rank, fill)) for size, fill in zip(sizes, (1, 0, 1), strict=True)
         )
         return stride, padding, dilation, named_argument(self.node, "groups") or 1
 
@@ -214,9 +214,9 @@ class Product:
         """Insert a call before the operator, with its notes and value; tensors become constants of the graph."""
         with self.gm.graph.inserting_before(self.node):
             nodes = [get_attr(self.gm, "kernel_constant", a) if isinstance(a, Tensor) else a for a in args]
-            made = self.gm.graph.call_function(target, tuple(nodes), kwargs)
-        made.meta = dict(self.node.meta)
-        return made
+            call = self.gm.graph.call_function(target, tuple(nodes), kwargs)
+        call.meta = dict(self.node.meta)
+        return call
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,8 @@ RELU_OR_GELU = RELU | {"aten.gelu.default": "gelu"}
 def quantizers_of(result: Node) -> tuple[Node, ...]:
     """Return the quantizers of a node if they are its only consumers, with one calibrated scale and 8-bit codes."""
     readers = tuple(result.users)
-    found = [Rounded.of(reader) if target_name(reader) == QUANTIZE else None for reader in readers]
-    first = found[0] if found else None
+    roundings = [Rounded.of(reader) if target_name(reader) == QUANTIZE else None for reader in readers]
+    first = roundings[0] if roundings else None
     if first is None or first.kind is not Activation.STATIC or not first.format.is_integer:
         return ()
     if first.format.bits != 8:
@@ -267,7 +267,7 @@ def quantizers_of(result: Node) -> tuple[Node, ...]:
         other is not None
         and (other.format, other.axis) == (first.format, None)
         and (other.scale.target, other.zero_point.target) == (first.scale.target, first.zero_point.target)
-        for other in found
+        for other in roundings
     )
     return readers if same else ()
 

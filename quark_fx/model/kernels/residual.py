@@ -92,9 +92,9 @@ def convolve_onto(
         activation: "relu" or "none".
     """
     copied = onto.clone(memory_format=torch.channels_last)  # the kernel requires dense memory in this format
-    given = (x, x_scale, x_zero_point, weight, weight_scale, weight_zero_point, copied, bias, stride, padding)
+    head = (x, x_scale, x_zero_point, weight, weight_scale, weight_zero_point, copied, bias, stride, padding)
     rest = (dilation, groups, scale, zero_point, onto_scale, onto_zero_point, activation)
-    return torch.empty_like(onto).copy_(in_place_kernel()(*in_place_arguments(*given, *rest)))
+    return torch.empty_like(onto).copy_(in_place_kernel()(*in_place_arguments(*head, *rest)))
 
 
 @convolve_onto.register_fake
@@ -112,8 +112,8 @@ def in_place_kernel() -> Any:
 
 def in_place_arguments(*arguments: Any) -> tuple[Any, ...]:
     """Return the arguments of the kernel for the arguments of `convolve_onto`."""
-    *given, onto_scale, onto_zero_point, activation = arguments
-    return (*given, torch.uint8, onto_scale, onto_zero_point, "sum", 1.0, activation, [], "")
+    *head, onto_scale, onto_zero_point, activation = arguments
+    return (*head, torch.uint8, onto_scale, onto_zero_point, "sum", 1.0, activation, [], "")
 
 
 __all__ = ["CONVOLVE_ONTO", "Residual", "convolve_onto", "in_place_arguments", "in_place_kernel"]

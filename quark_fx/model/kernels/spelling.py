@@ -42,25 +42,25 @@ def spell_out(gm: GraphModule, traced: Traced | None = None) -> None:
     erase_dead(gm)
 
 
-def _inline(gm: GraphModule, node: Node, function: Any, known: Traced) -> None:
+def _inline(gm: GraphModule, node: Node, function: Any, traced: Traced) -> None:
     """Replace a call by the operators that a function calls for the same arguments."""
-    given = [argument for argument in node.args if isinstance(argument, Node)]
+    operands = [argument for argument in node.args if isinstance(argument, Node)]
 
     def of_tensors(*tensors: Tensor) -> Any:
-        named = dict(zip(given, tensors, strict=True))
+        named = dict(zip(operands, tensors, strict=True))
         return function(*(named[a] if isinstance(a, Node) else a for a in node.args), **node.kwargs)
 
-    values = [value_of(gm, argument) for argument in given]
+    values = [value_of(gm, argument) for argument in operands]
     constants = [None if isinstance(a, Node) else a for a in node.args]
     shapes = [(str(tuple(v.shape)), str(v.stride()), v.dtype, v.device) for v in values]
-    same = [given.index(argument) for argument in given]  # an argument that is given twice is traced as one
+    same = [operands.index(argument) for argument in operands]  # an argument that is given twice is traced as one
     key = (function, repr(constants), repr(node.kwargs), *same, *shapes)
-    if key not in known:
+    if key not in traced:
         # Without torch's Python rules for composite operators, dynamic sizes are fixed, also in the original graph.
         with fake_mode(gm), enable_python_dispatcher():
-            known[key] = make_fx(of_tensors, _VECTORIZED)(*values).graph
-    inputs = (n for n in known[key].nodes if n.op == "placeholder")
-    result: Any = gm.graph.graph_copy(known[key], dict(zip(inputs, given, strict=True)))
+            traced[key] = make_fx(of_tensors, _VECTORIZED)(*values).graph
+    inputs = (n for n in traced[key].nodes if n.op == "placeholder")
+    result: Any = gm.graph.graph_copy(traced[key], dict(zip(inputs, operands, strict=True)))
     if isinstance(result, tuple | list):
         for reader in list(node.users):
             index: Any = reader.args[1]

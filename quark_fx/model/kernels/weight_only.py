@@ -33,19 +33,19 @@ def weight_only_linear(product: Product) -> str:
         raise Declined(f"its weight is {weight.format}; there are kernels for integers of at most 8 bits")
     bias = product.bias()
     codes, scale, zero_point = groups_of(weight)
-    made = None
+    call = None
     if product.dtype is torch.bfloat16:
-        made = _bfloat16_kernel(product, weight, codes, scale, zero_point)
-    if made is None:
+        call = _bfloat16_kernel(product, weight, codes, scale, zero_point)
+    if call is None:
         packed = weight.format.bits <= 4 and codes.shape[-1] % 2 == 0
         if packed:
             low, high = codes.chunk(2, -1)
             codes = low | (high << 4)
-        made = product.insert(code_product, product.activation, codes.contiguous(), scale, zero_point, packed)
-    name = _KERNELS[cast(Any, made.target)]
+        call = product.insert(code_product, product.activation, codes.contiguous(), scale, zero_point, packed)
+    name = _KERNELS[cast(Any, call.target)]
     if bias is not None:
-        made = product.insert(aten.add.Tensor, made, bias.to(product.dtype))
-    product.node.replace_all_uses_with(made)
+        call = product.insert(aten.add.Tensor, call, bias.to(product.dtype))
+    product.node.replace_all_uses_with(call)
     return name
 
 
