@@ -21,6 +21,7 @@ FINISHED = (
     "quark_fx/command_line",
     "quark_fx/config",
     "quark_fx/data",
+    "quark_fx/engine",
     "quark_fx/errors.py",
     "quark_fx/evaluation",
     "quark_fx/from_pretrained.py",

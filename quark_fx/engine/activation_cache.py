@@ -136,8 +136,8 @@ class ActivationCache:
         """
         if value.device == self.device:
             return value
-        known, copy = self._copies.get(key, (None, value))
-        if known is not value:
+        original, copy = self._copies.get(key, (None, value))
+        if original is not value:
             self._forget_copy(key)
             copy = value.to(self.device)
             if self._used["device"] + copy.nbytes <= (self.budget.device_bytes or 0):
@@ -153,8 +153,8 @@ class ActivationCache:
         return before - self._used["device"]
 
     def _forget_copy(self, key: Hashable) -> None:
-        if (known := self._copies.pop(key, None)) is not None:
-            self._used["device"] -= known[1].nbytes
+        if (entry := self._copies.pop(key, None)) is not None:
+            self._used["device"] -= entry[1].nbytes
 
     def prefetch(self, keys: Iterable[Hashable]) -> None:
         """Start copying values from the host to the device, for the next `get` of each."""
@@ -214,8 +214,8 @@ class ActivationCache:
     def limit_further(self, more: int) -> None:
         """Limit the host to `more` bytes beyond its current use, within its budget."""
         limit = self._used["host"] + more
-        given = self.budget.host_bytes
-        self.budget = replace(self.budget, host_bytes=limit if given is None else min(limit, given))
+        budget = self.budget.host_bytes
+        self.budget = replace(self.budget, host_bytes=limit if budget is None else min(limit, budget))
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._values or (self._base is not None and key in self._base)

@@ -89,8 +89,8 @@ class BackWalk:
             entering = streams.values(self.stream, block.inputs, batch)
             streams.forget(set(block.inputs) - set(before))
             if pending:
-                pending, found = with_room(self.context, partial(self._through, block, entering, pending))
-                yield from found.items()
+                pending, by_name = with_room(self.context, partial(self._through, block, entering, pending))
+                yield from by_name.items()
 
     def close(self) -> None:
         """Drop the copies of weights on the device."""
@@ -139,17 +139,17 @@ class BackWalk:
         """
         tensors = {name: _own_leaf(part, name) for name in stored_tensors(part) if name in self.tensors}
         with torch.enable_grad():
-            made = run_with_gradients(part, *leaves.values())
-        results = dict(zip((*block.outputs, *also), made, strict=True))
+            outputs = run_with_gradients(part, *leaves.values())
+        results = dict(zip((*block.outputs, *also), outputs, strict=True))
         ends = [(results[n], gradients[n]) for n in block.outputs if n in gradients and _has_gradient(results[n])]
-        wanted = {n: v for n, v in leaves.items() if _has_gradient(v)}
-        wanted |= {n: results[n] for n in also if _has_gradient(results[n])} | tensors
-        found: dict[str, Tensor] = {}
-        if ends and wanted:
+        variables = {n: v for n, v in leaves.items() if _has_gradient(v)}
+        variables |= {n: results[n] for n in also if _has_gradient(results[n])} | tensors
+        by_name: dict[str, Tensor] = {}
+        if ends and variables:
             try:
                 values = torch.autograd.grad(
                     [end for end, _ in ends],
-                    list(wanted.values()),
+                    list(variables.values()),
                     [g.to(end.dtype) for end, g in ends],
                     allow_unused=True,
                 )
@@ -160,8 +160,8 @@ class BackWalk:
                     f"the gradient of the model's predictions does not pass {block.name or 'the model'}: "
                     f"{str(error).splitlines()[0]}"
                 ) from error
-            found = {n: g for n, g in zip(wanted, values, strict=True) if g is not None}
-        return {n: g for n, g in found.items() if n in leaves}, {n: g for n, g in found.items() if n not in leaves}
+            by_name = {n: g for n, g in zip(variables, values, strict=True) if g is not None}
+        return {n: g for n, g in by_name.items() if n in leaves}, {n: g for n, g in by_name.items() if n not in leaves}
 
 
 def _leaf(value: Any) -> Any:

@@ -110,13 +110,13 @@ class BlockRun:
         sums = torch.zeros(len(self.block.made), 3, dtype=torch.float64, device=self._context.device)
 
         def squares(batch: int) -> list[tuple[int, Tensor]]:
-            found = _squares((outputs or self.outputs)(batch), self.targets(batch))
-            return [(i, torch.stack((noise, signal, torch.ones_like(noise)))) for i, noise, signal in found]
+            terms = _squares((outputs or self.outputs)(batch), self.targets(batch))
+            return [(i, torch.stack((noise, signal, torch.ones_like(noise)))) for i, noise, signal in terms]
 
         with torch.no_grad():
             for batch in self._context.data.validation:
-                for i, found in with_room(self._context, partial(squares, batch)):
-                    sums[i] += found
+                for i, triple in with_room(self._context, partial(squares, batch)):
+                    sums[i] += triple
         self._context.ranks.add(sums)
         read = torch.cat((sums.flatten(), sums.new_zeros(1) if training is None else training.view(1))).cpu()
         if not math.isfinite(trained := float(read[-1])):
@@ -200,10 +200,10 @@ _NOTHING = 1e-12
 
 def energies(targets: Sequence[Any], device: torch.device) -> Tensor:
     """Return the sum of squares of each target, float32, on a device; 0 for anything but a floating-point tensor."""
-    found = torch.zeros(len(targets), device=device, dtype=torch.float32)
+    sums = torch.zeros(len(targets), device=device, dtype=torch.float32)
     for i, _, signal in _squares(targets, targets):
-        found[i] = signal
-    return found
+        sums[i] = signal
+    return sums
 
 
 def relative_error(outputs: Sequence[Any], targets: Sequence[Any], signals: Tensor | None = None) -> Tensor:
@@ -227,8 +227,8 @@ def _squares(outputs: Sequence[Any], targets: Sequence[Any]) -> Iterator[tuple[i
     for i, (y, target) in enumerate(zip(outputs, targets, strict=True)):
         if isinstance(target, Tensor) and target.is_floating_point():
             t = target.float()
-            known = t.isfinite()  # a model may return masked values
-            noise, signal = (torch.where(known, x, 0.0).square().sum() for x in (y.float() - t, t))
+            finite = t.isfinite()  # a model may return masked values
+            noise, signal = (torch.where(finite, x, 0.0).square().sum() for x in (y.float() - t, t))
             yield i, noise, signal
 
 
@@ -273,12 +273,12 @@ class Streams:
 
         If batches are read in order, the values of the next batch are prefetched to the device.
         """
-        found = [self.value(stream, name, batch) for name in names]
+        values = [self.value(stream, name, batch) for name in names]
         follows = batch in (self._last.get(stream, batch) + 1, self.batches[0])
         self._last[stream] = batch
         if follows and batch + 1 in self.batches:
             self.cache.prefetch(self._key(stream, name, batch + 1) for name in names)
-        return found
+        return values
 
     def value(self, stream: str, name: str, batch: int) -> Any:
         """Return a value of a stream."""
@@ -352,19 +352,19 @@ def walk_blocks(
                 streams.shared |= block.shared
                 streams.advance("float", block, part)
             module = with_room(context, partial(lift, gm, block, quantized_nodes, context.device))
-            known = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
+            record = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
             free = tuple(name for name in activation_scales(module) if name not in settled)
             settled.update(free)
-            run = BlockRun(block, index, part, module, known is not None, free, streams, gm, context)
-            for name, value in (known[0] if known else {}).items():
+            run = BlockRun(block, index, part, module, record is not None, free, streams, gm, context)
+            for name, value in (record[0] if record else {}).items():
                 run.store(name, value)
-            for change in known[1] if known else ():
+            for change in record[1] if record else ():
                 context.note(change)
             before = len(context.changes)
             yield run
-            if known is None:
+            if record is None:
                 _exchange(run, context, before)
-            if known is None:
+            if record is None:
                 context.keep_block(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
                 values = with_room(context, partial(_with_weights, run.module))
@@ -393,13 +393,13 @@ def _exchange(run: BlockRun, context: Context, before: int) -> None:
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in run.learned.items()}
     owners: dict[str, int] = {}
     changes: list[Change] = []
-    found = ranks.gather((shapes, context.changes[before:]))
-    for rank, (theirs, notes) in enumerate(found):
-        known = set(changes)
+    by_rank = ranks.gather((shapes, context.changes[before:]))
+    for rank, (theirs, notes) in enumerate(by_rank):
+        earlier_changes = set(changes)
         owners = dict.fromkeys(theirs, rank) | owners
-        changes += [change for change in notes if change not in known]
+        changes += [change for change in notes if change not in earlier_changes]
     for name, owner in owners.items():
-        shape, dtype = found[owner][0][name]
+        shape, dtype = by_rank[owner][0][name]
         empty = torch.empty(shape, dtype=dtype, device=ranks.device)
         value = run.learned[name].to(ranks.device) if owner == ranks.index else empty
         ranks.broadcast(value, owner)
@@ -521,9 +521,9 @@ def lift(
     inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, (*block.outputs, *also)))
     part = extract(gm, inputs, outputs, watches=watches)
     for name, tensor in stored_tensors(part).items():
-        here = tensor.to(device) if moved is None else moved(name, tensor)
-        if here is not tensor:
-            set_parameter(part, name, here)
+        on_device = tensor.to(device) if moved is None else moved(name, tensor)
+        if on_device is not tensor:
+            set_parameter(part, name, on_device)
     for node in part.graph.nodes:
         if "device" in node.kwargs:
             node.update_kwarg("device", device)

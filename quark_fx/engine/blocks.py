@@ -191,11 +191,11 @@ def _activation(node: Node) -> object:
 
 def _reached(nodes: Sequence[Node], starts: Callable[[Node], bool]) -> set[Node]:
     """Return the nodes for which `starts` is true, and all that depend on one."""
-    found: set[Node] = set()
+    dependents: set[Node] = set()
     for node in nodes:
-        if starts(node) or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if starts(node) or any(source in dependents for source in node.all_input_nodes):
+            dependents.add(node)
+    return dependents
 
 
 def _common_module(operators: Iterable[Node]) -> str:

@@ -53,10 +53,10 @@ class Watch(nn.Module):
         if self.is_done:
             return
         if self.tokens is not None:
-            kept = [dim for dim in range(1, x.dim()) if dim != self.tokens]
+            channels = [dim for dim in range(1, x.dim()) if dim != self.tokens]
             rest = [0, self.tokens] if self.tokens else [0]
             self.observer = self.observer.observe(
-                x.permute(*kept, *rest).reshape(math.prod(x.shape[d] for d in kept), -1)
+                x.permute(*channels, *rest).reshape(math.prod(x.shape[d] for d in channels), -1)
             )
             return
         # The order of values does not matter, so they are read in memory order, without a copy.
@@ -110,8 +110,8 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
             names the batch.
     """
     watches = watches_in(gm)
-    known = Known() if context.known is None else context.known
-    leaders = _leaders(watches, known, ahead=context.known is not None)
+    results = Known() if context.known is None else context.known
+    leaders = _leaders(watches, results, ahead=context.known is not None)
     folds = [call for call, watch in watches.items() if leaders.get(watch) is watch]
     for watch in watches.values():
         watch.is_done = leaders.get(watch) is not watch
@@ -140,43 +140,43 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
         if sample >= 0
     ]
     context.ranks.raise_first(failed[0] if failed else None)
-    for position, found in zip(quantized, torch.stack(nonzero).any(0).tolist(), strict=True):
-        if not found:
+    for position, has_nonzero in zip(quantized, torch.stack(nonzero).any(0).tolist(), strict=True):
+        if not has_nonzero:
             warn(
                 f"input {places[position].target} is all zeros in the calibration data, so its range cannot be "
                 "calibrated; pass batches of real inputs"
             )
     sources = [call.all_input_nodes[0] for call in folds]
-    seen = context.ranks.fold([watches[call].observer for call in folds], partial(_merge, sources))
-    for call, observer in zip(folds, seen, strict=True):
+    observers = context.ranks.fold([watches[call].observer for call in folds], partial(_merge, sources))
+    for call, observer in zip(folds, observers, strict=True):
         watches[call].observer = observer
-        known.seen.setdefault(watches[call].value(call), []).append(observer)
+        results.seen.setdefault(watches[call].value(call), []).append(observer)
     for watch, leader in leaders.items():
         watch.observer = watch.spec.new_observer.reading(leader.observer) or leader.observer
 
 
-def _leaders(watches: Mapping[Node, Watch], known: Known, *, ahead: bool) -> dict[Watch, Watch]:
+def _leaders(watches: Mapping[Node, Watch], results: Known, *, ahead: bool) -> dict[Watch, Watch]:
     """Return, for each watch, the watch whose observer will see the batches for it: itself or another of its value.
 
     A watch whose data is already known gets it, and is not in the result.
 
     Args:
         watches: Watches by the node that calls them.
-        known: Results of earlier observers.
+        results: Results of earlier observers.
         ahead: Collect more general data, for later runs.
     """
     begun, leaders = dict[Value, list[Watch]](), dict[Watch, Watch]()
     for call, watch in watches.items():
         value = watch.value(call)
-        if (found := known.reading(value, watch.observer)) is not None:
-            watch.observer = found
+        if (observer := results.reading(value, watch.observer)) is not None:
+            watch.observer = observer
             continue
-        others = begun.setdefault(value, [])
-        sees = (other for other in others if value.reading(watch.observer, other.observer) is not None)
+        candidates = begun.setdefault(value, [])
+        sees = (other for other in candidates if value.reading(watch.observer, other.observer) is not None)
         leaders[watch] = leader = next(sees, watch)
         if leader is watch:
             watch.observer = value.fold(watch.observer) if ahead else watch.observer
-            others.append(watch)
+            candidates.append(watch)
     return leaders
 
 
@@ -193,12 +193,12 @@ def read_observers(gm: GraphModule, plan: Plan, known: Known | None = None) -> d
     """
     watches = watches_in(gm)
     try:
-        found = [_qparams(call, watch, known) for call, watch in watches.items()]
+        qparams = [_qparams(call, watch, known) for call, watch in watches.items()]
     except CalibrationError:
         require_finite_weights(gm, plan.operators)  # a bad weight is a clearer cause than values computed with it
         raise
     # The cache gets separate tensors, because the graph's tensors are handed to the user.
-    parts = iter(accelerator.moved([p for q in found for p in (q.scale, q.zero_point)], device_of(gm), copy=True))
+    parts = iter(accelerator.moved([p for q in qparams for p in (q.scale, q.zero_point)], device_of(gm), copy=True))
     return {
         (call.all_input_nodes[0], watch.spec): QParams(*pair)
         for (call, watch), pair in zip(watches.items(), zip(parts, parts, strict=True), strict=True)
@@ -216,7 +216,7 @@ def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QPar
         gm: Graph with observers.
         values: Result of `read_observers`.
     """
-    found = []
+    histograms = []
     for call, watch in watches_in(gm).items():
         whole = watch.tokens is None
         if whole and isinstance(watch.observer, HistogramObserver) and watch.observer.histogram is not None:
@@ -229,9 +229,9 @@ def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QPar
             coarse = torch.histogram(middles, _BINS, range=(float(used.min()), float(used.max())), weight=counts)
             chosen = values[source, watch.spec]
             low, high = map(float, watch.spec.scheme.clip_range(chosen.scale.double(), chosen.zero_point))
-            edges, kept = (tuple(part.tolist()) for part in (coarse.bin_edges, coarse.hist))
-            found.append(Histogram(module_name(source), edges, kept, low, high))
-    return found
+            edges, heights = (tuple(part.tolist()) for part in (coarse.bin_edges, coarse.hist))
+            histograms.append(Histogram(module_name(source), edges, heights, low, high))
+    return histograms
 
 
 def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], None] | None = None) -> None:
@@ -301,9 +301,9 @@ def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[O
     return merged
 
 
-def _qparams(call: Node, watch: Watch, known: Known | None) -> QParams:
+def _qparams(call: Node, watch: Watch, results: Known | None) -> QParams:
     source = call.all_input_nodes[0]
-    key, ranges = (watch.value(call), watch.spec), {} if known is None else known.ranges
+    key, ranges = (watch.value(call), watch.spec), {} if results is None else results.ranges
     if key in ranges:
         return ranges[key]
     try:

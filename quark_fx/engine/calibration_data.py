@@ -45,17 +45,19 @@ class Positions:
         return cls(mask.shape, mask.flatten().nonzero().flatten())
 
 
-def without_padding(x: Tensor, kept: Positions | None) -> Tensor:
+def without_padding(x: Tensor, positions: Positions | None) -> Tensor:
     """Return the rows of `x` that are not padding, shape (rows, last dimension).
 
     Args:
         x: Tensor with at least one dimension.
-        kept: Positions that are not padding. If their shape does not match `x`, all rows are returned.
+        positions: Positions that are not padding. If their shape does not match `x`, all rows are returned.
     """
     rows = x.reshape(-1, x.shape[-1])
     # Rows of a flattened batch have the order of the mask; rows of other shapes may not.
-    fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.shape.numel() == len(rows)))
-    return rows[kept.rows] if kept is not None and fits else rows
+    fits = positions is not None and (
+        positions.shape == x.shape[:-1] or (x.dim() == 2 and positions.shape.numel() == len(rows))
+    )
+    return rows[positions.rows] if positions is not None and fits else rows
 
 
 @dataclass
@@ -133,8 +135,8 @@ class CalibrationData:
         self._judging = min(len(self.batches), max(1, len(self.batches) // _ONE_IN))
         if divisible:
             self._keep_validation_samples()
-        kept = [self.kept_positions(batch) for batch in range(len(self.batches))]
-        if kept and all(positions is not None and not len(positions.rows) for positions in kept):
+        by_batch = [self.kept_positions(batch) for batch in range(len(self.batches))]
+        if by_batch and all(positions is not None and not len(positions.rows) for positions in by_batch):
             raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
         self._given = len(self.batches)
         if self.batches:
@@ -149,23 +151,23 @@ class CalibrationData:
     def _keep_validation_samples(self) -> None:
         """Make the last eighth of the samples validation data, however they are divided into batches."""
         sizes = [{shape[0] for shape in shapes if shape} for shapes in self.shapes]
-        if any(len(found) != 1 for found in sizes):
+        if any(len(lengths) != 1 for lengths in sizes):
             return
-        counts = [found.pop() for found in sizes]
+        counts = [lengths.pop() for lengths in sizes]
         if sum(counts) < 2:
             return
-        wanted = max(1, sum(counts) // _ONE_IN)
+        samples = max(1, sum(counts) // _ONE_IN)
         self._judging = 0
-        while wanted >= counts[-1 - self._judging]:
-            wanted -= counts[-1 - self._judging]
+        while samples >= counts[-1 - self._judging]:
+            samples -= counts[-1 - self._judging]
             self._judging += 1
-        if wanted:  # a batch that belongs to both parts
+        if samples:  # a batch that belongs to both parts
             index = len(counts) - 1 - self._judging
-            learned = counts[index] - wanted
+            learned = counts[index] - samples
             self.batches[index : index + 1] = [(index, slice(0, learned)), (index, slice(learned, counts[index]))]
             whole = self.shapes[index]
             self.shapes[index : index + 1] = [
-                tuple((count, *shape[1:]) if shape else () for shape in whole) for count in (learned, wanted)
+                tuple((count, *shape[1:]) if shape else () for shape in whole) for count in (learned, samples)
             ]
             self._judging += 1
 

@@ -55,20 +55,20 @@ class Checkpoint:
             text = json.dumps({"fingerprint": dict(fingerprint)})
             if not owner.exists():
                 _write_text(owner, text)
-            known = json.loads(owner.read_text())["fingerprint"]
-            others = [what for what, digest in fingerprint.items() if known.get(what) != digest]
-            if others and not any(self.directory.glob("pass-*.safetensors")):  # nothing is lost
+            record = json.loads(owner.read_text())["fingerprint"]
+            differences = [what for what, digest in fingerprint.items() if record.get(what) != digest]
+            if differences and not any(self.directory.glob("pass-*.safetensors")):  # nothing is lost
                 _write_text(owner, text)
-                others = []
+                differences = []
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"checkpoint directory {directory} cannot be used: {error}; choose another") from error
-        if others:
-            shuffled = " (a DataLoader that shuffles gives other batches every time)" if "data" in others else ""
+        if differences:
+            shuffled = " (a DataLoader that shuffles gives other batches every time)" if "data" in differences else ""
             what, folder = ("checkpoint directory", directory) if output is None else ("output_dir", output)
             rest = self.directory if output is None else self.directory.parent
             raise ConfigError(
-                f"{what} {folder} holds blocks that another run finished, with other {' and '.join(others)}{shuffled}; "
-                f"remove {rest}, which loses them, or choose another directory"
+                f"{what} {folder} holds blocks that another run finished, with other {' and '.join(differences)}"
+                f"{shuffled}; remove {rest}, which loses them, or choose another directory"
             )
 
     def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
@@ -85,8 +85,8 @@ class Checkpoint:
                 metadata = stored.metadata() or {}
                 tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
             expected = self._identity(walk, block) | {"digest": _digest(tensors, metadata["changes"])}
-            if others := [what for what, value in expected.items() if metadata[what] != value]:
-                raise ValueError(f"another {', '.join(others)}")
+            if differences := [what for what, value in expected.items() if metadata[what] != value]:
+                raise ValueError(f"another {', '.join(differences)}")
             changes = [Change(**row) for row in json.loads(metadata["changes"])]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             missing = f"it does not say its {error.args[0]}" if isinstance(error, KeyError) else str(error)
@@ -104,11 +104,11 @@ class Checkpoint:
         """
         file = self._file(walk, block)
         partial = file.with_suffix(".partial")
-        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         noted = json.dumps([asdict(change) for change in changes])
-        metadata = self._identity(walk, block) | {"changes": noted, "digest": _digest(kept, noted)}
+        metadata = self._identity(walk, block) | {"changes": noted, "digest": _digest(copies, noted)}
         try:
-            save_file(kept, partial, metadata)
+            save_file(copies, partial, metadata)
             replace_synced(partial, file)
         except (OSError, SafetensorError) as error:
             raise CalibrationError(f"cannot write checkpoint {file}: {error}; make room and run again") from error
@@ -150,8 +150,8 @@ def fingerprint(gm: GraphModule, config: QuantConfig, data: CalibrationData) -> 
         for position, leaf in enumerate(data.inputs(batch)):
             _update(batches, f"batch {batch} {position}", leaf)
     digests = {"model": model, "configuration": configuration, "data": batches}
-    others = {"number of ranks": str(data.ranks.count), "version": _version()}
-    return {what: digest.hexdigest()[:32] for what, digest in digests.items()} | others
+    environment = {"number of ranks": str(data.ranks.count), "version": _version()}
+    return {what: digest.hexdigest()[:32] for what, digest in digests.items()} | environment
 
 
 def _version() -> str:

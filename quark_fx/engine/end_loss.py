@@ -50,7 +50,7 @@ class EndLoss:
         """Return the loss for the results of a float graph."""
         return cls(tuple(_holds_logits(gm, node) for node in results_of(gm)))
 
-    def sampled(self, results: Sequence[Any], kept: Positions | None, generator: torch.Generator) -> list[Any]:
+    def sampled(self, results: Sequence[Any], positions: Positions | None, generator: torch.Generator) -> list[Any]:
         """Return random gradients whose mean outer product is the loss's second derivative at these results.
 
         For logits, the mean is the Fisher matrix `diag(p) - p p'` of the predictions `p`: the gradient is random signs
@@ -59,28 +59,28 @@ class EndLoss:
 
         Args:
             results: Results of a batch.
-            kept: Positions that are not padding.
+            positions: Positions that are not padding.
             generator: Random generator on the device of the results.
         """
-        found: list[Any] = []
+        gradients: list[Any] = []
         for logits, value in zip(self.predictions, results, strict=True):
             if logits is None:
-                found.append(None)
+                gradients.append(None)
                 continue
             gradient = torch.empty_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
             for rows, out in _pieces(value, gradient):
                 signs = _signs(rows, generator)
                 out.copy_(_times_fisher_factor(signs, rows) if logits else signs)
-            if (counted := _counted(kept, gradient.shape[:-1], gradient.device)) is not None:
+            if (counted := _counted(positions, gradient.shape[:-1], gradient.device)) is not None:
                 gradient *= counted[..., None]
             if not logits:
                 gradient.masked_fill_(~(value.abs() < _MASKED), 0)  # a model may return masked values
                 gradient /= _root_mean_square(value, gradient != 0)
-            found.append(gradient)
-        return found
+            gradients.append(gradient)
+        return gradients
 
     def compared(
-        self, results: Sequence[Any], wanted: Sequence[Any], kept: Positions | None
+        self, results: Sequence[Any], float_results: Sequence[Any], positions: Positions | None
     ) -> tuple[Tensor, list[Any]]:
         """Return the loss of results compared with the float graph's, and its gradients.
 
@@ -90,26 +90,26 @@ class EndLoss:
 
         Args:
             results: Results of a batch.
-            wanted: Results of the float graph for the batch.
-            kept: Positions that are not padding.
+            float_results: Results of the float graph for the batch.
+            positions: Positions that are not padding.
 
         Returns:
             Columns, float32, shape (results, 2), and gradients of this batch's loss, in the form of `sampled`.
         """
-        sums, found = list[Tensor](), list[Any]()
-        for logits, value, aim in zip(self.predictions, results, wanted, strict=True):
+        sums, gradients = list[Tensor](), list[Any]()
+        for logits, value, aim in zip(self.predictions, results, float_results, strict=True):
             if logits is None:
-                found.append(None)
+                gradients.append(None)
                 continue
             gradient = torch.empty_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
             compare = _divergence if logits else _squares
             rows = torch.cat([compare(*pieces) for pieces in _pieces(value, aim, gradient)])
-            if (counted := _counted(kept, gradient.shape[:-1], gradient.device)) is not None:
+            if (counted := _counted(positions, gradient.shape[:-1], gradient.device)) is not None:
                 rows *= counted.view(-1, 1)
                 gradient *= counted[..., None]
             sums.append(rows.sum(0))
-            found.append(gradient.div_(sums[-1][1].clamp_min(_NOTHING)))
-        return torch.stack(sums), found
+            gradients.append(gradient.div_(sums[-1][1].clamp_min(_NOTHING)))
+        return torch.stack(sums), gradients
 
 
 def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
@@ -135,10 +135,10 @@ def _moves_rows(node: Node) -> bool:
     return order is None or order[-1] == last
 
 
-def _pieces(value: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _pieces(value: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield rows of a value and of other tensors of its shape, in float32; rows of contiguous float32 are views."""
     columns = value.shape[-1] if value.dim() else 1
-    pieces = (tensor.reshape(-1, columns).split(_ROWS) for tensor in (value, *others))
+    pieces = (tensor.reshape(-1, columns).split(_ROWS) for tensor in (value, *tensors))
     for rows in zip(*pieces, strict=True):
         yield tuple(part.float() for part in rows)
 
@@ -159,29 +159,29 @@ def _root_mean_square(value: Tensor, counted: Tensor) -> Tensor:
     return (squares / counted.sum().clamp_min(1)).sqrt().clamp_min(1e-12)
 
 
-def _divergence(logits: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
+def _divergence(logits: Tensor, float_logits: Tensor, gradient: Tensor) -> Tensor:
     """Return each row's KL divergence from the float logits, in nats, and a column of ones; write the gradient."""
-    now, aim = logits.log_softmax(-1), wanted.log_softmax(-1)
+    now, aim = logits.log_softmax(-1), float_logits.log_softmax(-1)
     probabilities = aim.exp()
     torch.sub(now.exp(), probabilities, out=gradient)
     lost = torch.where(aim.isneginf(), 0.0, probabilities * (aim - now)).sum(-1)  # a model may mask classes
     return torch.stack((lost, torch.ones_like(lost)), -1)
 
 
-def _squares(values: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
+def _squares(values: Tensor, float_values: Tensor, gradient: Tensor) -> Tensor:
     """Return each row's squared error, and the squares of the float values; write the gradient."""
-    known = wanted.abs() < _MASKED
-    lost = torch.where(known, values - wanted, 0.0)
+    unmasked = float_values.abs() < _MASKED
+    lost = torch.where(unmasked, values - float_values, 0.0)
     torch.mul(lost, 2, out=gradient)
-    return torch.stack((lost.square().sum(-1), torch.where(known, wanted, 0.0).square().sum(-1)), -1)
+    return torch.stack((lost.square().sum(-1), torch.where(unmasked, float_values, 0.0).square().sum(-1)), -1)
 
 
-def _counted(kept: Positions | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+def _counted(positions: Positions | None, shape: torch.Size, device: torch.device) -> Tensor | None:
     """Return 1 for rows that count and 0 for padding, float32; `None` if all count, or rows are not positions."""
-    if kept is None or shape != kept.shape:
+    if positions is None or shape != positions.shape:
         return None
-    counted = torch.zeros(kept.shape.numel(), dtype=torch.float32, device=device)
-    return counted.index_fill_(0, kept.rows, 1.0).view(kept.shape)
+    counted = torch.zeros(positions.shape.numel(), dtype=torch.float32, device=device)
+    return counted.index_fill_(0, positions.rows, 1.0).view(positions.shape)
 
 
 __all__ = ["EndLoss"]

@@ -114,9 +114,9 @@ class Guidance:
             return cls({}, reasons, {} if outputs else None, reasons)
         context.ranks.add(*together.values())
         alone = _unusable(together)
-        usable = {name: found for name, found in together.items() if name not in alone}
-        for found in usable.values():
-            _shrink(found)
+        usable = {name: sums for name, sums in together.items() if name not in alone}
+        for sums in usable.values():
+            _shrink(sums)
         return cls(*_tempered(weights, inputs, context), usable if outputs else None, alone)
 
     def of(self, operator: str, batch: int) -> Tensor | None:
@@ -131,10 +131,10 @@ class Guidance:
 
     def together(self, linear: Linear) -> Tensor:
         """Return the `outputs` of an operator; raise `Declined` if it has none."""
-        found = (self.outputs or {}).get(linear.node.name)
-        if found is None:
+        sums = (self.outputs or {}).get(linear.node.name)
+        if sums is None:
             raise Declined(self.alone.get(linear.node.name, "it has several matrices"))
-        return found
+        return sums
 
 
 def _is_single(linear: Linear) -> bool:
@@ -167,9 +167,9 @@ def _add_together(sums: Tensor, rows: Tensor) -> None:
 def _unusable(together: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the reason that sums cannot be used, for each operator whose sums cannot; waits for the device once."""
     sizes = accelerator.read([sums.diagonal(dim1=-2, dim2=-1).sum() for sums in together.values()])
-    found = dict(zip(together, sizes, strict=True))
-    reasons = {name: "its gradient is not finite" for name, size in found.items() if not math.isfinite(size)}
-    return reasons | {name: "no prediction depends on it" for name, size in found.items() if size == 0}
+    traces = dict(zip(together, sizes, strict=True))
+    reasons = {name: "its gradient is not finite" for name, size in traces.items() if not math.isfinite(size)}
+    return reasons | {name: "no prediction depends on it" for name, size in traces.items() if size == 0}
 
 
 def _shrink(sums: Tensor) -> None:
@@ -210,14 +210,14 @@ def _tempered(
     sums = torch.zeros(len(inputs), 2 * len(_POWERS) + 1, dtype=torch.float64, device=context.device)
     for i, name in enumerate(inputs):
         for batch in range(len(context.data.batches)):
-            if (found := weights.get((name, batch))) is not None:
-                raised = torch.stack([found.double() ** power for power in _POWERS]).flatten(1)
+            if (weight := weights.get((name, batch))) is not None:
+                raised = torch.stack([weight.double() ** power for power in _POWERS]).flatten(1)
                 count = torch.full_like(raised[:1, 0], raised.shape[1])
                 sums[i] += torch.cat((raised.sum(1), raised.square().sum(1), count))
     context.ranks.add(sums)
     chosen, reasons = dict[str, tuple[float, float]](), dict[str, str]()
-    for name, (*found, count) in zip(inputs, sums.tolist(), strict=True):
-        totals, squares = found[: len(_POWERS)], found[len(_POWERS) :]
+    for name, (*moments, count) in zip(inputs, sums.tolist(), strict=True):
+        totals, squares = moments[: len(_POWERS)], moments[len(_POWERS) :]
         least, rows = _ENOUGH * inputs[name], zip(_POWERS, totals, squares, strict=True)
         powers = [(p, total / count) for p, total, square in rows if 0 < least * square < total * total < math.inf]
         if powers:

@@ -29,10 +29,10 @@ class Value:
     tokens: int | None
     dtype: torch.dtype
 
-    def reading(self, observer: Observer, seen: Observer) -> Observer | None:
-        """Return `observer` with the data that `seen` collected of the value, or `None` if that is not possible."""
+    def reading(self, observer: Observer, other: Observer) -> Observer | None:
+        """Return `observer` with the data that `other` collected of the value, or `None` if that is not possible."""
         # A histogram stores extremes in float32.
-        return Observer.reading(observer, seen) if self.dtype is torch.float64 else observer.reading(seen)
+        return Observer.reading(observer, other) if self.dtype is torch.float64 else observer.reading(other)
 
     def fold(self, observer: Observer) -> Observer:
         """Return the observer to run on the value, from which `observer` and later ones can be derived."""
@@ -62,8 +62,8 @@ class Known:
 
     def reading(self, value: Value, observer: Observer) -> Observer | None:
         """Return an observer with the data of all batches, or `None` if that takes another pass over them."""
-        found = (value.reading(observer, seen) for seen in self.seen.get(value, ()))
-        return next((reading for reading in found if reading is not None), None)
+        readings = (value.reading(observer, other) for other in self.seen.get(value, ()))
+        return next((reading for reading in readings if reading is not None), None)
 
 
 __all__ = ["Known", "Value"]

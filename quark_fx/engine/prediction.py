@@ -78,11 +78,11 @@ class Prediction:
         return max((self._peak(stage, cache) for stage in self.stages), default=self.before)
 
     def _peak(self, stage: tuple[str, int, Need], cache: int | None) -> int:
-        name, held, need = stage
+        name, held_bytes, need = stage
         moments = need.moments
         if self.device and (self.resident or name not in _AT_HOME):
             moments = tuple(replace(m, working=0, read=0) for m in moments)
-        return self.before + (0 if self.resident else held) + peak(moments, cache)
+        return self.before + (0 if self.resident else held_bytes) + peak(moments, cache)
 
     def room_for_cache(self, memory: int) -> int:
         """Return the bytes of cached activations that fit into a budget; negative if the rest alone exceeds it."""
@@ -125,19 +125,21 @@ def expect(
     largest, batches = _largest(context.data.shapes or shapes)
     sizes = Sizes(gm, plan.operators, batches / context.ranks.count, largest)
     home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)
-    stages, held = [], 0
+    stages, held_bytes = [], 0
     for name, need in _stages(sizes, plan, context, passes, shelf=shelf):
         if name != "result" or not shelf:  # the result of a streamed run stays in files
-            stages.append((name, 0 if shelf else held, need))
-        held += need.held
+            stages.append((name, 0 if shelf else held_bytes, need))
+        held_bytes += need.held
     device, resident = 0, home == context.device and home.type != "cpu"
     if context.device.type != "cpu":
-        device = max(held * resident + peak(replace(m, cached=0) for m in need.moments) for _, held, need in stages)
+        device = max(
+            held_bytes * resident + peak(replace(m, cached=0) for m in need.moments) for _, held_bytes, need in stages
+        )
         lifted = max(block.weights for block in sizes.blocks(Unit.BLOCK))
         device += _allocated(context.device) if resident else lifted
     learned = sizes.codes * sum(pass_stage(p) is Stage.QUANTIZED and hasattr(p, "needs") for p in passes)
     files = sizes.codes + sizes.floats
-    disk = held + learned + files if shelf else 0
+    disk = held_bytes + learned + files if shelf else 0
     rate = _speed(context.device)
     seconds = sum(need.operations for _, _, need in stages) / rate
     silent = (p for p in passes if needs_context(p) and not hasattr(p, "needs") and not pass_stage(p).is_single)
@@ -171,8 +173,8 @@ def _calibration(sizes: Sizes, context: Context) -> Need:
 
 def _laid_out(sizes: Sizes) -> int:
     """Return the bytes of convolution weights that are copied to another memory layout while batches run."""
-    found = (Linear.of(node) for node in sizes.gm.graph.nodes)
-    images = (linear for linear in found if linear is not None and linear.kind == "conv" and len(linear.kernel) == 2)
+    linears = (Linear.of(node) for node in sizes.gm.graph.nodes)
+    images = (linear for linear in linears if linear is not None and linear.kind == "conv" and len(linear.kernel) == 2)
     weights = {linear.stored.node for linear in images if max(linear.kernel) > 1}
     return sum(value_of(sizes.gm, weight).nbytes for weight in weights)
 
@@ -201,27 +203,27 @@ def _speed(device: torch.device) -> float:
     return 2 * size**3 / best
 
 
-def require_room(found: Prediction, memory: int | None, disk: int | None) -> None:
+def require_room(prediction: Prediction, memory: int | None, disk: int | None) -> None:
     """Raise `ConfigError` if a run exceeds its limits even with its cache on disk; the message names a larger limit."""
-    if memory is not None and not found.before:
+    if memory is not None and not prediction.before:
         raise ConfigError(
             "memory= needs a system that reports the memory of a process (/proc/self/status); leave it out"
         )
-    if disk is not None and not found.streamed:
+    if disk is not None and not prediction.streamed:
         raise ConfigError("disk= is the budget of a run with output_dir=; give one, or leave disk= out")
-    if memory is not None and found.room_for_cache(memory) < 0:
-        least = found.within(0)
+    if memory is not None and prediction.room_for_cache(memory) < 0:
+        least = prediction.within(0)
         ways = [f'memory="{bytes_text(_MARGIN * least)}" or more']
-        ways += [] if found.streamed else ["Resources(output_dir=...) or --stream, which keep results in files"]
+        ways += [] if prediction.streamed else ["Resources(output_dir=...) or --stream, which keep results in files"]
         raise ConfigError(
-            f"memory={bytes_text(memory)} is not enough: {found.largest} needs about {bytes_text(least)}, "
-            f"{bytes_text(found.before)} of it in use already; give {', or '.join(ways)}, or pass batches of "
+            f"memory={bytes_text(memory)} is not enough: {prediction.largest} needs about {bytes_text(least)}, "
+            f"{bytes_text(prediction.before)} of it in use already; give {', or '.join(ways)}, or pass batches of "
             "fewer samples"
         )
-    if disk is not None and found.disk > disk:
+    if disk is not None and prediction.disk > disk:
         raise ConfigError(
-            f"disk={bytes_text(disk)} is not enough: files of this run take about {bytes_text(found.disk)} at once; "
-            f'give disk="{bytes_text(_MARGIN * found.disk)}"'
+            f"disk={bytes_text(disk)} is not enough: files of this run take about {bytes_text(prediction.disk)} at "
+            f'once; give disk="{bytes_text(_MARGIN * prediction.disk)}"'
         )
 
 

@@ -68,15 +68,15 @@ def quantized_activations(gm: GraphModule) -> list[QuantizedActivation]:
 
     Values with data movement between them share a scale and count as one.
     """
-    found: dict[str, QuantizedActivation] = {}
+    activations: dict[str, QuantizedActivation] = {}
     for node in _quantizers(gm):
         rounding: Rounding | None = node.meta.get("rounding")
         if rounding is not None:
             scale, zero_point = (str(source.target) for source in node.args[1:3])  # type: ignore[union-attr]
-            known = found[scale].rounding if scale in found else rounding
-            low, high = max(known.low, rounding.low), min(known.high, rounding.high)
-            found[scale] = QuantizedActivation(replace(known, low=low, high=high), scale, zero_point)
-    return list(found.values())
+            base = activations[scale].rounding if scale in activations else rounding
+            low, high = max(base.low, rounding.low), min(base.high, rounding.high)
+            activations[scale] = QuantizedActivation(replace(base, low=low, high=high), scale, zero_point)
+    return list(activations.values())
 
 
 def activation_scales(gm: GraphModule) -> list[str]:

@@ -209,8 +209,8 @@ class QuantizedWeight:
     @property
     def is_plain(self) -> bool:
         """True if the operator is its product plus a bias that can be read, without further factors."""
-        known = self.bias is not None or self.linear.bias is None
-        return known and not self.linear.has_factors
+        readable = self.bias is not None or self.linear.bias is None
+        return readable and not self.linear.has_factors
 
     @property
     def input_scale(self) -> str | None:
@@ -231,7 +231,7 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
 
     Embeddings are excluded, because they multiply nothing, and so are recurrent layers.
     """
-    found = []
+    weights = []
     for node in gm.graph.nodes:
         # An input of a block has the name of the operator that computes it.
         operator = plan.get(node.name) if node.op == "call_function" else None
@@ -243,8 +243,8 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
             value = value.args[0]
         if not isinstance(value, Node) or target_name(value) != DEQUANTIZE:
             continue
-        found.append(QuantizedWeight(operator, linear, value))
-    return found
+        weights.append(QuantizedWeight(operator, linear, value))
+    return weights
 
 
 def shared_tensors(gm: GraphModule) -> set[str]:

@@ -108,16 +108,16 @@ class Ranks:
         packed = io.BytesIO()
         torch.save(value, packed)
         content = packed.getvalue()
-        own = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+        message = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
         lengths = torch.zeros(self.count, dtype=torch.int64, device=self.device)
-        lengths[self.index] = len(own)
+        lengths[self.index] = len(message)
         self.add(lengths)
-        here, found = _accelerator(content), list[T]()
+        device, values = _accelerator(content), list[T]()
         for source, length in enumerate(lengths.tolist()):
-            received = own if source == self.index else torch.empty(length, dtype=torch.uint8, device=self.device)
+            received = message if source == self.index else torch.empty(length, dtype=torch.uint8, device=self.device)
             self.broadcast(received, source)
-            found.append(value if source == self.index else _unpacked(received.cpu().numpy().tobytes(), here))
-        return found
+            values.append(value if source == self.index else _unpacked(received.cpu().numpy().tobytes(), device))
+        return values
 
     def fold(self, value: T, merge: Callable[[T, T], T]) -> T:
         """Return the values of all processes, merged in order."""
@@ -125,8 +125,8 @@ class Ranks:
 
     def require_same(self, values: Mapping[str, str]) -> None:
         """Raise `ConfigError` if the processes have different values; the message says which."""
-        others = self.gather(dict(values))
-        if differ := [what for what in values if len({other.get(what) for other in others}) > 1]:
+        by_rank = self.gather(dict(values))
+        if differ := [what for what in values if len({other.get(what) for other in by_rank}) > 1]:
             raise ConfigError(
                 f"the ranks do not quantize the same thing: they have another {' and '.join(differ)} each; give all of "
                 "them the same model (seed it), configuration and data (not shuffled, and whole: it is divided here)"
@@ -142,25 +142,25 @@ class Ranks:
         Raises:
             QuarkError: The first process's error. Other exceptions stay there; the other processes then raise this.
         """
-        found: Any = None
+        outcome: Any = None
         if self.index == 0:
             try:
-                found = work()
+                outcome = work()
             except QuarkError as error:
-                found = error
+                outcome = error
             except Exception as error:
                 self.gather(QuarkError(f"rank 0 of {self.count} failed: {type(error).__name__}: {error}"))
                 raise
-        found = self.gather(found)[0]
-        if isinstance(found, QuarkError):
-            raise found
-        return found  # type: ignore[no-any-return]
+        outcome = self.gather(outcome)[0]
+        if isinstance(outcome, QuarkError):
+            raise outcome
+        return outcome  # type: ignore[no-any-return]
 
     def raise_first(self, error: QuarkError | None) -> None:
         """Raise the error of the first process that has one, in all processes."""
-        for found in self.gather(error):
-            if found is not None:
-                raise found
+        for failure in self.gather(error):
+            if failure is not None:
+                raise failure
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
@@ -217,11 +217,11 @@ def _accelerator(packed: bytes) -> str:
     return next((place for place in places if place != "cpu"), "cpu")
 
 
-def _unpacked(packed: bytes, here: str) -> Any:
-    """Unpickle another process's value, with `here` in place of its accelerator."""
+def _unpacked(packed: bytes, device: str) -> Any:
+    """Unpickle another process's value, with `device` in place of its accelerator."""
 
     def move(storage: Any, place: str) -> Any:
-        return storage if "cpu" in (place, here) else torch.serialization.default_restore_location(storage, here)
+        return storage if "cpu" in (place, device) else torch.serialization.default_restore_location(storage, device)
 
     return torch.load(io.BytesIO(packed), map_location=move, weights_only=False)
 

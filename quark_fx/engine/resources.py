@@ -90,9 +90,9 @@ def require_usable(resources: Resources, owner: str = "quantize", names: Collect
     """
     if not isinstance(resources, Resources):
         raise ConfigError(f"resources is a Resources, not {resources!r}; write Resources(device=..., memory=...)")
-    if names and (others := resources.given([field.name for field in fields(Resources) if field.name not in names])):
+    if names and (extras := resources.given([field.name for field in fields(Resources) if field.name not in names])):
         raise ConfigError(
-            f"{owner} takes {', '.join(names)} of Resources, not {', '.join(others)}; pass these to quantize"
+            f"{owner} takes {', '.join(names)} of Resources, not {', '.join(extras)}; pass these to quantize"
         )
     if resources.cache is not None and resources.cache.directory is not None:
         try:
@@ -159,22 +159,22 @@ _UNITS = {
 } | {"": 1}
 
 
-def parse_bytes(given: int | str | None, name: str) -> int | None:
+def parse_bytes(limit: int | str | None, name: str) -> int | None:
     """Return the number of bytes of a limit: a positive integer, text with a unit, or `None`.
 
     Raises:
         ConfigError: For any other value.
     """
-    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
-        return given
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?B)?)\s*", given) if isinstance(given, str) else None
+    if limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit > 0):
+        return limit
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?B)?)\s*", limit) if isinstance(limit, str) else None
     if match is None:
         raise ConfigError(
             f'{name} is a number of bytes, or text like "6GiB" or "800 MB" in {", ".join(filter(None, _UNITS))}, '
-            f"not {given!r}"
+            f"not {limit!r}"
         )
     if not (size := int(float(match[1]) * _UNITS[match[2]])):
-        raise ConfigError(f"{name} is more than nothing, not {given!r}")
+        raise ConfigError(f"{name} is more than nothing, not {limit!r}")
     return size
 
 

@@ -36,7 +36,7 @@ def graph_rule(*targets: str, **promise: Any) -> Callable[[Any], Any]:
         promise: Arguments of `graph_pass`.
 
     Raises:
-        ConfigError: If a target is no name: the decorator was written without parentheses, or with an operator.
+        ConfigError: If a target is not a name: the decorator was written without parentheses, or with an operator.
     """
     if any(not isinstance(target, str) for target in targets):
         example = "@graph_rule('aten.silu.default')"

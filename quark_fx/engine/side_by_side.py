@@ -47,15 +47,15 @@ class SideBySide:
             )
         self._float = BackWalk(reference, blocks[-1:], nodes, context, stream=_LAST)
         self._quantized = BackWalk(gm, blocks, carriers(gm), context, tensors=frozenset(tensors), stream="quantized")
-        given = {node.name for node in placeholders(reference)}  # in the cache already
-        kept = [name for name in blocks[-1].inputs if name not in given]
-        self._keys = [(_LAST, name, batch) for name in kept for batch in range(len(context.data.batches))]
+        inputs = {node.name for node in placeholders(reference)}  # in the cache already
+        names = [name for name in blocks[-1].inputs if name not in inputs]
+        self._keys = [(_LAST, name, batch) for name in names for batch in range(len(context.data.batches))]
         for run in walk_float_blocks(reference, context, label="predictions"):
             if run.block.inputs == blocks[-1].inputs:
                 for batch in range(len(context.data.batches)):
                     values = with_room(context, partial(run.inputs, batch))
                     for name, value in zip(run.block.inputs, values, strict=True):
-                        if name not in given:
+                        if name not in inputs:
                             with_room(context, partial(context.cache.put, (_LAST, name, batch), value))
 
     def __enter__(self) -> Self:
@@ -81,14 +81,14 @@ class SideBySide:
             CalibrationError: If an operator is not differentiable; the message names its block.
         """
         sums, gradients = self._compared(batch, keep=True)
-        found: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         for name, gradient in self._quantized.backward(gradients):
-            found[name] = found[name] + gradient if name in found else gradient
-        return sums, found
+            by_name[name] = by_name[name] + gradient if name in by_name else gradient
+        return sums, by_name
 
     def _compared(self, batch: int, *, keep: bool) -> tuple[Tensor, list[Any]]:
-        wanted, results = self._float.forward(batch, keep=True), self._quantized.forward(batch, keep=keep)
-        return self._loss.compared(results, wanted, self._context.data.kept_positions(batch))
+        float_results, results = self._float.forward(batch, keep=True), self._quantized.forward(batch, keep=keep)
+        return self._loss.compared(results, float_results, self._context.data.kept_positions(batch))
 
     @property
     def count(self) -> int:

@@ -58,8 +58,8 @@ class Need:
 
     def __add__(self, other: Need) -> Need:
         """Return the needs of both stages, one after the other."""
-        held, operations = self.held + other.held, self.operations + other.operations
-        return Need((*self.moments, *other.moments), held, operations, self.blocks + other.blocks)
+        held_bytes, operations = self.held + other.held, self.operations + other.operations
+        return Need((*self.moments, *other.moments), held_bytes, operations, self.blocks + other.blocks)
 
 
 @dataclass(frozen=True)
@@ -164,22 +164,22 @@ class Sizes:
             return size
         expression = size.node.expr
         if expression not in self._lengths:
-            known: Any = expression.subs(self._symbols)
-            self._lengths[expression] = int(known) if known.is_number else int(size.node.hint or 1)
+            length: Any = expression.subs(self._symbols)
+            self._lengths[expression] = int(length) if length.is_number else int(size.node.hint or 1)
         return self._lengths[expression]
 
     @cached_property
     def _symbols(self) -> dict[Any, int]:
         """Dynamic dimensions of the inputs, with their sizes."""
-        found: dict[Any, int] = {}
+        lengths: dict[Any, int] = {}
         for node, shape in zip(placeholders(self.gm), self.largest, strict=bool(self.largest)):
             value = value_of(self.gm, node)
             sizes: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
             varying = (
-                (size, given) for size, given in zip(sizes, shape, strict=True) if isinstance(size, torch.SymInt)
+                (size, length) for size, length in zip(sizes, shape, strict=True) if isinstance(size, torch.SymInt)
             )
-            found |= {size.node.expr: given for size, given in varying if size.node.expr.is_Symbol}
-        return found
+            lengths |= {size.node.expr: length for size, length in varying if size.node.expr.is_Symbol}
+        return lengths
 
     def live(self, nodes: Collection[Node], kept: Iterable[Node] = ()) -> int:
         """Return the peak of live bytes in a run of `nodes`, in order; `kept` stay alive until its end."""
@@ -218,7 +218,7 @@ class Sizes:
     @cached_property
     def matrices(self) -> dict[str, Matrices]:
         """Quantized weights that multiply rows, by the name of their operator's node."""
-        return {op.node.name: found for op in self.coded if (found := self._matrices(op)) is not None}
+        return {op.node.name: matrices for op in self.coded if (matrices := self._matrices(op)) is not None}
 
     def _matrices(self, op: Coded) -> Matrices | None:
         mapping = op.linear.matrices if op.linear is not None else None
@@ -249,8 +249,8 @@ class Sizes:
     def floats(self) -> int:
         """Bytes of the parameters that are not quantized."""
         names = {op.weight_node.target for op in self.coded}
-        left = {n.target: n for n in self.gm.graph.nodes if n.op == "get_attr" and n.target not in names}
-        return sum(self._whole(node) for node in left.values())
+        nodes = {n.target: n for n in self.gm.graph.nodes if n.op == "get_attr" and n.target not in names}
+        return sum(self._whole(node) for node in nodes.values())
 
     def blocks(self, unit: Unit) -> tuple[BlockSize, ...]:
         """Return the blocks of the graph."""
@@ -263,13 +263,13 @@ class Sizes:
         inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, block.outputs))
         inside = between(self.gm, inputs, outputs)
         read = [node for name in block.operators if isinstance(node := nodes[name].args[0], Node)]
-        given = set(placeholders(self.gm))
+        graph_inputs = set(placeholders(self.gm))
         return BlockSize(
             matrices=tuple(self.matrices[name] for name in block.operators if name in self.matrices),
             forward=self.live(inside, outputs),
             entrances=self.live(between(self.gm, inputs, read), read),
             every_value=sum(self.nbytes(node) for node in inside),
-            entering=sum(self._whole(node) for node in inputs if node not in given),
+            entering=sum(self._whole(node) for node in inputs if node not in graph_inputs),
             leaving=sum(self._whole(node) for node in outputs if node not in inputs),
             operations=sum(self._operations(node) for node in inside),
         )
@@ -337,8 +337,8 @@ class Sizes:
             read = 2 * block.entering  # the contents of a file, and the tensor restored from it
             moments.append(Moment(turn(block), int(times * block.entering), read))
             if to_end or index + 1 < len(blocks):
-                left = int(times * (block.entering + block.leaving))
-                moments.append(Moment(block.weights + block.forward, left, read))
+                cache_bytes = int(times * (block.entering + block.leaving))
+                moments.append(Moment(block.weights + block.forward, cache_bytes, read))
         operations = int(sum(streams * self.batches * block.operations + work(block) for block in blocks))
         return Need(tuple(moments) or (Moment(0),), held, operations, len(blocks))
 
