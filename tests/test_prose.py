@@ -30,6 +30,7 @@ FINISHED = (
     "quark_fx/model",
     "quark_fx/numbers",
     "quark_fx/observers",
+    "quark_fx/passes",
     "quark_fx/presets.py",
     "quark_fx/quantization.py",
     "quark_fx/session.py",

@@ -62,8 +62,10 @@ class AWQ(ScalingSolver):
 
     def scales(self, seen: MeasuredSite) -> Tensor:
         """Return the scales of all pairs of exponents."""
-        found = (_relative(x) for x in (seen.root_mean_square, seen.mean_weight))
-        a, w = (torch.stack([x**power for power in axis]) for x, axis in zip(found, self.grid.values(), strict=True))
+        magnitudes = (_relative(x) for x in (seen.root_mean_square, seen.mean_weight))
+        a, w = (
+            torch.stack([x**power for power in axis]) for x, axis in zip(magnitudes, self.grid.values(), strict=True)
+        )
         return _around_one(a.unsqueeze(1) / w).flatten(0, 1)
 
 
@@ -71,8 +73,8 @@ def _around_one(scale: Tensor) -> Tensor:
     return scale / (scale.amax(-1, keepdim=True) * scale.amin(-1, keepdim=True)).sqrt()
 
 
-def _relative(found: Tensor) -> Tensor:
-    return (found / found.max().clamp_min(1e-30)).clamp_min(_SMALLEST)
+def _relative(magnitude: Tensor) -> Tensor:
+    return (magnitude / magnitude.max().clamp_min(1e-30)).clamp_min(_SMALLEST)
 
 
 __all__ = ["AWQ"]

@@ -92,11 +92,11 @@ def _expected_input(gm: GraphModule, linear: Linear) -> Tensor | None:
     source = linear.activation
     bounds = _bounds(gm, source)
     norm: Any = source if bounds is None else source.args[0]
-    made = Linear.of(norm) if isinstance(norm, Node) and "batch_norm" in norm.meta else None
-    if made is None:
+    producer = Linear.of(norm) if isinstance(norm, Node) and "batch_norm" in norm.meta else None
+    if producer is None:
         return None
     rank = norm.meta["val"].dim()
-    if made.channel_dim(rank) != linear.channel_dim(rank):
+    if producer.channel_dim(rank) != linear.channel_dim(rank):
         return None  # it sums over positions, not over channels
     mean, deviation = norm.meta["batch_norm"]
     return clamped_mean(mean, deviation, *(bounds or (None, None)))

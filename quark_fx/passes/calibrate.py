@@ -27,10 +27,10 @@ def calibrate(gm: GraphModule, context: Context) -> int:
     """
     watches = watches_in(gm)
     if watches:
-        found = context.planned
+        calibration = context.planned
         observe_batches(gm, context)
-        found.values = read_observers(gm, found.plan, context.known)
-        context.histograms = histograms_of(gm, found.values)
+        calibration.values = read_observers(gm, calibration.plan, context.known)
+        context.histograms = histograms_of(gm, calibration.values)
         remove_watches(gm, watches)
     return len(watches)
 

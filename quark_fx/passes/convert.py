@@ -31,23 +31,23 @@ def convert(gm: GraphModule, context: Context) -> int:
         CalibrationError: If a weight is not finite; the message names it.
         PassError: If a pass used in place of `calibrate` left observers, or did not set all scales.
     """
-    found = context.planned
-    plan = found.plan
-    missing = [source.name for source, spec in plan.observed if (source, spec) not in found.values]
-    left = [call.all_input_nodes[0].name for call in watches_in(gm)]
-    if missing or left:
+    calibration = context.planned
+    plan = calibration.plan
+    missing = [source.name for source, spec in plan.observed if (source, spec) not in calibration.values]
+    leftovers = [call.all_input_nodes[0].name for call in watches_in(gm)]
+    if missing or leftovers:
         what = [f"scales of {', '.join(missing)} are missing"] * bool(missing)
-        what += [f"observers of {', '.join(left)} are left in the graph"] * bool(left)
+        what += [f"observers of {', '.join(leftovers)} are left in the graph"] * bool(leftovers)
         raise PassError(
             f"{', and '.join(what)}; the pass of the observed stage puts `read_observers` into "
             "context.calibrated.values and calls `remove_watches` (quark_fx.engine.calibration)"
         )
     coded = (op for op in plan.operators if isinstance(op, Coded))
-    scales = {op.node: scale for op in coded if (scale := _input_scale(op, plan, found.values)) is not None}
+    scales = {op.node: scale for op in coded if (scale := _input_scale(op, plan, calibration.values)) is not None}
     before = set(gm.graph.nodes)
     with torch.no_grad():
-        quantize_values(gm, plan, found.values)
-        context.rows = quantize_constants(gm, plan, scales, found.constants, context)
+        quantize_values(gm, plan, calibration.values)
+        context.rows = quantize_constants(gm, plan, scales, calibration.constants, context)
     erase_dead(gm)
     for node in gm.graph.nodes:
         if node not in before:
@@ -60,8 +60,8 @@ def _input_scale(op: Coded, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec]
     if op.linear is None or op.input is None or op.input.dynamic:
         return None
     point = plan.points.get((op.linear.activation, op.input, None))
-    found = qparams.get((point.source, point.spec)) if point is not None else None
-    return found.scale.reshape(()) if found is not None else None
+    input_qparams = qparams.get((point.source, point.spec)) if point is not None else None
+    return input_qparams.scale.reshape(()) if input_qparams is not None else None
 
 
 __all__ = ["convert"]

@@ -51,17 +51,17 @@ class FitScales(Solver):
         columns, allowed = weight.columns, weight.allowed
         tried = RATIOS if weight.scheme.format.is_integer else around(weight.scheme)
         ratio = [
-            fit_scales(weight.real[some].float(), seen.h[some], weight.grid(some), columns, allowed, tried)
-            for some in stack_chunks(seen.h)
+            fit_scales(weight.real[chunk].float(), seen.h[chunk], weight.grid(chunk), columns, allowed, tried)
+            for chunk in stack_chunks(seen.h)
         ]
         return Proposal(weight.with_scales(torch.cat(ratio)).nearest(), seen.unguided)
 
-    def _with_ranges(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
+    def _with_ranges(self, weight: QuantizedMatrix, hessian: Hessian) -> Proposal | Skip:
         if weight.ranged_columns is None:
             return Skip("its scales are not free to change")
-        importance = seen.h.diagonal(dim1=-2, dim2=-1)
-        found = fit_ranges(weight.real, importance, weight.scheme, weight.ranged_columns)
-        return Proposal(weight.with_ranges(*found).nearest(), seen.unguided)
+        importance = hessian.h.diagonal(dim1=-2, dim2=-1)
+        ranges = fit_ranges(weight.real, importance, weight.scheme, weight.ranged_columns)
+        return Proposal(weight.with_ranges(*ranges).nearest(), hessian.unguided)
 
     def working_bytes(self, matrices: Matrices) -> int:
         """Return the bytes needed to process a piece of a weight."""

@@ -177,8 +177,8 @@ def _is_normalized(gm: GraphModule, value: Node, constants: Collection[Node]) ->
 
 def _only_reader(value: Node) -> Node | None:
     """Return the only node that reads the elements of a value; readers of its sizes do not count."""
-    found = readers(value)
-    return found[0] if len(found) == 1 else None
+    nodes = readers(value)
+    return nodes[0] if len(nodes) == 1 else None
 
 
 def _multiplied(gm: GraphModule, linear: Linear, placed: Callable[[Tensor], Tensor], factor: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ def _targets(gm: GraphModule, constants: Collection[Node]) -> Iterator[Node]:
         if node in constants and _is_lookup(node):
             targets.update(_weights(node, constants))
         elif node.op != "get_attr" and node not in constants:
-            others = set(node.all_input_nodes) - {*weight_arguments(node), *bias_arguments(node)}
-            targets.update(_weights(node, constants), _computed(others, constants))
+            operands = set(node.all_input_nodes) - {*weight_arguments(node), *bias_arguments(node)}
+            targets.update(_weights(node, constants), _computed(operands, constants))
     return (node for node in list(gm.graph.nodes) if node in targets)
 
 
@@ -88,12 +88,12 @@ def _computed(values: Collection[Node], constants: Collection[Node]) -> Iterator
 
     A lookup counts as a computation: the graph would do it in every run.
     """
-    pending, seen = [value for value in values if value in constants], set(values)
+    pending, visited = [value for value in values if value in constants], set(values)
     while pending:
         node = pending.pop()
         if (moves(node) and motion(node) is not Motion.LOOK_UP) or not _holds_floats(node):
-            fresh = [n for n in node.all_input_nodes if n in constants and n not in seen]
-            seen.update(fresh)
+            fresh = [n for n in node.all_input_nodes if n in constants and n not in visited]
+            visited.update(fresh)
             pending += fresh
         elif not _is_lookup(node) and _has_parameters_alone(node):
             yield node
@@ -131,8 +131,8 @@ def _own_value(gm: GraphModule, node: Node, sources: Collection[Node]) -> Tensor
 
 def _name(source: Node) -> str:
     """Return a name derived from the module: `conv.parametrizations.weight.original0` becomes `conv.weight`."""
-    module, found, rest = str(source.target).partition(".parametrizations.")
-    if found:
+    module, separator, rest = str(source.target).partition(".parametrizations.")
+    if separator:
         return f"{module}.{rest.partition('.')[0]}"
     owner, dot, leaf = str(source.target).rpartition(".")
     for suffix in ("_v", "_g", "_orig"):

@@ -127,11 +127,11 @@ class GPTQ(Solver):
         return rounding * (3 if two_sided else 1 + self.sweeps)  # two-sided errors use all outputs, before and after
 
 
-def _few(seen: Hessian) -> str:
+def _few(hessian: Hessian) -> str:
     """Return a remark on the experts of a stack that have fewer rows than inputs."""
-    inputs = seen.h.shape[-1]
-    few = [f"{expert} ({count})" for expert, count in enumerate(seen.rows.tolist()) if count < inputs]
-    return f"few rows: expert {', '.join(few)}" if len(seen.rows) > 1 and few else ""
+    inputs = hessian.h.shape[-1]
+    few = [f"{expert} ({count})" for expert, count in enumerate(hessian.rows.tolist()) if count < inputs]
+    return f"few rows: expert {', '.join(few)}" if len(hessian.rows) > 1 and few else ""
 
 
 __all__ = ["GPTQ"]

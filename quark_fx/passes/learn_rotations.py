@@ -87,11 +87,11 @@ class LearnRotations(Rotating):
         assert context is not None  # this pass needs one
         sites = [_Site.of(gm, one, names, context.device) for one in drawn]
 
-        def chosen(left: Mapping[int, _Site]) -> Iterator[Chosen]:
-            return self._learned(copy_graph(gm), left, context)
+        def chosen(pending: Mapping[int, _Site]) -> Iterator[Chosen]:
+            return self._learned(copy_graph(gm), pending, context)
 
         choose_in_turn(
-            sites, context, chosen, lambda site, made: apply_rotation(gm, site.drawn.site, site.unpack(made))
+            sites, context, chosen, lambda site, packed: apply_rotation(gm, site.drawn.site, site.unpack(packed))
         )
 
     def needs(self, sizes: Sizes) -> Need:
@@ -126,10 +126,10 @@ class LearnRotations(Rotating):
                         value.sample(context, entrance, max(_FEW, _ROWS // len(site.values)))
                 if all(value.rows for value in site.values):
                     del waiting[number]
-                    found = self._settle(site, context)
+                    choice = self._settle(site, context)
                     for value in site.values:
                         value.rows.clear()
-                    yield number, *context.ranks.gather(found)[0]  # results may differ between processors
+                    yield number, *context.ranks.gather(choice)[0]  # results may differ between processors
 
     def _settle(self, site: _Site, context: Context) -> tuple[Tensor, Change]:
         """Return the learned matrix of a site, or the drawn one unless that is worse, and the change to report."""
@@ -140,11 +140,11 @@ class LearnRotations(Rotating):
         with torch.enable_grad():
             learned = self._learn(site)
         before, after = (site.judge(rotation) for rotation in (drawn.rotation, learned))
-        kept = after < before  # false if either is NaN
-        what = f"{'learned' if kept else f'as drawn, no better on {context.data.judged_on}'}; {drawn.what}"
+        is_better = after < before  # false if either is NaN
+        what = f"{'learned' if is_better else f'as drawn, no better on {context.data.judged_on}'}; {drawn.what}"
         seconds = time.perf_counter() - began
-        change = Change(drawn.name, what, True, before, after if kept else before, seconds)
-        return site.pack(learned if kept else drawn.rotation), change
+        change = Change(drawn.name, what, True, before, after if is_better else before, seconds)
+        return site.pack(learned if is_better else drawn.rotation), change
 
     def _learn(self, site: _Site) -> Rotation:
         """Return the drawn matrix after gradient steps."""
@@ -187,34 +187,34 @@ class _Value:
     rows: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def sample(self, context: Context, entrance: Entrance, wanted: int) -> None:
-        """Sample about `wanted` rows from the batches of all ranks, in random order.
+    def sample(self, context: Context, entrance: Entrance, row_count: int) -> None:
+        """Sample about `row_count` rows from the batches of all ranks, in random order.
 
         The rows are spread over each batch, at different positions for each.
         """
         generator = torch.Generator().manual_seed(0)
         for what, batches in (("learned", context.data.calibration), ("judged", context.data.validation)):
             part = Part.of(batches, context)
-            each, some = -(-wanted // max(1, part.count)), spread_indices(part.count, wanted).tolist()
-            numbered = [(batch, number) for batch, number in part.numbers.items() if number in some]
-            found, chosen = list[Tensor](), dict[int, Tensor]()
+            each, numbers = -(-row_count // max(1, part.count)), spread_indices(part.count, row_count).tolist()
+            numbered = [(batch, number) for batch, number in part.numbers.items() if number in numbers]
+            pieces, chosen = list[Tensor](), dict[int, Tensor]()
             for i, (batch, _) in enumerate(numbered):
                 (rows,) = entrance.values(batch, context.data.kept_positions(batch)).matrices(self.mapping)
                 if (count := len(rows)) not in chosen:  # one copy for all batches of this length
                     indices = [spread_indices(count, each, seed=number) for _, number in numbered]
                     chosen[count] = torch.stack(indices).to(context.device)
                 rows = rows[chosen[count][i]]
-                found.append(rows if self.factor is None else rows / self.factor)
+                pieces.append(rows if self.factor is None else rows / self.factor)
             empty = torch.empty(0, entrance.shape[1], device=context.device, dtype=torch.float32)
-            here = context.ranks.gather(torch.cat([*found, empty]))
-            rows = torch.cat([rows.to(context.device) for rows in here])
+            by_rank = context.ranks.gather(torch.cat([*pieces, empty]))
+            rows = torch.cat([rows.to(context.device) for rows in by_rank])
             self.rows[what] = rows[torch.randperm(len(rows), generator=generator).to(rows.device)]
         if not len(self.rows["judged"]):
             self.rows["judged"] = self.rows["learned"]
 
     def error(self, rotation: Rotation, rows: Tensor) -> Tensor:
         """Return the squared rounding error of rotated rows, relative to their squares."""
-        noise = torch.stack([self._noise(rotation, some) for some in rows.split(_AT_ONCE)]).sum()
+        noise = torch.stack([self._noise(rotation, chunk) for chunk in rows.split(_AT_ONCE)]).sum()
         return noise / rows.square().sum().clamp_min(_TINY)
 
     def _noise(self, rotation: Rotation, rows: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class _Site:
     def of(cls, gm: GraphModule, drawn: Drawn, names: Mapping[Node, Named], device: torch.device) -> _Site:
         """Return the site with the values that operators read quantized."""
         site, values = drawn.site, dict[tuple[Node, TensorSpec], _Value]()
-        kept, zeros = "no operator reads it in codes whose range is measured at run time", False
+        reason, zeros = "no operator reads it in codes whose range is measured at run time", False
         runs = {(absorber.parameter, absorber.axis): absorber.runs for absorber in site.absorbers}
         factors = {a.node: (folded, labels) for folded in site.norms for a, labels in folded.readers}
         for linear in site.readers:
@@ -251,7 +251,7 @@ class _Site:
                 continue
             along = runs.get((op.weight_node, linear.input_axis - len(linear.shape)))
             if along is None or mapping is None or mapping.stacked or mapping.kernel or mapping.offsets:
-                kept = "only products of rows and one matrix are learned from"
+                reason = "only products of rows and one matrix are learned from"
                 continue
             factor = None
             if linear.node in factors:
@@ -259,15 +259,15 @@ class _Site:
                 factor = per_element(labels.flatten(), parameter(gm, folded.norm.factor).detach().float().flatten())
                 zeros = zeros or not bool(factor.all())
                 factor = factor.to(device)
-            found = _Value(linear, mapping, op.input, along.flatten().to(device), factor)
-            values.setdefault((linear.activation, op.input), found)
+            value = _Value(linear, mapping, op.input, along.flatten().to(device), factor)
+            values.setdefault((linear.activation, op.input), value)
         if site.keeps_mean:
-            kept = "it has to keep means"
+            reason = "it has to keep means"
         elif zeros:
-            kept = "a factor of its norm is zero"
+            reason = "a factor of its norm is zero"
         elif values:
-            kept = ""
-        return cls(drawn, tuple(values.values()), kept)
+            reason = ""
+        return cls(drawn, tuple(values.values()), reason)
 
     def error(self, rotation: Rotation, step: int) -> Tensor:
         """Return the mean relative error of all values, on the rows of a step."""

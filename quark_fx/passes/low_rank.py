@@ -87,8 +87,8 @@ class LowRank(Selective):
             CalibrationError: If calibration data is missing.
         """
 
-        def chosen(left: Mapping[int, _Site]) -> Iterator[Chosen]:
-            return _measured(gm, copy_graph(gm), left, context, self.rank)
+        def chosen(pending: Mapping[int, _Site]) -> Iterator[Chosen]:
+            return _measured(gm, copy_graph(gm), pending, context, self.rank)
 
         sites = self._sites(gm, context)
         changed = choose_in_turn(sites, context, chosen, lambda site, directions: _split(gm, site, directions))

@@ -79,11 +79,11 @@ def quantize_constants(
 
 def _branch_bytes(gm: GraphModule) -> Counter[str]:
     """Return the bytes of float branches that passes added to operators, by the names of the operators."""
-    found = Counter[str]()
+    sizes = Counter[str]()
     for node in gm.graph.nodes:
         if BRANCH in node.meta:
-            found[node.meta[BRANCH]] += sum(parameter(gm, n).nbytes for n in node.all_input_nodes if is_parameter(n))
-    return found
+            sizes[node.meta[BRANCH]] += sum(parameter(gm, n).nbytes for n in node.all_input_nodes if is_parameter(n))
+    return sizes
 
 
 def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
@@ -95,12 +95,14 @@ def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
     for op in plan.operators:
         if isinstance(op, Coded) and op.linear and op.kind == "linear" and op.weight.scale.has_unit:
             groups.setdefault((value_read(op), op.weight), []).append(op)
-    found: dict[Node, Tensor] = {}
+    magnitudes: dict[Node, Tensor] = {}
     for group in groups.values():
         weights = [parameter(gm, op.weight_node).detach() for op in group]
         # A shared weight is stored once, for its first reader.
-        found |= dict.fromkeys((op.node for op in group), torch.stack([w.abs().amax().float() for w in weights]).amax())
-    return found
+        magnitudes |= dict.fromkeys(
+            (op.node for op in group), torch.stack([w.abs().amax().float() for w in weights]).amax()
+        )
+    return magnitudes
 
 
 _BIAS_STEPS = 1 << 23
@@ -141,20 +143,20 @@ def _quantize_operator(
         smallest = least_bias_scale(magnitude)
         free = magnitude / _BIAS_STEPS
 
-    given = settled.get((op.node, op.weight_node))
-    key = (str(op.weight_node.target), op.weight, None if given is None else float(given.scale), op.pairs)
-    found = stored.get(key)
-    if found is None or not _suits(found, smallest, free if given is None else None):
-        known = None if context.known is None else context.known.weights
-        encode = partial(_quantize_weight, op, weight.detach(), smallest, amax, given, known)
+    qparams = settled.get((op.node, op.weight_node))
+    key = (str(op.weight_node.target), op.weight, None if qparams is None else float(qparams.scale), op.pairs)
+    entry = stored.get(key)
+    if entry is None or not _suits(entry, smallest, free if qparams is None else None):
+        cache = None if context.known is None else context.known.weights
+        encode = partial(_quantize_weight, op, weight.detach(), smallest, amax, qparams, cache)
         quantized, norms = with_room(context, encode)
-        if free is not None and given is None:
+        if free is not None and qparams is None:
             quantized = rescale_zeros(quantized, free, op.weight.scale)  # does not change any value
-        found = stored[key] = replace(_store(gm, op.weight_node, quantized, op.weight), norms=norms)
-    _use_weight(gm, op, found)
+        entry = stored[key] = replace(_store(gm, op.weight_node, quantized, op.weight), norms=norms)
+    _use_weight(gm, op, entry)
     if is_parameter(bias_node) and bias_spec is not None and op.input is not None:
-        own = settled.get((op.node, bias_node))
-        _replace_bias(gm, op.node, bias_node, bias_spec, found.tensor, int32_scale, own)
+        bias_qparams = settled.get((op.node, bias_node))
+        _replace_bias(gm, op.node, bias_node, bias_spec, entry.tensor, int32_scale, bias_qparams)
     row = Row.of_quantized(
         name=op.name,
         parameter=str(op.weight_node.target),
@@ -162,12 +164,12 @@ def _quantize_operator(
         weight=str(op.weight),
         activation=str(op.input) if op.input else "",
         original=weight,
-        quantized=found.tensor,
+        quantized=entry.tensor,
         spec=op.weight,
         linear=op.linear,
         computed_from=_sources(op.weight_node),
     )
-    return row, Measured.of(found.norms, None if op.weight.is_cast else found.tensor.scale)
+    return row, Measured.of(entry.norms, None if op.weight.is_cast else entry.tensor.scale)
 
 
 def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> bool:
@@ -190,24 +192,24 @@ def _quantize_weight(
     weight: Tensor,
     smallest: Tensor | None,
     amax: Tensor | None,
-    given: QParams | None,
-    known: MutableMapping[tuple[str, str], RoundedWeight] | None,
+    qparams: QParams | None,
+    cache: MutableMapping[tuple[str, str], RoundedWeight] | None,
 ) -> tuple[QuantizedTensor, list[Tensor]]:
-    """Return the codes of a weight, and its norms and those of its errors."""
+    """Return the codes of a weight, its norms, and the norms of its errors."""
     key, spec, largest = (op.node.name, op.weight_node.name), op.weight, None if amax is None else float(amax)
-    last = known.get(key) if known is not None and given is None else None
+    last = cache.get(key) if cache is not None and qparams is None else None
     if last is not None and last.is_of(spec, largest, op.pairs, smallest):
         return last.copied(), last.norms
     try:
         with accelerator.checked_later() as checks:
-            observed = None if given is not None or spec.is_cast else observe_tensor(weight, spec, op.linear, amax)
+            observed = None if qparams is not None or spec.is_cast else observe_tensor(weight, spec, op.linear, amax)
             codes = quantize_tensor(
                 weight,
                 spec,
                 linear=op.linear,
                 smallest_scale=smallest,
                 amax=amax,
-                qparams=given,
+                qparams=qparams,
                 pairs=op.pairs,
                 observed=observed,
             )
@@ -217,10 +219,10 @@ def _quantize_weight(
     for condition, error_of in checks:
         accelerator.require(condition, partial(_unusable, op, weight, error_of))
     norms = codes.norms(weight)
-    if known is not None and observed is not None:
-        made = RoundedWeight(spec, largest, op.pairs, observed, codes, norms)
-        if made.is_of(spec, largest, op.pairs, smallest):
-            known[key] = replace(made, tensor=made.copied())
+    if cache is not None and observed is not None:
+        rounded = RoundedWeight(spec, largest, op.pairs, observed, codes, norms)
+        if rounded.is_of(spec, largest, op.pairs, smallest):
+            cache[key] = replace(rounded, tensor=rounded.copied())
     return codes, norms
 
 
@@ -235,9 +237,9 @@ def _use_weight(gm: GraphModule, op: Coded, stored: _Stored) -> None:
     """Replace the operator's weight by the stored codes."""
     if not op.row.activations:
         with gm.graph.inserting_before(op.node):
-            found = _embed(gm, op.node, stored)
-            found.meta["carries"] = op.node.name
-            op.node.replace_all_uses_with(found)
+            lookup = _embed(gm, op.node, stored)
+            lookup.meta["carries"] = op.node.name
+            op.node.replace_all_uses_with(lookup)
         return
     reader = op.node if op.linear is None else op.linear.stored.reader
     with gm.graph.inserting_before(reader):

@@ -103,24 +103,24 @@ class Rotating(Selective, ABC):
         for node, reason in analysis.reasons.items():
             if node in names:
                 note(Change.skipped(names[node].name, self.why_not(names[node]) or reason))
-        for found in analysis.sites:
-            readers = [names[linear.node] for linear in found.readers if linear.node in names]
+        for candidate in analysis.sites:
+            readers = [names[linear.node] for linear in candidate.readers if linear.node in names]
             if not readers:
                 continue
-            site = found if self.block is None else found.in_blocks(self.block)
+            site = candidate if self.block is None else candidate.in_blocks(self.block)
             name = readers[0].name + f" and {len(readers) - 1} more" * (len(readers) > 1)
             rotation = site.draw(generator)
             share = site.overhead(rotation)
             if why := self.why_not(*readers):
                 pass
             elif site.size == 1:
-                why = f"{found.size} channels do not divide into blocks of at most {self.block}; raise block"
+                why = f"{candidate.size} channels do not divide into blocks of at most {self.block}; raise block"
             elif share > self.overhead:
                 why = f"rotating at run time would cost {share:.0%} of the products (overhead={self.overhead:g})"
             elif site.at_run_time and unrotated is not None:
                 why = _unrotated(site, unrotated)
             if not why:
-                drawn.append(Drawn(name, site, rotation, _said(site, share, in_blocks=site.size < found.size)))
+                drawn.append(Drawn(name, site, rotation, _said(site, share, in_blocks=site.size < candidate.size)))
                 continue
             note(Change.skipped(name, why))
         return drawn

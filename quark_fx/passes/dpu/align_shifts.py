@@ -60,8 +60,8 @@ class AlignShifts:
         """Change the scales of the run, report each change, and return their number."""
         if context is None or context.calibrated is None:
             raise ConfigError("AlignShifts changes scales that calibration found; run it through `quantize`")
-        found = context.calibrated
-        builder = _Builder(gm, found, context.config.bias, frozenset(self.rules))
+        calibration = context.calibrated
+        builder = _Builder(gm, calibration, context.config.bias, frozenset(self.rules))
         settled = shifts.settle(builder.build())
         for variable, rules in settled.reasons.items():
             before, after = builder.system.positions[variable], settled.positions[variable]
@@ -74,17 +74,19 @@ class AlignShifts:
 class _Builder:
     """Collects the positions of a plan, and the constraints of its operators, from the graph."""
 
-    def __init__(self, gm: GraphModule, found: Calibrated, bias: TensorSpec | None, rules: frozenset[str]) -> None:
-        self.gm, self.found, self.bias, self.rules = gm, found, bias, rules
+    def __init__(
+        self, gm: GraphModule, calibration: Calibrated, bias: TensorSpec | None, rules: frozenset[str]
+    ) -> None:
+        self.gm, self.calibration, self.bias, self.rules = gm, calibration, bias, rules
         self.names: dict[shifts.Name, str] = {}
         self.constants: dict[Constant, QParams] = {}
         self.points: dict[Node, list[Point]] = {}
-        for point in found.plan.points.values():
+        for point in calibration.plan.points.values():
             self.points.setdefault(point.value, []).append(point)
         self.system = System({}, rules=rules & {"cut", "bias"})
 
     def build(self) -> System:
-        for (source, spec), qparams in self.found.values.items():
+        for (source, spec), qparams in self.calibration.values.items():
             self.system.positions[source, spec] = _position(qparams.scale)
             self.names[source, spec] = module_name(source) + (" input" if source.op == "placeholder" else " output")
         for points in self.points.values():
@@ -92,7 +94,7 @@ class _Builder:
                 self._tie_concatenation(point)
         for node in self.gm.graph.nodes:
             self._add_arithmetic(node)
-        for op in self.found.plan.operators:
+        for op in self.calibration.plan.operators:
             if isinstance(op, Coded) and op.linear is not None:
                 self._add_product(op, op.linear)
         return self.system
@@ -101,21 +103,23 @@ class _Builder:
         """Set the scale of a tensor to that position."""
         if abs(position) > 126:
             raise CalibrationError(f"{self.names[variable]} needs the scale 2**{-position}, which is not a float32")
-        values = self.found.values
+        values = self.calibration.values
         if variable in values:
             values[variable] = _moved(values[variable], position)
         else:
-            self.found.constants[variable] = _moved(self.constants[variable], position)
+            self.calibration.constants[variable] = _moved(self.constants[variable], position)
 
     def _read(self, node: Node, value: object) -> Value | None:
         """Return the source and spec with which an operator reads a value."""
         points = self.points.get(value, []) if isinstance(value, Node) else []
-        own = [p for p in points if p.readers is not None and node in p.readers]
-        return next(((p.source, p.spec) for p in (*own, *points) if p.readers is None or node in p.readers), None)
+        own_points = [p for p in points if p.readers is not None and node in p.readers]
+        return next(
+            ((p.source, p.spec) for p in (*own_points, *points) if p.readers is None or node in p.readers), None
+        )
 
     def _made(self, node: Node) -> Value | None:
         """Return the source and spec with which an operator's output is rounded."""
-        value = self.found.plan.outputs.get(node)
+        value = self.calibration.plan.outputs.get(node)
         points = self.points.get(value, []) if value is not None else []
         return next(((p.source, p.spec) for p in points if p.readers is None), None)
 
@@ -132,9 +136,9 @@ class _Builder:
                 yield from self._parts(part)
 
     def _tie(self, rule: str, *values: Value | None) -> None:
-        known = [value for value in values if value is not None]
-        if rule in self.rules and len(known) > 1:
-            self.system.ties.append((rule, tuple(known)))
+        members = [value for value in values if value is not None]
+        if rule in self.rules and len(members) > 1:
+            self.system.ties.append((rule, tuple(members)))
 
     def _add_arithmetic(self, node: Node) -> None:
         name = target_name(node)
@@ -153,15 +157,15 @@ class _Builder:
             self.system.floors += floors
 
     def _add_pair(self, node: Node, a: Value, b: Value) -> None:
-        made = self._made(node)
+        output = self._made(node)
         if target_name(node) != "aten.mul.Tensor":
             # The compiler requires this shift only for additions.
             rules = self.rules - ({"write"} if target_name(node) == "aten.sub.Tensor" else set())
-            self.system.limits += shifts.sum_limits((a, b), made, rules)
+            self.system.limits += shifts.sum_limits((a, b), output, rules)
             return
         rule, most = ("swish", shifts.SWISH) if self._is_swish(node) else ("write", shifts.WRITE_PRODUCT)
-        if made is not None and rule in self.rules:
-            self.system.limits += shifts.product_limits((a, b), made, rule, most)
+        if output is not None and rule in self.rules:
+            self.system.limits += shifts.product_limits((a, b), output, rule, most)
 
     def _is_swish(self, node: Node) -> bool:
         """Return whether one factor is the hard sigmoid of the other."""
@@ -174,17 +178,17 @@ class _Builder:
 
     def _add_product(self, op: Coded, linear: Linear) -> None:
         node = op.node
-        read, made, weight = self._read(node, linear.activation), self._made(node), (node, op.weight_node)
-        if read is None or made is None or not self._add_constant(weight, op.weight):
+        read, output, weight = self._read(node, linear.activation), self._made(node), (node, op.weight_node)
+        if read is None or output is None or not self._add_constant(weight, op.weight):
             return
         self.names[weight] = f"{op.name} weight"
-        given, bias = linear.bias, None
-        if is_parameter(given) and self.bias is not None:
-            bias = (node, given) if self._add_constant((node, given), self.bias) else None
+        bias_node, bias = linear.bias, None
+        if is_parameter(bias_node) and self.bias is not None:
+            bias = (node, bias_node) if self._add_constant((node, bias_node), self.bias) else None
         if bias is not None:
             self.names[bias] = f"{op.name} bias"
         leaky = any(target_name(user) == "aten.leaky_relu.default" for user in node.users)
-        self.system.products.append(shifts.Product(read, weight, bias, made, leaky))
+        self.system.products.append(shifts.Product(read, weight, bias, output, leaky))
 
     def _add_constant(self, key: Constant, spec: TensorSpec) -> bool:
         """Observe a weight or bias; return whether it is finite (conversion reports it otherwise)."""

@@ -29,7 +29,7 @@ FREE_BITS = 16
 """Bits of a 24-bit accumulator above the bias's 8: a bias may have this many more fractional bits than the output."""
 
 _FAR = 1 << 8
-"""Bound on positions, beyond those of all floats. Tensors that would lower each other forever exceed it."""
+"""Bound on positions, beyond the positions of all floats. Tensors that would lower each other forever exceed it."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class _Program:
         price[:, self.biases] *= 2
 
         def solve(which: np.ndarray) -> np.ndarray | None:
-            """Return the unknowns with the least sum of those in `which`, or None if the limits have no solution."""
+            """Return the unknowns with the least sum of those in `which`, or None if nothing satisfies the limits."""
             cost, bounds = np.where(which, price, 0).ravel(), Bounds(lower.ravel(), upper.ravel())
             for integer in (False, True):  # without products of activations, corners are integers anyway
                 # With presolve, HiGHS 1.12 returns worse integer solutions, and calls them optimal.
@@ -265,11 +265,11 @@ def product_limits(inputs: tuple[Name, Name], output: Name, rule: str, most: int
     return [Limit(rule, (output,), inputs, 0), Limit(rule, inputs, (output,), most)]
 
 
-def sigmoid_limits(read: Name, made: Name | None) -> tuple[list[Limit], list[tuple[str, Name, int]]]:
+def sigmoid_limits(read: Name, output: Name | None) -> tuple[list[Limit], list[tuple[str, Name, int]]]:
     """Return limits and floors of a hard sigmoid."""
     rule = "hard_sigmoid"
     limits, floors = [Limit(rule, (read,), (), SIGMOID_INPUT[1])], [(rule, read, SIGMOID_INPUT[0])]
-    if made is not None:
-        limits.append(Limit(rule, (made,), (read,), SIGMOID_SHIFT))
-        floors.append((rule, made, SIGMOID_OUTPUT))
+    if output is not None:
+        limits.append(Limit(rule, (output,), (read,), SIGMOID_SHIFT))
+        floors.append((rule, output, SIGMOID_OUTPUT))
     return limits, floors
