@@ -34,6 +34,7 @@ FINISHED = (
     "quark_fx/presets.py",
     "quark_fx/quantization.py",
     "quark_fx/session.py",
+    "quark_fx/solvers",
     "quark_fx/system",
     "quark_fx/targets",
 )

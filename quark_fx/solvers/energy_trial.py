@@ -41,8 +41,8 @@ class EnergyTrial(Trial[Linear]):
 
     unread = NOT_WHOLE
 
-    def __init__(self, gm: GraphModule, site: PlannedSite[Linear], found: _Squares) -> None:
-        self.readers = tuple(_Squared.of(gm, reader, found) for reader in site.readers)
+    def __init__(self, gm: GraphModule, site: PlannedSite[Linear], measurements: _Squares) -> None:
+        self.readers = tuple(_Squared.of(gm, reader, measurements) for reader in site.readers)
         self.seen = EnergySite(site.site.channels, self.readers)
         if not all(bool(reader.activation.isfinite().all()) for reader in self.readers):
             self.refusal = "its input is too large to be squared"
@@ -66,14 +66,14 @@ class EnergyTrial(Trial[Linear]):
         nodes = named_nodes(gm)
         with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):
             run_batches(gm, context)
-        found = dict[tuple[Node, int], Tensor]()
+        squares = dict[tuple[Node, int], Tensor]()
         del gm  # a scaled site replaces tensors, and `gm` would keep the old ones alive
         for key in sorted(watches, key=lambda key: (key[0].name, key[1])):  # in the same order on all ranks
-            seen, channels = watches[key].squares, key[0].meta["val"].shape[key[1]]
+            sums, channels = watches[key].squares, key[0].meta["val"].shape[key[1]]
             zero = torch.zeros(int(channels), dtype=torch.float32, device=context.device)
-            found[key] = torch.stack([zero if part is None else part for part in seen])
-            context.ranks.add(found[key])
-        yield from ((number, found) for number in sites)
+            squares[key] = torch.stack([zero if part is None else part for part in sums])
+            context.ranks.add(squares[key])
+        yield from ((number, squares) for number in sites)
 
     @classmethod
     def needs(cls, sizes: Sizes) -> Need:
@@ -112,11 +112,11 @@ class _Squared:
     weight: Tensor
 
     @classmethod
-    def of(cls, gm: GraphModule, reader: Reader[Linear], found: _Squares) -> _Squared:
+    def of(cls, gm: GraphModule, reader: Reader[Linear], measurements: _Squares) -> _Squared:
         """Return the sums of a reader, from the measurements."""
         scaled = reader.scaled
         weight = reader.value(gm).float().square().movedim(scaled.linear.input_axis, 0).flatten(1).sum(1)
-        return cls(scaled.labels, found[scaled.value, scaled.axis].cpu(), weight.cpu())
+        return cls(scaled.labels, measurements[scaled.value, scaled.axis].cpu(), weight.cpu())
 
     def error(self, scale: Tensor, part: int) -> float:
         """Return the error of `EnergyTrial` for a scale, on one part of the data."""
@@ -148,9 +148,9 @@ class EnergySite:
         """Root mean square of the weights."""
         return self._root([(reader.labels, reader.weight) for reader in self.readers])
 
-    def _root(self, found: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _root(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         means = Means.of_none(self.components)
-        for labels, squares in found:
+        for labels, squares in pairs:
             means.add(labels, squares)
         return means.means.sqrt()
 
@@ -176,9 +176,9 @@ class _Watch(nn.Module):
         for i, part in enumerate(self.parts):
             if self.batches in part:
                 rows = without_padding(x.movedim(self.axis, -1), self.context.data.kept_positions(self.batches))
-                found = rows.float().square().sum(0)
-                known = self.squares[i]
-                self.squares[i] = found if known is None else known + found
+                squares = rows.float().square().sum(0)
+                total = self.squares[i]
+                self.squares[i] = squares if total is None else total + squares
         self.batches += 1
 
 

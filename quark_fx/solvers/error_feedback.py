@@ -1,7 +1,7 @@
 """GPTQ: round a weight column by column; each column compensates for the errors of earlier columns.
 
-The squared error of an operator's output is `tr((W - Q) H (W - Q)')`, where `H` is the sum of `x x'`. The steps are
-those of the paper:
+The squared error of an operator's output is `tr((W - Q) H (W - Q)')`, where `H` is the sum of `x x'`. The steps
+follow the paper:
 
 1. Damping, column order, and Cholesky: `factor`. The paper factors the inverse of `H`. Here, `H` itself is
    factored as `(I + F) D (I + F)'`, `F` strictly upper triangular, and never inverted. The error is then a sum over
@@ -82,14 +82,14 @@ class Factor:
         """The pivots in the order of the weight's columns."""
         return torch.empty_like(self.pivots).scatter_(-1, self.order, self.pivots)
 
-    def residual_curvature(self, *others: Tensor) -> list[Tensor]:
+    def residual_curvature(self, *hessians: Tensor) -> list[Tensor]:
         """Return the squared error of the output, on some data, per squared rounding error of a column.
 
         The rounding errors `u`, taken after feedback, change the weight by `u (I + feedback)^-1`. If they are
         independent, each has the weight of its entry on the diagonal of `(I + feedback)^-1 H (I + feedback)^-T`.
 
         Args:
-            others: Hessians of the data, shape (groups, inputs, inputs).
+            hessians: Hessians of the data, shape (groups, inputs, inputs).
 
         Returns:
             A tensor for each Hessian, shape (groups, inputs), in the order of the weight's columns.
@@ -99,7 +99,7 @@ class Factor:
             self.feedback, identity.expand_as(self.feedback), upper=True, unitriangular=True
         )
         ordered, curvatures = torch.empty_like(inverse), list[Tensor]()
-        for h in others:
+        for h in hessians:
             _permute(h, self.order, ordered)
             diagonal = torch.cat([(rows @ ordered).mul_(rows).sum(-1) for rows in inverse.split(_ROWS, -2)], -1)
             curvatures.append(torch.empty_like(diagonal).scatter_(-1, self.order, diagonal))
@@ -162,7 +162,7 @@ def factor(
 
 
 def _order(diagonal: Tensor, by_activation: bool, sharing: Columns | None) -> Tensor:
-    """Return the columns in the order of rounding, those of a scale together if `sharing` is given."""
+    """Return the columns in the order of rounding; `sharing` puts columns that share a scale side by side."""
     if by_activation:
         order = diagonal.argsort(dim=-1, descending=True, stable=True)
     else:
@@ -256,21 +256,21 @@ def _round_chunk(
     groups, rows, inputs = parts[0].shape
     # Inputs first: a column of the weight is then contiguous.
     columns = [buffer[: groups * inputs * rows].view(groups, inputs, rows) for buffer in buffers]
-    wanted, real, *_ = columns
+    targets, real, *_ = columns
     for column, part in zip(columns[1:], parts, strict=True):
         column.copy_(part.gather(-1, order.expand_as(part)).mT)
-    wanted.copy_(real)
-    quantize, longest = _block_function(wanted, grid)
+    targets.copy_(real)
+    quantize, longest = _block_function(targets, grid)
 
     def quantize_columns(block: slice) -> None:
         quantize([part[:, block] for part in columns], feedback[:, block, block], grid)
 
-    feed_back_blocks(wanted, feedback, quantize_columns, longest)
+    feed_back_blocks(targets, feedback, quantize_columns, longest)
     return real.mT.gather(-1, order.argsort(-1).expand_as(parts[0]))  # `real` now holds the codes
 
 
 def feed_back_blocks(
-    wanted: Tensor,
+    targets: Tensor,
     feedback: Tensor,
     quantize: Callable[[slice], None],
     longest: int,
@@ -283,22 +283,23 @@ def feed_back_blocks(
     half is treated in the same way. These are the paper's lazy batch updates with blocks of every size.
 
     Args:
-        wanted: Values to round, shape (groups, columns, outputs); overwritten with the weight minus its rounded values.
+        targets: Values to round, shape (groups, columns, outputs); overwritten with the weight minus its rounded
+            values.
         feedback: Feedback between the columns, shape (groups, columns, columns).
         quantize: Function that rounds a block in place, after the errors of earlier columns were added.
         longest: Largest number of columns in a block.
         whole: Number of columns that must be in one block; divides `longest` and the number of columns.
         columns: First column and the one after the last; default: all.
     """
-    first, last = columns or (0, wanted.shape[1])
+    first, last = columns or (0, targets.shape[1])
     if last - first <= longest:
         quantize(slice(first, last))
         return
     middle = (first + last) // 2 // whole * whole
     # A nested function that calls itself would keep all tensors alive until garbage collection.
-    feed_back_blocks(wanted, feedback, quantize, longest, whole, (first, middle))
-    wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, wanted[:, first:middle])
-    feed_back_blocks(wanted, feedback, quantize, longest, whole, (middle, last))
+    feed_back_blocks(targets, feedback, quantize, longest, whole, (first, middle))
+    targets[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, targets[:, first:middle])
+    feed_back_blocks(targets, feedback, quantize, longest, whole, (middle, last))
 
 
 def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
@@ -310,11 +311,11 @@ def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> N
         feedback: Feedback between these columns, shape (groups, columns, columns).
         grid: Format of the codes; its scales are not used.
     """
-    wanted, real, scale, zero_point = columns
+    targets, real, scale, zero_point = columns
     is_integer, (low, high) = grid.format.is_integer, grid.limits
     # real - (code - zero_point) * scale, a single product to subtract
     offset = torch.addcmul(real, zero_point, scale)
-    parts = (wanted, real, scale.reciprocal(), zero_point, offset, scale)
+    parts = (targets, real, scale.reciprocal(), zero_point, offset, scale)
     for k, (want, code, inverse, zero, start, step) in enumerate(zip(*(p.unbind(1) for p in parts), strict=True)):
         torch.addcmul(zero, want, inverse, out=code)
         if is_integer:  # `grid.round_`, inlined because it runs for every column
@@ -322,8 +323,8 @@ def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> N
         else:
             grid.round_(code)
         torch.addcmul(start, code, step, value=-1, out=want)
-        if k + 1 < wanted.shape[1]:
-            wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], wanted[:, k : k + 1])
+        if k + 1 < targets.shape[1]:
+            targets[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], targets[:, k : k + 1])
 
 
 def _block_function(like: Tensor, grid: Grid) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:

@@ -57,7 +57,7 @@ class Reading(ABC):
         """Return the data for `Solver.solve`, equal on all ranks.
 
         Args:
-            slots: Values to choose: those of all operators with the same input if the data is `shared`, one otherwise.
+            slots: Values to choose: all that have the same input if the data is `shared`, one otherwise.
             context: Context of the run.
             batches: Batches of this rank to include.
 

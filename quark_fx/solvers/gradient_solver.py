@@ -53,12 +53,12 @@ class GradientSolver(Schedule, ABC):
         Raises:
             CalibrationError: If the error of a block is NaN or infinite; the message names its operators.
         """
-        own = own_weights(gm, context, self)
+        weights_of = own_weights(gm, context, self)
         learns_scales = self.scale_rate > 0 and _free_scales(context)
         if self.scale_rate and not learns_scales:
             context.note(Change.skipped("scale_rate", "activation scales may not take any value (scale)"))
         for run in walk_blocks(gm, context, unit=self.unit, label=type(self).__name__):
-            if run.finished or not (weights := self._learnable(run, own(run.module), context)):
+            if run.finished or not (weights := self._learnable(run, weights_of(run.module), context)):
                 continue
             # With `only`, learn just the scales of the selected operators' own inputs.
             read = {weight.input_scale for weight in weights} if self.only else set(run.free_scales)

@@ -112,13 +112,13 @@ class Steps:
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.context.device, dtype=torch.float32)
         with torch.enable_grad():
-            for piece, wanted in zip(pieces, targets, strict=True):
+            for piece, target in zip(pieces, targets, strict=True):
                 inputs = self.batches.inputs(piece, self.dropped.manual_seed(piece.seed), self.schedule.drop)
                 weights = [c.weight() for c in self.learned.codes]
-                made = self.block(
+                outputs = self.block(
                     inputs, weights, *self.learned.others, drop=self.schedule.drop, generator=self.dropped
                 )
-                error = relative_error(made, wanted, signals)
+                error = relative_error(outputs, target, signals)
                 error.backward()
                 total += error.detach()
             for c in self.learned.codes if self.context.ranks.index == 0 else ():

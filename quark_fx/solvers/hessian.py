@@ -119,10 +119,10 @@ class Hessian:
         def summed(batches: Sequence[int]) -> Hessian:
             hessian = cls.empty(*source.shape, context.device, shifted=reference is not None)
             positions = [context.data.kept_positions(batch) for batch in batches]
-            for batch, kept in zip(batches, positions, strict=True):
+            for batch, unpadded in zip(batches, positions, strict=True):
                 w = weights(batch) if weights is not None else None
-                reals = reference.values(batch, kept).weighted(w) if reference is not None else None
-                hessian.add(source.mapping, source.values(batch, kept).weighted(w), reals)
+                reals = reference.values(batch, unpadded).weighted(w) if reference is not None else None
+                hessian.add(source.mapping, source.values(batch, unpadded).weighted(w), reals)
             return hessian
 
         with torch.no_grad():
@@ -285,12 +285,12 @@ class Entrance:
         """Return a key that is equal for operators with the same rows; arguments as above."""
         return linear.activation, replace(mapping, transposed=False)
 
-    def values(self, batch: int, kept: Positions | None) -> Entering:
-        """Return the operator's input for one batch; `kept` marks the positions that are not padding."""
+    def values(self, batch: int, unpadded: Positions | None) -> Entering:
+        """Return the operator's input for one batch; `unpadded` marks the positions that are not padding."""
         with running(batch):
             x, *more = self._part(*self._inputs(batch))
         output = more[0] if self.mapping.kernel else None
-        return Entering(x, output, more[0] if self.mapping.offsets is not None else None, kept)
+        return Entering(x, output, more[0] if self.mapping.offsets is not None else None, unpadded)
 
 
 def _add_upper(h: Tensor, x: Tensor) -> None:

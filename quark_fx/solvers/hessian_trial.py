@@ -64,18 +64,20 @@ class HessianTrial(Trial[LinearMap]):
     moments: ClassVar = 2
     """Matrices of the size of a Hessian that exist at once."""
 
-    def __init__(self, gm: GraphModule, site: PlannedSite[LinearMap], found: _Found) -> None:
-        weights = {reader: _Weight.of(gm, reader, found[reader][0].h.device) for reader in site.readers}
+    def __init__(self, gm: GraphModule, site: PlannedSite[LinearMap], measurements: _Found) -> None:
+        weights = {reader: _Weight.of(gm, reader, measurements[reader][0].h.device) for reader in site.readers}
         counts = dict[int, tuple[Tensor | None, Tensor | None]]()
-        for learned, judge in found.values():  # readers of one value share these objects
+        for learned, judge in measurements.values():  # readers of one value share these objects
             try:
                 counts[id(learned)] = counts.get(id(learned)) or self.counts(learned, judge)
             except CalibrationError as error:
                 self.refusal = str(error)
                 counts[id(learned)] = None, None
-        pairs = [(weight, found[reader], counts[id(found[reader][0])]) for reader, weight in weights.items()]
-        self.calibration = tuple(_Form(weight, seen[0], count[0]) for weight, seen, count in pairs)
-        self.validation = tuple(_Form(weight, seen[1], count[1]) for weight, seen, count in pairs)
+        pairs = [
+            (weight, measurements[reader], counts[id(measurements[reader][0])]) for reader, weight in weights.items()
+        ]
+        self.calibration = tuple(_Form(weight, hessians[0], count[0]) for weight, hessians, count in pairs)
+        self.validation = tuple(_Form(weight, hessians[1], count[1]) for weight, hessians, count in pairs)
         self._on_host = MeasuredSite.of(site.site.channels, self.calibration)
         self.seen = self._on_host.to(self.calibration[0].seen.h.device)
         if not self.seen.is_finite:
@@ -107,12 +109,12 @@ class HessianTrial(Trial[LinearMap]):
         cls, gm: GraphModule, sites: Mapping[int, PlannedSite[LinearMap]], context: Context, label: str
     ) -> Iterator[tuple[int, _Found]]:
         """Walk the operators in order; yield a site when all of its readers have been measured."""
-        left, found = dict(sites), _Found()
+        pending, hessians = dict(sites), _Found()
         for run in walk_float_blocks(gm, context, unit=Unit.OPERATOR, label=label):
-            found |= _measured(run, [reader for site in left.values() for reader in site.readers], context)
-            for number in [n for n, site in left.items() if all(reader in found for reader in site.readers)]:
-                yield number, {reader: found.pop(reader) for reader in left.pop(number).readers}
-            if not left:
+            hessians |= _measured(run, [reader for site in pending.values() for reader in site.readers], context)
+            for number in [n for n, site in pending.items() if all(reader in hessians for reader in site.readers)]:
+                yield number, {reader: hessians.pop(reader) for reader in pending.pop(number).readers}
+            if not pending:
                 return
 
     @classmethod
@@ -127,8 +129,8 @@ class HessianTrial(Trial[LinearMap]):
 
         def turn(block: BlockSize) -> int:
             both = cls.moments * max((m.moment for m in block.matrices), default=0)
-            kept = sum(asked(m) * m.itemsize for m in block.matrices)  # or a scaled weight before it is stored
-            most = max((max(kept, m.target) + tried(m) for m in block.matrices), default=0)
+            copy_bytes = sum(asked(m) * m.itemsize for m in block.matrices)  # or a scaled weight before it is stored
+            most = max((max(copy_bytes, m.target) + tried(m) for m in block.matrices), default=0)
             return both + max(most, block.entrances)
 
         def work(block: BlockSize) -> float:
@@ -156,10 +158,10 @@ class HessianTrial(Trial[LinearMap]):
 
             table = foresee(errors, len(forms), sizes, scales.device)
         fine = torch.stack([condition for condition, _ in checks] or [table.new_ones((), dtype=torch.bool)]).all()
-        *found, is_fine = torch.cat([table.flatten(), fine.to(table.dtype).view(1)]).tolist()
+        *terms, is_fine = torch.cat([table.flatten(), fine.to(table.dtype).view(1)]).tolist()
         if not is_fine:  # the search may never reach the point that fails
             return {}
-        rows = (found[first : first + len(forms)] for first in range(0, len(found), len(forms)))
+        rows = (terms[first : first + len(forms)] for first in range(0, len(terms), len(forms)))
         return {point: sum(row) for point, row in zip(points, rows, strict=True) if not math.isnan(row[0])}
 
     def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
@@ -169,8 +171,8 @@ class HessianTrial(Trial[LinearMap]):
     def _errors(self, forms: Sequence[_Form], scales: Sequence[ScaleOf]) -> list[float]:
         with accelerator.checked_later() as checks:
             tried = [form.error(scale) for scale in (scale_of(self.seen) for scale_of in scales) for form in forms]
-        found, count = accelerator.read(tried, checks), len(forms)
-        return [sum(found[first : first + count]) for first in range(0, len(found), count)]
+        terms, count = accelerator.read(tried, checks), len(forms)
+        return [sum(terms[first : first + count]) for first in range(0, len(terms), count)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +196,8 @@ class MeasuredSite:
         sums: list[tuple[Means, Tensor, Tensor, int]] = []
         with accelerator.checked_later() as checks:
             for form in forms:
-                for means, found in ((squares, [form.squared]), (weights, form.ratios())):
-                    for labels, values in found:
+                for means, pairs in ((squares, [form.squared]), (weights, form.ratios())):
+                    for labels, values in pairs:
                         sums.append((means, labels, sums_along(labels, values), values.numel()))
         parts = [part.flatten() for _, _, part, _ in sums]
         flags = [condition.to(torch.float32).view(1) for condition, _ in checks]
@@ -276,11 +278,11 @@ class _Form:
     @property
     def squared(self) -> tuple[Tensor, Tensor]:
         """The component of each input channel, and its mean square, shape `(channels of the value,)`."""
-        found, rows, reader = self.seen.h.diagonal(dim1=-2, dim2=-1), self.seen.rows, self.weight.reader
+        squares, rows, reader = self.seen.h.diagonal(dim1=-2, dim2=-1), self.seen.rows, self.weight.reader
         # An input of a convolution is a channel at one position of the kernel; groups of channels are stored one after
         # another, and each group sees all rows.
-        found, count = (found, rows[0]) if reader.how.kernel else (found.sum(0), rows.sum())
-        return reader.scaled.labels, found.reshape(len(reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
+        squares, count = (squares, rows[0]) if reader.how.kernel else (squares.sum(0), rows.sum())
+        return reader.scaled.labels, squares.reshape(len(reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
 
     def ratios(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for parts of the weight, the component of each value and its magnitude divided by its scale."""
@@ -338,12 +340,12 @@ class FeedbackTrial(HessianTrial):
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor, Tensor]:
         """Return the part of each error that remains after error feedback, learned from the calibration data."""
         parts = [
-            factor(learned.h[some], damping=DAMPING, by_activation=True).residual_curvature(
-                learned.h[some], judge.h[some]
+            factor(learned.h[chunk], damping=DAMPING, by_activation=True).residual_curvature(
+                learned.h[chunk], judge.h[chunk]
             )
-            for some in stack_chunks(learned.h)
+            for chunk in stack_chunks(learned.h)
         ]
-        one, other = (torch.cat(found) for found in zip(*parts, strict=True))
+        one, other = (torch.cat(curvatures) for curvatures in zip(*parts, strict=True))
         return one, other
 
 
@@ -358,25 +360,25 @@ def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[_Index]:
     whole[outputs], axis = rows, 0 if stacked else outputs
     places = torch.arange(weight.shape[0]) if stacked else rows
     values = weight.numel() // weight.shape[outputs] * len(rows)
-    for some in places.split(max(1, _AT_ONCE * len(places) // values)):
+    for chunk in places.split(max(1, _AT_ONCE * len(places) // values)):
         index = [*whole]
-        index[axis] = slice(int(some[0]), int(some[-1]) + 1) if stacked else some
+        index[axis] = slice(int(chunk[0]), int(chunk[-1]) + 1) if stacked else chunk
         yield tuple(index)
 
 
 def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Context) -> _Found:
     """Return the Hessians of the readers in a block, of calibration and validation data."""
-    found, known = _Found(), dict[object, tuple[Hessian, Hessian]]()
+    hessians, by_entrance = _Found(), dict[object, tuple[Hessian, Hessian]]()
     nodes = named_nodes(run.module)
     for reader in readers:
         if reader.scaled.reader.name not in run.block.operators:
             continue
         linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.how
-        if (key := Entrance.key(linear, mapping)) not in known:
+        if (key := Entrance.key(linear, mapping)) not in by_entrance:
             entrance = Entrance(run.module, linear, mapping, run.inputs)
-            known[key] = Hessian.of_parts(context, entrance)
-        found[reader] = known[key]
-    return found
+            by_entrance[key] = Hessian.of_parts(context, entrance)
+        hessians[reader] = by_entrance[key]
+    return hessians
 
 
 def _rows(outputs: int) -> int:

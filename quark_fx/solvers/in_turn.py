@@ -36,16 +36,16 @@ def choose_in_turn(
         apply: Function that changes the graph at a site.
     """
     numbered, walk = dict(enumerate(sites)), context.next_walk()
-    known = list(_known(walk, context))
-    left = {number: site for number, site in numbered.items() if number not in {n for n, _, _ in known}}
+    choices = list(_known(walk, context))
+    pending = {number: site for number, site in numbered.items() if number not in {n for n, _, _ in choices}}
     changed = 0
-    for index, (number, found, change) in enumerate(itertools.chain(known, choose(left) if left else ())):
-        if found is not None:
-            apply(numbered[number], found)
+    for index, (number, tensor, change) in enumerate(itertools.chain(choices, choose(pending) if pending else ())):
+        if tensor is not None:
+            apply(numbered[number], tensor)
         changed += change.changed
         context.note(change)
-        if index >= len(known):
-            learned = {str(number): torch.empty(0, dtype=torch.float32) if found is None else found}
+        if index >= len(choices):
+            learned = {str(number): torch.empty(0, dtype=torch.float32) if tensor is None else tensor}
             context.keep_block(walk, index, learned, [change])
     return changed
 
@@ -56,8 +56,8 @@ def _known(walk: int, context: Context) -> Iterator[Chosen]:
         for index in itertools.count():
             if (stored := context.checkpoint.load(walk, index)) is None:
                 return
-            ((number, found),), (change,) = stored[0].items(), stored[1]
-            yield int(number), found if found.numel() else None, change
+            ((number, tensor),), (change,) = stored[0].items(), stored[1]
+            yield int(number), tensor if tensor.numel() else None, change
 
 
 __all__ = ["Chosen", "choose_in_turn"]

@@ -51,13 +51,13 @@ class MiniBatches:
 
     def __init__(self, run: BlockRun, context: Context, size: int, seed: int) -> None:
         self._context, self._run, self._size, self._seed = context, run, size, seed
-        here = [run.rows(batch) for batch in context.data.calibration]
-        divisible = bool(here) and _divisible(run, context.data.calibration[0], size)
-        found = context.ranks.gather((here, divisible))
-        self._rows = [rows for batches, _ in found for rows in batches]
-        self._first = sum(len(batches) for batches, _ in found[: context.ranks.index])
-        self._here = len(here)
-        self._divisible = found[0][1]  # decided by the first batch of the first rank
+        row_counts = [run.rows(batch) for batch in context.data.calibration]
+        divisible = bool(row_counts) and _divisible(run, context.data.calibration[0], size)
+        by_rank = context.ranks.gather((row_counts, divisible))
+        self._rows = [rows for batches, _ in by_rank for rows in batches]
+        self._first = sum(len(batches) for batches, _ in by_rank[: context.ranks.index])
+        self._here = len(row_counts)
+        self._divisible = by_rank[0][1]  # decided by the first batch of the first rank
         self._chance = torch.Generator().manual_seed(seed)
 
     def draw(self, steps: Sequence[int]) -> list[list[Piece]]:
@@ -66,20 +66,20 @@ class MiniBatches:
         rows = [piece.rows for pieces in drawn for piece in pieces if piece.rows is not None]
         if not rows:
             return drawn
-        moved = iter(torch.cat(rows).to(self._context.device).split([len(some) for some in rows]))
+        moved = iter(torch.cat(rows).to(self._context.device).split([len(part) for part in rows]))
         return [[p if p.rows is None else replace(p, rows=next(moved)) for p in pieces] for pieces in drawn]
 
     def _drawn(self, step: int) -> list[Piece]:
-        pieces, wanted = [], self._size
+        pieces, room = [], self._size
         for batch in self._order():
             rows = None
             if self._divisible:
-                rows = torch.randperm(self._rows[batch], generator=self._chance)[:wanted]
-                wanted -= len(rows)
+                rows = torch.randperm(self._rows[batch], generator=self._chance)[:room]
+                room -= len(rows)
             if 0 <= batch - self._first < self._here:
                 seed = (self._seed * 1_000_003 + step) * 1_000_003 + batch
                 pieces.append(Piece(batch - self._first, rows, seed % (1 << 63)))
-            if rows is None or not wanted:
+            if rows is None or not room:
                 break
         return pieces
 
@@ -113,14 +113,14 @@ def _divisible(run: BlockRun, batch: int, size: int) -> bool:
     few = torch.arange(len(targets[0]), device=targets[0].device).flip(0)[: min(size, max(1, len(targets[0]) - 1))]
     try:
         with torch.no_grad():
-            made = run.made(run.reference(*(x[few] for x in inputs)))
+            outputs = run.made(run.reference(*(x[few] for x in inputs)))
     except RuntimeError as error:
         if is_shortage(error):
             raise
         return False  # for example, a mask does not fit fewer rows
     alone = [t[few] for t in targets]
-    same = all(y.shape == t.shape for y, t in zip(made, alone, strict=True))
-    return same and float(relative_error(made, alone)) < _REORDERED_SUMS
+    same = all(y.shape == t.shape for y, t in zip(outputs, alone, strict=True))
+    return same and float(relative_error(outputs, alone)) < _REORDERED_SUMS
 
 
 def _mixed(x: Any, real: Any, share: float, generator: torch.Generator) -> Any:

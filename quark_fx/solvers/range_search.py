@@ -43,13 +43,13 @@ def fit_ranges(weight: Tensor, importance: Tensor, scheme: Scheme, columns: Colu
         weighting by value.
     """
     weights = columns.gather(importance.float() + 1e-6 * importance.float().mean(-1, keepdim=True).clamp_min(1e-30))
-    found = []
+    fits = []
     lines = max(1, _AT_ONCE // (len(weight) * weight.shape[-1]))
     for rows in weight.split(lines, 1):
         x = columns.gather(rows.float())
         fit = _affine if scheme.symmetry is Symmetry.OFFSET else _linear
-        found.append(fit(x, weights.unsqueeze(1), scheme))
-    scale, offset = zip(*found, strict=True)
+        fits.append(fit(x, weights.unsqueeze(1), scheme))
+    scale, offset = zip(*fits, strict=True)
     offsets = [o for o in offset if o is not None]
     return torch.cat(scale, 1), torch.cat(offsets, 1) if offsets else None
 

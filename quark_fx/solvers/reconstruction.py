@@ -103,11 +103,11 @@ class Reconstruction:
                 and not torch.equal(original[weight.name], now[weight.name]),
                 f"{count} activation scale{'s' * (count > 1)}": count > 0,
             }
-            others = [what for what, changed in parts.items() if changed]
-            what = ", ".join([f"{share:.1%} of the codes"] * (share > 0 or not others) + others)
+            changed_parts = [what for what, changed in parts.items() if changed]
+            what = ", ".join([f"{share:.1%} of the codes"] * (share > 0 or not changed_parts) + changed_parts)
             if self.schedule.fits_scales and not weight.movable(self.run.module):
                 what += "; scales kept: not free to change"
-            self.context.note(Change(weight.name, what, share > 0 or bool(others), before, best, seconds))
+            self.context.note(Change(weight.name, what, share > 0 or bool(changed_parts), before, best, seconds))
 
     def _stored(self) -> dict[str, Tensor]:
         """Return the stored values that may be learned, by the name of codes or scales and by the module of biases."""
@@ -143,28 +143,28 @@ class Reconstruction:
         grids = [weight.grid(module) for weight in self.weights]
         starts = [weight.scheme.format.decode(tensor_of(module, weight.codes)) for weight in self.weights]
         learned = Learned(
-            [self.begin(*given) for given in zip(grids, near, starts, strict=True)],
+            [self.begin(*arguments) for arguments in zip(grids, near, starts, strict=True)],
             [None if (bias := self._learned_bias(w)) is None else _leaf(bias.value(module)) for w in self.weights],
             {name: _leaf(tensor_of(module, name)) for name in self.scales},
         )
         block = trainable_block(run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
         steps = Steps(run, self.context, schedule, block, learned, self._scale_limits(), self._seed)
-        kept, waited, start = None, 0, best
+        state, waited, start = None, 0, best
         for step, training in steps.taken(max(1, schedule.iterations // _EVALUATIONS)):
             error = self._error_of(block, learned, grids, training)
             waited = 0 if error < best else waited + 1
             if error < best:
-                kept, best = _State.of(learned), error
+                state, best = _State.of(learned), error
             if waited >= schedule.patience and 2 * step > schedule.iterations:
                 break
         # Biases are rounded when stored, but not while they are learned.
-        return best if kept is None else run.attempt(lambda: self._store(kept, grids), start)
+        return best if state is None else run.attempt(lambda: self._store(state, grids), start)
 
     def _error_of(self, block: Trainable, learned: Learned, grids: Sequence[Grid], training: Tensor) -> float:
         with torch.no_grad():
             weights = _State.of(learned).weights(grids)
-        others = learned.others
-        return self.run.validation_error(lambda batch: block(self.run.inputs(batch), weights, *others), training)
+        arguments = learned.others
+        return self.run.validation_error(lambda batch: block(self.run.inputs(batch), weights, *arguments), training)
 
     def _scale_limits(self) -> dict[str, tuple[float, float]]:
         """Return the lower and upper limit of each activation scale."""

@@ -48,9 +48,9 @@ class SampleTrial(Trial[TensorSpec]):
         operators = tuple(_Operator.of(gm, r, remembered[r.scaled.value, r.scaled.axis]) for r in site.readers)
         self.operators, self.site = operators, site
         self.producers = [
-            (found, _Reference([found.value(gm)]))
-            for found in site.producers
-            if found.operator.weight.granularity is Granularity.TENSOR
+            (producer, _Reference([producer.value(gm)]))
+            for producer in site.producers
+            if producer.operator.weight.granularity is Granularity.TENSOR
         ]
         largest = _largest(((op.reader.labels, op.weight.abs()) for op in operators), site.site.channels)
         self.seen_without = cache(lambda fold: SampledSite(site.site.channels, operators, fold, largest))
@@ -78,12 +78,12 @@ class SampleTrial(Trial[TensorSpec]):
         read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.coded if cls.reads(op) is not None}
         most = sum(POSITIONS.values())
         sampled = (FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in read.values() if m)
-        seen = int(sum(sampled))
+        sample_bytes = int(sum(sampled))
         # A trial holds the weight scaled, rounded, limited, and unscaled, its outputs, and the reference outputs.
         tried = max((4 * m.target + 2 * FLOAT32 * most * m.groups * m.outputs for m in read.values() if m), default=0)
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
-        return Need((Moment(seen + max(sizes.forward, scaled + tried)),), held=scaled, operations=operations)
+        return Need((Moment(sample_bytes + max(sizes.forward, scaled + tried)),), held=scaled, operations=operations)
 
     def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
         """Return the errors on a few samples.
@@ -116,8 +116,8 @@ class SampleTrial(Trial[TensorSpec]):
             factor, (real,) = per_element(producer.labels, scales(None)), reference.values
             rounded = _rounded(real.float() / factor, producer.operator, limits)
             for total, weight in zip(totals, rounded, strict=True):
-                made = reference.error([weight * factor])
-                total[:] = [error + made for error in total]
+                weight_error = reference.error([weight * factor])
+                total[:] = [error + weight_error for error in total]
         return [error for total in totals for error in total]
 
 
@@ -156,9 +156,9 @@ class SampledSite:
         return (square - mean.square()).clamp_min(0).sqrt().to(self.operators[0].weight.device)
 
 
-def _largest(found: Iterable[tuple[Tensor, Tensor]], components: int) -> Tensor:
+def _largest(pairs: Iterable[tuple[Tensor, Tensor]], components: int) -> Tensor:
     """Return the largest value of each component, shape (components,)."""
-    return torch.stack([largest_per_component(labels, values, components) for labels, values in found]).amax(0)
+    return torch.stack([largest_per_component(labels, values, components) for labels, values in pairs]).amax(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,16 +173,16 @@ class _Operator:
     outputs: dict[str, _Reference]
 
     @classmethod
-    def of(cls, gm: GraphModule, reader: Reader[TensorSpec], seen: Remembered) -> _Operator:
+    def of(cls, gm: GraphModule, reader: Reader[TensorSpec], remembered: Remembered) -> _Operator:
         """Build the operator and compute its float outputs."""
-        samples = seen.samples[CALIBRATION]
-        positions = sum(x.numel() // x.shape[seen.axis] for _, x in samples)
+        samples = remembered.samples[CALIBRATION]
+        positions = sum(x.numel() // x.shape[remembered.axis] for _, x in samples)
         few = -(-len(samples) // max(1, positions // _FEW))
         choice = [samples[i] for i in spread_indices(len(samples), few).tolist()]
         module = extract(gm, [reader.scaled.value], [reader.scaled.reader])
-        operator = cls(reader, module, reader.value(gm), seen, seen.samples | {_CHOICE: choice}, {})
-        for part, kept in operator.samples.items():
-            operator.outputs[part] = _Reference(operator.run([x for _, x in kept]))
+        operator = cls(reader, module, reader.value(gm), remembered, remembered.samples | {_CHOICE: choice}, {})
+        for part, pairs in operator.samples.items():
+            operator.outputs[part] = _Reference(operator.run([x for _, x in pairs]))
         return operator
 
     def run(self, inputs: Sequence[Tensor], weight: Tensor | None = None) -> list[Tensor]:
@@ -230,8 +230,8 @@ class _Operator:
         observer = spec.new_observer
         for x in self.seen.calibration_samples(without):
             observer = observer.observe(self._divided(x, divisor).reshape(1, -1))
-        found = observer.qparams(spec.scheme)
-        return QParams(found.scale.reshape(()), found.zero_point.reshape(()))
+        qparams = observer.qparams(spec.scheme)
+        return QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
 
     def _divided(self, x: Tensor, divisor: Tensor) -> Tensor:
         return x.float() / divisor.reshape([-1 if dim == self.seen.axis else 1 for dim in range(x.dim())])

@@ -60,8 +60,8 @@ class Remembered:
 
     def range(self, without: int | None) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value per channel, over all folds but `without` if there are others."""
-        found = reduce(MinMax.merge, (ends for fold, ends in self.ranges.items() if self._counts(fold, without)))
-        low, high = found.ends
+        extremes = reduce(MinMax.merge, (ends for fold, ends in self.ranges.items() if self._counts(fold, without)))
+        low, high = extremes.ends
         return low.float(), high.float()
 
     def calibration_samples(self, without: int | None) -> list[Tensor]:
@@ -79,12 +79,12 @@ class Remembered:
         low, high = self.ranges.get(fold, MinMax()).observe(rows.mT).ends
         if fold not in self.ranges:
             self.ranges[fold] = MinMax(low=slabs.empty_like(low), high=slabs.empty_like(high))
-        for kept, now in zip(self.ranges[fold].ends, (low, high), strict=True):
-            kept.copy_(now)
+        for end, now in zip(self.ranges[fold].ends, (low, high), strict=True):
+            end.copy_(now)
 
     def merge(self, other: Remembered) -> Remembered:
         """Return the statistics of the data of both; the data of `other` comes second."""
-        samples = {part: found + other.samples[part] for part, found in self.samples.items()}
+        samples = {part: pairs + other.samples[part] for part, pairs in self.samples.items()}
         folds = {**self.ranges, **other.ranges}
         ranges = {fold: self.ranges.get(fold, MinMax()).merge(other.ranges.get(fold, MinMax())) for fold in folds}
         return replace(self, ranges=ranges, samples=samples)
@@ -92,14 +92,14 @@ class Remembered:
     def to(self, device: torch.device | str, *, copy: bool = False) -> Remembered:
         """Return the statistics on a device; with `copy`, in new memory. Waits once for each dtype."""
         ends = [end for r in self.ranges.values() for end in (r.low, r.high) if end is not None]
-        known = [*ends, *(x for found in self.samples.values() for _, x in found)]
-        moved = dict(zip(map(id, known), accelerator.moved(known, torch.device(device), copy=copy), strict=True))
+        tensors = [*ends, *(x for pairs in self.samples.values() for _, x in pairs)]
+        moved = dict(zip(map(id, tensors), accelerator.moved(tensors, torch.device(device), copy=copy), strict=True))
 
         def on(x: Tensor | None) -> Tensor | None:
             return None if x is None else moved[id(x)]
 
         ranges = {fold: replace(r, low=on(r.low), high=on(r.high)) for fold, r in self.ranges.items()}
-        samples = {part: [(f, moved[id(x)]) for f, x in found] for part, found in self.samples.items()}
+        samples = {part: [(f, moved[id(x)]) for f, x in pairs] for part, pairs in self.samples.items()}
         return replace(self, ranges=ranges, samples=samples)
 
 
@@ -126,12 +126,12 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
     nodes = named_nodes(gm)
     with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):
         run_batches(gm, context)
-    found = {}
+    statistics = {}
     for key, watch in watches.items():
         # Sending a view sends its whole storage, which here is a slab.
         ours = watch.remembered if context.ranks.alone else watch.remembered.to("cpu", copy=True)
-        found[key] = context.ranks.fold(ours, Remembered.merge).to(device_of(gm))
-    return found
+        statistics[key] = context.ranks.fold(ours, Remembered.merge).to(device_of(gm))
+    return statistics
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,10 @@ class _Watch(nn.Module):
         super().__init__()
         self.remembered = Remembered(axis, axis > 0 and not any(linear.stacked for linear in readers))
         windows = [_window(linear) for linear in readers]
-        known = [window for window in windows if window is not None]
-        self.least = list(map(max, zip_longest(*known, fillvalue=1))) if len(known) == len(windows) else None
+        window_sizes = [window for window in windows if window is not None]
+        self.least = (
+            list(map(max, zip_longest(*window_sizes, fillvalue=1))) if len(window_sizes) == len(windows) else None
+        )
         self.parts, self.slabs, self.batches = parts, slabs, 0
 
     def forward(self, x: Tensor) -> None:
@@ -190,8 +192,8 @@ class _Watch(nn.Module):
         if number not in batches:
             return
         each = max(1, x[:1].numel() // x.shape[self.remembered.axis])
-        wanted = min(POSITIONS[part], max(_FEWEST, each * len(x) * pieces * count // 6))
-        positions = wanted / (len(batches) * pieces)
+        quota = min(POSITIONS[part], max(_FEWEST, each * len(x) * pieces * count // 6))
+        positions = quota / (len(batches) * pieces)
         if self.remembered.divisible:
             x = self._cut(x[: max(1, int(positions // each))], positions, number)
         self.remembered.samples[part].append((fold, self.slabs.empty_like(x).copy_(x)))
@@ -205,8 +207,8 @@ class _Watch(nn.Module):
             return x
         for dim, least in zip_longest(dims, self.least[: len(dims)], fillvalue=1):
             size = x.shape[dim]
-            kept = min(size, max(least, round(size * share ** (1 / len(dims)))))
-            x = x.narrow(dim, int((size - kept + 1) * (number * _GOLDEN % 1)), kept)
+            length = min(size, max(least, round(size * share ** (1 / len(dims)))))
+            x = x.narrow(dim, int((size - length + 1) * (number * _GOLDEN % 1)), length)
         return x
 
 

@@ -121,13 +121,13 @@ def fit_scales_to_feedback(
     scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
     most = accelerator.values_at_once(weight, _AT_ONCE, 8)
     lines = max(1, most // (len(weight) * weight.shape[-1]))
-    found = []
+    ratios = []
     for first in range(0, weight.shape[1], lines):
         rows = slice(first, first + lines)
-        some = replace(grid, scale=scale[:, rows], zero_point=zero_point[:, rows])
-        spread = _spread(weight[:, rows], some, columns, factor.order, transfer)
-        found.append(_least_expected(weight[:, rows], spread, curvature, some, columns, allowed))
-    return torch.cat(found, 1)
+        row_grid = replace(grid, scale=scale[:, rows], zero_point=zero_point[:, rows])
+        spread = _spread(weight[:, rows], row_grid, columns, factor.order, transfer)
+        ratios.append(_least_expected(weight[:, rows], spread, curvature, row_grid, columns, allowed))
+    return torch.cat(ratios, 1)
 
 
 def _spread(weight: Tensor, grid: Grid, sharing: Columns, order: Tensor, transfer: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Trial(ABC, Generic[T]):
     Args:
         gm: Float graph, with the changes applied so far.
         site: Site of that graph.
-        found: Measurements of the site.
+        measurements: Measurements of the site.
 
     Attributes:
         unread: Reason for leaving a site that the trial cannot evaluate.
@@ -66,7 +66,7 @@ class Trial(ABC, Generic[T]):
     seen: Any
 
     @abstractmethod
-    def __init__(self, gm: GraphModule, site: PlannedSite[T], found: Any) -> None: ...
+    def __init__(self, gm: GraphModule, site: PlannedSite[T], measurements: Any) -> None: ...
 
     @property
     def seen_on_host(self) -> Any:
@@ -159,16 +159,16 @@ class ScalingSolver(Selective, ABC):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that have quantized readers; return how many changed."""
-        found = planned_sites(
+        sites = planned_sites(
             gm, context, self, explicit=self.explicit, reads=self.judge.reads, unread=self.judge.unread
         )
 
-        def chosen(left: Mapping[int, PlannedSite[Any]]) -> Iterator[Chosen]:
+        def chosen(pending: Mapping[int, PlannedSite[Any]]) -> Iterator[Chosen]:
             # Scales change the values between operators, so the data runs through the unchanged graph.
-            measured = self.judge.measured(copy_graph(gm), left, context, type(self).__name__)
-            return self._settled(gm, measured, left, context)
+            measured = self.judge.measured(copy_graph(gm), pending, context, type(self).__name__)
+            return self._settled(gm, measured, pending, context)
 
-        return choose_in_turn(found, context, chosen, lambda site, scale: apply_scale(gm, site.site, scale))
+        return choose_in_turn(sites, context, chosen, lambda site, scale: apply_scale(gm, site.site, scale))
 
     def needs(self, sizes: Sizes) -> Need:
         """Return the needs of a run."""
@@ -181,18 +181,18 @@ class ScalingSolver(Selective, ABC):
         sites: Mapping[int, PlannedSite[Any]],
         context: Context,
     ) -> Iterator[Chosen]:
-        for number, found in measured:
+        for number, measurements in measured:
             with naming_failures(self, sites[number].name):
-                settled = with_room(context, partial(self._settled_site, gm, sites[number], found, context))
-            del found  # before the next site is measured
+                settled = with_room(context, partial(self._settled_site, gm, sites[number], measurements, context))
+            del measurements  # before the next site is measured
             # All ranks must apply the same scale, but another processor may break a tie differently.
             yield number, *context.ranks.gather(settled)[0]
 
     def _settled_site(
-        self, gm: GraphModule, site: PlannedSite[Any], found: Any, context: Context
+        self, gm: GraphModule, site: PlannedSite[Any], measurements: Any, context: Context
     ) -> tuple[Tensor | None, Change]:
         """Return the scale of a site, or `None` if no scale is better, and the change to report."""
-        began, grid, trial = time.perf_counter(), self.grid, self.judge(gm, site, found)
+        began, grid, trial = time.perf_counter(), self.grid, self.judge(gm, site, measurements)
         if trial.refusal:
             return None, Change.skipped(site.name, trial.refusal)
 
@@ -234,12 +234,12 @@ def search(
             best point; a short axis is followed from its middle while the error decreases.
         foreseen: Errors that are already available.
     """
-    known, lasts = dict(foreseen or {}), [size - 1 for size in sizes]
+    by_point, lasts = dict(foreseen or {}), [size - 1 for size in sizes]
 
     def least(points: Sequence[Point]) -> Point:
-        if new := [point for point in dict.fromkeys(points) if point not in known]:
-            known.update(zip(new, errors(new), strict=True))
-        return min(points, key=known.__getitem__)
+        if new := [point for point in dict.fromkeys(points) if point not in by_point]:
+            by_point.update(zip(new, errors(new), strict=True))
+        return min(points, key=by_point.__getitem__)
 
     best: Point = tuple(0 if last >= _LONG else last // 2 for last in lasts)
     for axis, last in enumerate(lasts):
@@ -253,9 +253,9 @@ def search(
                     break
     reaches = [max(2, last // 5) for last in lasts]
     while any(reaches := [reach // 2 for reach in reaches]):
-        left: Point | None = None
-        while left != best:
-            left = best
+        previous: Point | None = None
+        while previous != best:
+            previous = best
             for steps in _steps(reaches):
                 best = least([best, *_beside(best, steps, lasts)])
     return best
@@ -279,7 +279,7 @@ def foresee(errors: Callable[[Tensor], Tensor], parts: int, sizes: Sequence[int]
         The errors of all points, shape (points, parts), NaN for points that were not tried.
     """
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    known = torch.full((math.prod(sizes), parts), math.nan, dtype=torch.float32, device=device)
+    table = torch.full((math.prod(sizes), parts), math.nan, dtype=torch.float32, device=device)
 
     def along(point: Tensor, axis: int) -> Tensor:
         return point // strides[axis] % sizes[axis]
@@ -293,9 +293,9 @@ def foresee(errors: Callable[[Tensor], Tensor], parts: int, sizes: Sequence[int]
 
     def least(points: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
         for point in new:
-            known.index_copy_(0, point.view(1), errors(point).view(1, -1))
+            table.index_copy_(0, point.view(1), errors(point).view(1, -1))
         numbers = torch.stack([*points, *new])
-        return numbers[known[numbers].sum(-1).argmin().view(1)].view(())
+        return numbers[table[numbers].sum(-1).argmin().view(1)].view(())
 
     lasts = [size - 1 for size in sizes]
     start = sum((0 if last >= _LONG else last // 2) * stride for last, stride in zip(lasts, strides, strict=True))
@@ -307,7 +307,7 @@ def foresee(errors: Callable[[Tensor], Tensor], parts: int, sizes: Sequence[int]
     while any(reaches := [reach // 2 for reach in reaches]):
         for steps in [*_steps(reaches)] * _PASSES:
             best = least([best], [beside(best, tuple(sign * s for s in steps)) for sign in (-1, 1)])
-    return known
+    return table
 
 
 def _moved(point: Point, axis: int, position: int) -> Point:

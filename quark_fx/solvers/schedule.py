@@ -73,7 +73,7 @@ class Schedule(Selective):
             # Two moments and the squares of a factor, the weight to round, and the rounded weights of the block.
             rounded = (working_bytes(m.groups, m.outputs, m.inputs) + 2 * m.target for m in block.matrices)
             moments = (3 * m.moment + block.weights for m in block.matrices)
-            feedback = (kept + working for kept, working in zip(moments, rounded, strict=True))
+            feedback = (moment + working for moment, working in zip(moments, rounded, strict=True))
             starts: dict[Start, Iterable[int]] = {Start.DESCENT: descent, Start.FEEDBACK: feedback}
             copies = _LEARNED_COPIES + (self.start is Start.FEEDBACK) + _RANGED_COPIES * self.fits_scales
             steps = 2 * block.every_value + copies * block.weights

@@ -92,26 +92,26 @@ def feed_back(
 
 def _feed_back(slots: Sequence[WeightSlot], context: Context, fits_scales: bool) -> dict[str, Tensor]:
     give_back()
-    seen = InputHessian(shifted=True).measure(slots, context, context.data.calibration)
-    factors = partial(seen.factors, damping=DAMPING, by_activation=True)
+    hessian = InputHessian(shifted=True).measure(slots, context, context.data.calibration)
+    factors = partial(hessian.factors, damping=DAMPING, by_activation=True)
     rounded = {}
 
     def round_(slot: WeightSlot, fits: bool) -> tuple[QuantizedMatrix, Tensor]:
         now = slot.now
-        target = seen.target(now.real, 1.0, factors())
+        target = hessian.target(now.real, 1.0, factors())
         fitted = fitted_to_feedback(now, target, factors()) if fits and now.columns is not None else now
         matrix, *_ = round_matrix(fitted, target, factors())
         return matrix, compensated(matrix, target, factors())
 
     try:
         for slot in slots:
-            matrix, wanted = with_room(context, partial(round_, slot, fits_scales))
+            matrix, compensated_weight = with_room(context, partial(round_, slot, fits_scales))
             try:
                 slot.store(matrix)
             except OverflowError:  # an int32 bias overflows at the new scales
-                matrix, wanted = with_room(context, partial(round_, slot, False))
+                matrix, compensated_weight = with_room(context, partial(round_, slot, False))
                 slot.store(matrix)
-            rounded[slot.weight.node.name] = slot.mapping.restore(wanted, slot.real)
+            rounded[slot.weight.node.name] = slot.mapping.restore(compensated_weight, slot.real)
     except CalibrationError as error:
         raise blamed((slot.name for slot in slots), error) from error
     return rounded

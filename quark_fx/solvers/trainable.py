@@ -118,9 +118,9 @@ def trainable_block(
             _differentiable(graph, node, source, {"drop": drop, "generator": generator}, places_of)
     graph.eliminate_dead_code()
     module.recompile()
-    made = [i for i, name in enumerate(run.block.outputs) if name in run.block.made]
+    positions = [i for i, name in enumerate(run.block.outputs) if name in run.block.made]
     dtypes = tuple(weight.dequantize.meta["val"].dtype for weight in weights)
-    return Trainable(module, tuple(made), dtypes, tuple(scales))
+    return Trainable(module, tuple(positions), dtypes, tuple(scales))
 
 
 def _differentiable(
