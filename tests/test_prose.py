@@ -33,6 +33,7 @@ FINISHED = (
     "quark_fx/passes",
     "quark_fx/presets.py",
     "quark_fx/quantization.py",
+    "quark_fx/rescale",
     "quark_fx/session.py",
     "quark_fx/solvers",
     "quark_fx/system",
