@@ -175,13 +175,13 @@ def dynamic_dimensions(x: Tensor) -> dict[int, Any]:
 def _told_apart(batch: Any) -> Any:
     # torch.export treats a tensor that is given twice (query and key of an attention) as one input; it does not accept
     # tensors created under inference_mode.
-    seen: set[int] = set()
+    ids: set[int] = set()
 
     def distinct(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        again = id(x) in seen
-        seen.add(id(x))
+        again = id(x) in ids
+        ids.add(id(x))
         return x.clone() if again or x.is_inference() else x
 
     return pytree.tree_map(distinct, batch)
@@ -206,8 +206,8 @@ def _widen_ones(
 
 def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> None:
     """Raise `CaptureError` for a dimension that an input does not have, which torch.export silently ignores."""
-    given = bind(model.forward, args, kwargs) or {}
-    for name, x, dimension in _named_dimensions(dynamic_shapes, given):
+    arguments = bind(model.forward, args, kwargs) or {}
+    for name, x, dimension in _named_dimensions(dynamic_shapes, arguments):
         if not 0 <= dimension < x.dim():
             which = f"dimensions count from 0 to {x.dim() - 1}" if x.dim() else "a scalar has none: give it {}"
             raise CaptureError(
@@ -215,24 +215,24 @@ def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
             )
 
 
-def _named_dimensions(shapes: Any, given: Any, name: str = "") -> Iterator[tuple[str, Tensor, int]]:
+def _named_dimensions(shapes: Any, tree: Any, name: str = "") -> Iterator[tuple[str, Tensor, int]]:
     """Yield (name, tensor, dimension) for every dimension that `dynamic_shapes` mentions.
 
     Args:
-        shapes: Dynamic shapes of `given`, or of its parts, as a mapping or in order.
-        given: A tensor, or a structure of parts.
-        name: Name of `given`.
+        shapes: Dynamic shapes of `tree`, or of its parts, as a mapping or in order.
+        tree: A tensor, or a structure of parts.
+        name: Name of `tree`.
     """
-    if isinstance(given, Tensor):
+    if isinstance(tree, Tensor):
         if isinstance(shapes, Mapping):
-            yield from ((name, given, dimension) for dimension in shapes if isinstance(dimension, int))
-    elif isinstance(given, Mapping | list | tuple):
-        parts: dict[Any, Any] = dict(given if isinstance(given, Mapping) else enumerate(given))
-        own = shapes if isinstance(shapes, Mapping) else {}
+            yield from ((name, tree, dimension) for dimension in shapes if isinstance(dimension, int))
+    elif isinstance(tree, Mapping | list | tuple):
+        parts: dict[Any, Any] = dict(tree if isinstance(tree, Mapping) else enumerate(tree))
+        shape_by_part = shapes if isinstance(shapes, Mapping) else {}
         if isinstance(shapes, list | tuple):
-            own = dict(zip(parts, shapes, strict=False))  # torch.export checks their number
-        for part in (part for part in parts if part in own):
-            yield from _named_dimensions(own[part], parts[part], f"{name}[{part!r}]" if name else str(part))
+            shape_by_part = dict(zip(parts, shapes, strict=False))  # torch.export checks their number
+        for part in (part for part in parts if part in shape_by_part):
+            yield from _named_dimensions(shape_by_part[part], parts[part], f"{name}[{part!r}]" if name else str(part))
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
@@ -268,7 +268,7 @@ def _with_tables(
     def note_changes(*_: Any) -> None:
         state, memory = traced[-1]
         tables.extend(filter(_is_table, made_since(model, state)))
-        tables.extend(state.tensors[key] for key, own in state.memory().items() if own != memory[key])
+        tables.extend(state.tensors[key] for key, place in state.memory().items() if place != memory[key])
         changed.extend(state.changed())
         advanced.append(state.has_advanced())
 
@@ -312,23 +312,23 @@ _SHAPED_LIKE = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_lik
 """Operators that use only the shape and dtype of their first argument."""
 
 
-def _is_table(made: Tensor) -> bool:
+def _is_table(tensor: Tensor) -> bool:
     """Tell whether a tensor that the traced forward stored is the same for other batches.
 
     A tensor that depends only on sizes is computed for each batch; one that depends on values is from the first batch.
     """
-    if any(static_size(size) is None for size in made.shape):
+    if any(static_size(size) is None for size in tensor.shape):
         return False
     proxies: Any = importlib.import_module("torch.fx.experimental.proxy_tensor")
     mode = proxies.get_proxy_mode()
-    slot = None if mode is None else proxies.get_proxy_slot(made, mode.tracer, None)
-    pending, seen = [] if slot is None else [slot.proxy.node], set[Node]()
+    slot = None if mode is None else proxies.get_proxy_slot(tensor, mode.tracer, None)
+    pending, visited = [] if slot is None else [slot.proxy.node], set[Node]()
     while pending:
         node = pending.pop()
-        if node not in seen and not target_name(node).startswith(_SHAPED_LIKE):
-            seen.add(node)
+        if node not in visited and not target_name(node).startswith(_SHAPED_LIKE):
+            visited.add(node)
             pending += [] if _is_size(node) else node.all_input_nodes
-    return not any(map(_is_size, seen)) or any(node.op == "placeholder" and _varies(node) for node in seen)
+    return not any(map(_is_size, visited)) or any(node.op == "placeholder" and _varies(node) for node in visited)
 
 
 def _is_size(node: Node) -> bool:
@@ -343,7 +343,7 @@ def _varies(node: Node) -> bool:
 def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     from quark_fx.capture.symbolic_sizes import chunked_sizes  # imports sympy, which takes half a second
 
-    hugging_face, given = _is_hugging_face(model) and not args, dynamic_shapes
+    hugging_face, requested_shapes = _is_hugging_face(model) and not args, dynamic_shapes
     try:
         with torch.no_grad(), quiet(), _silent(), chunked_sizes(), _no_cache_within(model, kwargs):
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
@@ -355,7 +355,7 @@ def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
                         dynamic_shapes[leaf] = dynamic_dimensions(leaf)
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # the model's own code may raise any error during tracing
-        asked = given is not None and explain_dynamic_shapes(error, model, args, kwargs)
+        asked = requested_shapes is not None and explain_dynamic_shapes(error, model, args, kwargs)
         raise CaptureError(asked or explain(error, model) + dtype_hint(model, (args, kwargs))) from error
 
 

@@ -132,10 +132,12 @@ def require_inputs_fit(model: nn.Module, batch: Any) -> None:
 
 def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
     """Run a model on inputs with another floating-point dtype: capture does not notice that it cannot run."""
-    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     leaves = [(path, x) for path, x in pytree.tree_flatten_with_path(batch)[0] if isinstance(x, Tensor)]
-    others = [(pytree.keystr(path[1:]), x.dtype) for path, x in leaves if x.is_floating_point() and x.dtype not in own]
-    if not own or not others:
+    mismatches = [
+        (pytree.keystr(path[1:]), x.dtype) for path, x in leaves if x.is_floating_point() and x.dtype not in dtypes
+    ]
+    if not dtypes or not mismatches:
         return
     try:
         with torch.no_grad(), untouched(model) as state, state.writes:
@@ -144,8 +146,8 @@ def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
         if is_shortage(error):
             raise
         raise CaptureError(
-            f"input {', '.join(f'{name} is {dtype}' for name, dtype in others)}, the model "
-            f"{', '.join(sorted(map(str, own)))}, and it does not run on that ({error}); convert the batch first"
+            f"input {', '.join(f'{name} is {dtype}' for name, dtype in mismatches)}, the model "
+            f"{', '.join(sorted(map(str, dtypes)))}, and it does not run on that ({error}); convert the batch first"
         ) from error
 
 
@@ -163,13 +165,13 @@ def _where(error: Exception, model: nn.Module) -> str:
 def _module(error: Exception, model: nn.Module) -> tuple[str, nn.Module]:
     """Return the innermost module in which an error occurred, and its name; the name is empty if there is none."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = "", model
+    innermost = "", model
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        own = code.co_argcount and frame.f_locals.get(code.co_varnames[0])
-        if isinstance(own, nn.Module) and id(own) in names:
-            found = names[id(own)] or type(model).__name__, own
-    return found
+        receiver = code.co_argcount and frame.f_locals.get(code.co_varnames[0])
+        if isinstance(receiver, nn.Module) and id(receiver) in names:
+            innermost = names[id(receiver)] or type(model).__name__, receiver
+    return innermost
 
 
 def explain(error: Exception, model: nn.Module) -> str:
@@ -196,16 +198,18 @@ def require_runs(
 ) -> list[Any] | None:
     """Return the outputs of a model for copies of a batch, `None` if memory is short; keep the state of random numbers.
 
-    What the run writes to the model stays until `state` is restored.
+    Writes of the run to the model stay until `state` is restored.
 
     Raises:
         CaptureError: If the model itself does not run on the batch.
     """
     devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
-        given, named = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else deepcopy(x), (args, kwargs))
+        positional, named = pytree.tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) else deepcopy(x), (args, kwargs)
+        )
         with torch.no_grad(), torch.random.fork_rng(devices), state.writes:
-            return pytree.tree_leaves(model(*given, **named))
+            return pytree.tree_leaves(model(*positional, **named))
     except Exception as error:  # the model's own code may raise any error
         if is_shortage(error):
             return None
@@ -327,16 +331,16 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in named)
 
 
-def _first_varies(given: Any) -> str:
-    """Return the literal of `dynamic_shapes` that makes the first dimension of every tensor in `given` dynamic."""
-    if isinstance(given, Tensor):
-        return "{0: Dim.AUTO}" if given.dim() else "{}"
-    if isinstance(given, Mapping):
-        return f"{{{', '.join(f'{name!r}: {_first_varies(part)}' for name, part in given.items())}}}"
-    if isinstance(given, list):
-        return f"[{', '.join(map(_first_varies, given))}]"
-    if isinstance(given, tuple):  # torch.export requires the type of the input
-        return f"({''.join(f'{_first_varies(part)}, ' for part in given).strip()})"
+def _first_varies(tree: Any) -> str:
+    """Return the literal of `dynamic_shapes` that makes the first dimension of every tensor in `tree` dynamic."""
+    if isinstance(tree, Tensor):
+        return "{0: Dim.AUTO}" if tree.dim() else "{}"
+    if isinstance(tree, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_first_varies(part)}' for name, part in tree.items())}}}"
+    if isinstance(tree, list):
+        return f"[{', '.join(map(_first_varies, tree))}]"
+    if isinstance(tree, tuple):  # torch.export requires the type of the input
+        return f"({''.join(f'{_first_varies(part)}, ' for part in tree).strip()})"
     return "None"
 
 
@@ -350,8 +354,8 @@ def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, 
     if not checked and not any(words in text for words in about):
         return ""
     details = [line for line in lines if line.startswith("- ") or re.match(r"\w+ = ", line)]
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments  # keyed by parameter for torch.export
-    inputs, written = _shapes(args, kwargs), _first_varies(given)
+    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments  # keyed by parameter for torch.export
+    inputs, written = _shapes(args, kwargs), _first_varies(arguments)
     ones = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and 1 in x.shape]
     single = "a dimension of size 1 in the example is always fixed: capture with 2 or more there; " if ones else ""
     return (
@@ -364,11 +368,11 @@ def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, 
 
 
 def dtype_hint(model: nn.Module, batch: Any) -> str:
-    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     inputs = {x.dtype for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)}
-    if own and (inputs & {torch.float64, torch.float32, torch.float16, torch.bfloat16}) - own:
+    if dtypes and (inputs & {torch.float64, torch.float32, torch.float16, torch.bfloat16}) - dtypes:
         names = ", ".join(map(str, sorted(inputs, key=str)))
-        return f"\nThe batch is {names}, the model {', '.join(map(str, own))}: convert the batch first"
+        return f"\nThe batch is {names}, the model {', '.join(map(str, dtypes))}: convert the batch first"
     return ""
 
 
@@ -425,6 +429,10 @@ def _fixed_at(value: Tensor, name: str) -> str:
         if not any(source.endswith(".size()[0]") and f"['{name}']" in source for source in names):
             continue
         frames = [getattr(line, which, None) for which in ("maybe_user_loc", "framework_loc")]
-        own = [frame for frame in frames if frame is not None and "/torch/" not in str(frame)]
-        return f", at {own[0].filename}:{own[0].lineno}" if own and hasattr(own[0], "filename") else ", in its code"
+        model_frames = [frame for frame in frames if frame is not None and "/torch/" not in str(frame)]
+        return (
+            f", at {model_frames[0].filename}:{model_frames[0].lineno}"
+            if model_frames and hasattr(model_frames[0], "filename")
+            else ", in its code"
+        )
     return ""

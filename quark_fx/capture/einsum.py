@@ -44,10 +44,10 @@ def _product(gm: GraphModule, node: Node, constants: Collection[Node]) -> Node |
     if terms is None or not all(n.meta["val"].is_floating_point() for n in (x, w)):
         return None
     first, second, result = terms
-    own, weights = (first, second) if fixed[1] else (second, first)
-    stacked = [i for i in own if i in weights and i in result]
-    summed = [i for i in own if i in weights and i not in result]
-    rows, channels = ([i for i in a if i not in b] for a, b in ((own, weights), (weights, own)))
+    inputs, weights = (first, second) if fixed[1] else (second, first)
+    stacked = [i for i in inputs if i in weights and i in result]
+    summed = [i for i in inputs if i in weights and i not in result]
+    rows, channels = ([i for i in a if i not in b] for a, b in ((inputs, weights), (weights, inputs)))
     sizes = dict(zip(weights, w.meta["val"].shape, strict=True))
 
     def step(target: Any, *args: Any) -> Node:
@@ -57,16 +57,16 @@ def _product(gm: GraphModule, node: Node, constants: Collection[Node]) -> Node |
         order = [have.index(i) for i in want]
         return value if order == sorted(order) else step(_aten.permute.default, value, order)
 
-    if not summed and not channels and {*own} == {*result}:
-        w = step(_aten.reshape.default, ordered(w, weights, stacked), [sizes.get(i, 1) for i in own])
-        return ordered(step(_aten.mul.Tensor, x, w), own, result)
+    if not summed and not channels and {*inputs} == {*result}:
+        w = step(_aten.reshape.default, ordered(w, weights, stacked), [sizes.get(i, 1) for i in inputs])
+        return ordered(step(_aten.mul.Tensor, x, w), inputs, result)
     if not summed or len(stacked) > 1 or not {*rows, *channels} <= {*result} or (stacked and not rows):
         return None
-    given = dict(zip(own, map(static_size, x.meta["val"].shape), strict=True))
-    if any(given[i] != sizes[i] for i in (*summed, *stacked)):
+    input_sizes = dict(zip(inputs, map(static_size, x.meta["val"].shape), strict=True))
+    if any(input_sizes[i] != sizes[i] for i in (*summed, *stacked)):
         return None  # an operand is broadcast along it
     outer = [*rows[:-1], *stacked, *rows[-1:]]
-    x = ordered(x, own, [*outer, *summed])
+    x = ordered(x, inputs, [*outer, *summed])
     if len(summed) > 1:
         x = step(_aten.flatten.using_ints, x, len(outer), -1)
     w = ordered(w, weights, [*stacked, *summed, *channels])
@@ -83,8 +83,8 @@ def _product(gm: GraphModule, node: Node, constants: Collection[Node]) -> Node |
 
 def _terms(equation: str, ranks: Sequence[int]) -> tuple[list[str], list[str], list[str]] | None:
     """Return the indices of both operands and of the result; `None` if an index occurs twice in an operand."""
-    given, arrow, result = equation.replace(" ", "").partition("->")
-    operands = given.split(",")
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    operands = terms.split(",")
     hidden = [
         rank - len(text.replace("...", "")) if "..." in text else 0 for text, rank in zip(operands, ranks, strict=True)
     ]

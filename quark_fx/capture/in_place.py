@@ -57,8 +57,8 @@ def _is_mutation(node: Node) -> bool:
 def _arguments(node: Node) -> dict[str, Any]:
     """Return the arguments of a call, keyed by their names in the schema, including defaults."""
     schema = _schema(node).arguments
-    given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
+    arguments = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+    return {a.name: arguments.get(a.name, a.default_value) for a in schema}
 
 
 def _aliases(node: Node) -> bool | None:
@@ -75,8 +75,8 @@ def _aliases(node: Node) -> bool | None:
             return None
         if (x.dtype, x.device) != (y.dtype, y.device):
             return False
-        given = _arguments(node)
-        return None if given.get("copy") or given.get("memory_format") is not None else True
+        arguments = _arguments(node)
+        return None if arguments.get("copy") or arguments.get("memory_format") is not None else True
     if name in _COPYING:
         return True if _is_contiguous(source.meta.get("val")) else None
     return True
@@ -167,8 +167,8 @@ class _Walk:
     def _now(self, node: Node) -> Node:
         """Return a node with the current value of `node`, inserted at the graph's insertion point if necessary."""
         version = self.versions.get(self._root(node), 0)
-        made, value = self.current.get(node, (0, node))
-        if made == version:
+        value_version, value = self.current.get(node, (0, node))
+        if value_version == version:
             return value
         renewed = self._now(self.sources[node])  # the value of a root is always current
         if node in self.results:
@@ -204,12 +204,12 @@ class _Walk:
         self.results.add(node)
         with self.gm.graph.inserting_before(node.next):
             value = self._computed(node, target, functional)
-            found = {node: value, target: value}
+            values = {node: value, target: value}
             while target in self.sources:
                 target, value = self._written_back(target, value)
-                found[target] = value
+                values[target] = value
         version = self.versions[root] = self.versions.get(root, 0) + 1
-        self.current |= {n: (version, v) for n, v in found.items()}
+        self.current |= {n: (version, v) for n, v in values.items()}
 
     def _fills(self, root: Node, target: Node, node: Node) -> bool:
         """Tell whether `node` overwrites a whole buffer that nothing has read before."""
@@ -219,16 +219,16 @@ class _Walk:
 
     def _is_read(self, root: Node) -> bool:
         """Tell whether an output depends on a buffer, through this call's write or an earlier one."""
-        seen, ahead = set[Node](), self._readers(root)
+        visited, ahead = set[Node](), self._readers(root)
         while ahead:
             node = ahead.pop()
-            if node in seen:
+            if node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             ahead += node.users
             if node in self.results or _is_mutation(node):  # later consumers may use another name of this memory
                 ahead.append(self._memory(node))
-        return any(node.op == "output" for node in seen)
+        return any(node.op == "output" for node in visited)
 
     def _memory(self, node: Node) -> Node:
         """Return the value whose memory a node of the captured graph returns, visited or not."""
@@ -239,8 +239,8 @@ class _Walk:
     def _readers(self, root: Node) -> list[Node]:
         """Return all `get_attr` nodes whose tensor shares memory with the tensor of `root`, including `root`."""
         place = parameter(self.gm, root).untyped_storage().data_ptr()
-        others = [other for other in self.order if other.op == "get_attr" and other is not root]
-        return [root, *(o for o in others if parameter(self.gm, o).untyped_storage().data_ptr() == place)]
+        parameters = [other for other in self.order if other.op == "get_attr" and other is not root]
+        return [root, *(o for o in parameters if parameter(self.gm, o).untyped_storage().data_ptr() == place)]
 
     def _refuse_doubts(self, node: Node, target: Node, root: Node) -> None:
         """Raise an error if `node` writes through a possible copy, or a possible view of its target is read later."""
@@ -258,23 +258,23 @@ class _Walk:
         like, mine = value_of(self.gm, target), node.meta
         if functional is _aten.copy.default:
             value: Node = node.args[1]  # type: ignore[assignment]
-            given = value_of(self.gm, value)
-            if given.dtype != like.dtype or given.device != like.device:
-                moved = {} if given.device == like.device else {"device": like.device}
+            source = value_of(self.gm, value)
+            if source.dtype != like.dtype or source.device != like.device:
+                moved = {} if source.device == like.device else {"device": like.device}
                 value = call(self.gm, _aten._to_copy.default, value, dtype=like.dtype, like=node, **moved)
-            if not _same_sizes(given, like):
+            if not _same_sizes(source, like):
                 value = self._like(_aten.expand.default, node, like, value, self._sizes(target, like))
             # The node itself has no more consumers; as an alias, it is removed.
             node.target, node.args, node.kwargs = _aten.alias.default, (value,), {}
             return value
         node.target = functional
-        others = [v.meta.get("val") for v in node.all_input_nodes]
-        if all(not isinstance(v, Tensor) or v.dtype == like.dtype for v in others):
+        inputs = [v.meta.get("val") for v in node.all_input_nodes]
+        if all(not isinstance(v, Tensor) or v.dtype == like.dtype for v in inputs):
             return node
         named: dict[str, Any] = dict(node.kwargs)
-        found = call(self.gm, functional, *node.args, **named)
-        dtype = found.meta["val"].dtype
-        self.gm.graph.erase_node(found)
+        trial = call(self.gm, functional, *node.args, **named)
+        dtype = trial.meta["val"].dtype
+        self.gm.graph.erase_node(trial)
         if dtype == like.dtype:
             return node
         # The operator computes in a wider dtype than the overwritten value has.
@@ -295,8 +295,8 @@ class _Walk:
         return source, inverse
 
     def _inverse(self, view: Node, name: str, value: Node, source: Node) -> Node:
-        like, given = value_of(self.gm, source), _arguments(view)
-        dims = [given[key] for key in ("dim", "dim0", "dim1", "dims") if key in given]
+        like, arguments = value_of(self.gm, source), _arguments(view)
+        dims = [arguments[key] for key in ("dim", "dim0", "dim1", "dims") if key in arguments]
         if (order := permutation(view)) is not None:
             back = [order.index(dim) for dim in range(len(order))]
             if [*order] == back and name != "aten.permute.default":
@@ -310,7 +310,7 @@ class _Walk:
         if motion(view) is Motion.RESHAPE:
             return self._like(_aten.reshape.default, view, like, value, self._sizes(source, like))
         if name == "aten.narrow.default":
-            dim, start, length = (given[key] for key in ("dim", "start", "length"))
+            dim, start, length = (arguments[key] for key in ("dim", "start", "length"))
             now, end = self._now(source), start + length
             end = None if isinstance(start, int) and start < 0 and end == 0 else end  # the last element, not the first
             return self._like(_aten.slice_scatter.default, view, like, now, value, dim, start, end)

@@ -46,7 +46,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """Names of the containers that every module has."""
 
 _UNSET = object()
-"""The value of a variable or attribute that has none yet."""
+"""The value of a variable or attribute that is not set yet."""
 
 
 class ModelState:
@@ -77,16 +77,16 @@ class ModelState:
         self._generators: list[tuple[Any, bytes]] = []
         self._names: dict[int, str] = {}
         self._classes: dict[type, dict[str, Any]] = {}
-        seen, pending = set[int](), list[Any]([model])
+        ids, pending = set[int](), list[Any]([model])
         for name, draw in _OF_PROCESS_DRAWS:
             generator = draw.__self__
-            seen.add(id(generator))
+            ids.add(id(generator))
             self._names[id(generator)] = name
             self._positions.append((generator, _position(generator)))
         while pending:
             item = pending.pop()
-            if id(item) not in seen:
-                seen.add(id(item))
+            if id(item) not in ids:
+                ids.add(id(item))
                 pending += self._parts(item)
 
     def _parts(self, item: Any) -> list[Any]:
@@ -151,10 +151,10 @@ class ModelState:
             return []
         reads, writes = globals_of(function.__code__)
         variables = [function.__globals__.get(name) for name in reads]
-        own = [x for x in variables if _is_own(x, function)]
+        own_variables = [x for x in variables if _is_own(x, function)]
         self._names |= {id(function.__globals__.get(name)): name for name in reads}
         written = [(function.__globals__, name) for name in writes]
-        files = [x for x in own if isinstance(x, types.ModuleType)]
+        files = [x for x in own_variables if isinstance(x, types.ModuleType)]
         for file in files:
             places = [(vars(file), name) for name in attributes_of(function.__code__) if name in vars(file)]
             inner = [_value(*place) for place in places]
@@ -162,13 +162,13 @@ class ModelState:
             written += places
         cells = [(cell, "cell_contents") for cell in function.__closure__ or ()]
         defaults = function.__defaults__, function.__kwdefaults__
-        return [vars(function), *defaults, *own, *self._values([*written, *cells])]
+        return [vars(function), *defaults, *own_variables, *self._values([*written, *cells])]
 
     def _values(self, places: list[tuple[Any, str]]) -> list[Any]:
-        """Record what variables of a file and attributes hold, and return it."""
-        found = [(owner, name, _value(owner, name)) for owner, name in places]
-        self._variables += found
-        return [value for _, _, value in found]
+        """Record the values of variables of a file and of attributes, and return them."""
+        variables = [(owner, name, _value(owner, name)) for owner, name in places]
+        self._variables += variables
+        return [value for _, _, value in variables]
 
     def restore(self) -> None:
         """Restore the contents of every attribute and container; unchanged ones are not written."""
@@ -179,7 +179,9 @@ class ModelState:
         """Return the names of the attributes and variables that hold something else now."""
         attributes = [item for _, items in self._dicts for item in items if item[0] not in _OF_MODULES]
         holders = self._names | {id(value): str(key) for key, value in attributes}
-        named = ([holders[id(own)]] if id(own) in holders else names for own, names, _ in self._changes())
+        named = (
+            [holders[id(container)]] if id(container) in holders else names for container, names, _ in self._changes()
+        )
         return list(dict.fromkeys(itertools.chain.from_iterable(named)))
 
     def memory(self) -> dict[int, int]:
@@ -192,10 +194,10 @@ class ModelState:
 
     def _changes(self) -> Iterator[tuple[Any, list[str], Callable[[], object]]]:
         """Yield each container with other contents now, the names in it, and a function that restores them."""
-        for own, items in self._dicts:
-            now = list(dict.items(own))
+        for mapping, items in self._dicts:
+            now = list(dict.items(mapping))
             if not _same(now, items):
-                yield own, _names_apart(dict(items), dict(now)), functools.partial(_refill, own, items)
+                yield mapping, _names_apart(dict(items), dict(now)), functools.partial(_refill, mapping, items)
         for sequence, parts in self._lists:
             if len(sequence) != len(parts) or any(a is not b for a, b in zip(sequence, parts, strict=True)):
                 yield sequence, ["a list"], functools.partial(_refill, sequence, parts)
@@ -335,12 +337,12 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 @functools.cache
 def globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the variables of a file that a function reads, and of those that it writes."""
+    """Return the names of the variables of a file that a function reads, and of the variables that it writes."""
     steps = list(dis.get_instructions(code))
-    found = [globals_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    nested = [globals_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     reads, writes = (
         frozenset(str(step.argval) for step in steps if step.opname.startswith(kind)).union(*inner)
-        for kind, inner in (("LOAD_GLOBAL", [r for r, _ in found]), ("STORE_GLOBAL", [w for _, w in found]))
+        for kind, inner in (("LOAD_GLOBAL", [r for r, _ in nested]), ("STORE_GLOBAL", [w for _, w in nested]))
     )
     return reads, writes
 

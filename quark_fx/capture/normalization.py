@@ -98,7 +98,7 @@ _REGIONS = {
     "quantize the branches as separate models",
     "flex_attention": "attention is a function of a function: load the model with attn_implementation='sdpa'",
 }
-"""Advice for operators that contain graphs, keyed by name."""
+"""Advice for operators that contain graphs; the keys are names."""
 
 
 def _require_operators(program: ExportedProgram) -> None:
@@ -123,18 +123,19 @@ def _require_floats(gm: GraphModule) -> None:
         values = [v.meta.get("val") if isinstance(v, Node) else None for v in (x, linear.weight)]
         if not all(isinstance(value, Tensor) for value in values):
             continue
-        given, own = (value.dtype for value in values)  # type: ignore[union-attr]
-        if own.is_floating_point and not (given.is_floating_point or given.is_complex):
+        input_dtype, weight_dtype = (value.dtype for value in values)  # type: ignore[union-attr]
+        if weight_dtype.is_floating_point and not (input_dtype.is_floating_point or input_dtype.is_complex):
             source = f"input {x.target} is" if x.op == "placeholder" else f"{x.name} is"
             raise CaptureError(
-                f"{source} {given}, and {describe(node)} multiplies it by weights in {own}; convert the batch "
-                f"first, in the same way as for training: x.to({own}), scaled alike (pixels often / 255)"
+                f"{source} {input_dtype}, and {describe(node)} multiplies it by weights in {weight_dtype}; convert "
+                f"the batch first, in the same way as for training: x.to({weight_dtype}), scaled alike "
+                "(pixels often / 255)"
             )
 
 
 def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, int, int, int | None], ...]:
     """Return the sizes of dynamic dimensions for which the captured path through the model's code is valid."""
-    found: list[tuple[str, int, int, int | None]] = []
+    ranges: list[tuple[str, int, int, int | None]] = []
     constraints: dict[Any, Any] = dict(program.range_constraints)
     for node in inputs:
         value = node.meta.get("val")
@@ -146,13 +147,13 @@ def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, in
             low, high = int(limits.lower), int(limits.upper) if limits.upper.is_Integer else None
             low = 1 if low <= 2 else low  # torch assumes at least 2 for every dynamic dimension, but 1 works
             if low > 1 or high is not None:
-                found.append((str(node.target), dim, low, high))
-    return tuple(found)
+                ranges.append((str(node.target), dim, low, high))
+    return tuple(ranges)
 
 
 def _multiples(inputs: list[Node]) -> tuple[tuple[str, int, int], ...]:
     """Return the dynamic dimensions whose sizes must be multiples of a number for the captured path to be valid."""
-    found: list[tuple[str, int, int]] = []
+    multiples: list[tuple[str, int, int]] = []
     for node in inputs:
         value = node.meta.get("val")
         sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
@@ -162,8 +163,8 @@ def _multiples(inputs: list[Node]) -> tuple[tuple[str, int, int], ...]:
                 guards = [guard.expr for guard in getattr(size.node.shape_env, "guards", ())]
                 numbers = {n for guard in guards if guard.free_symbols == {symbol} for n in _multiple(guard, symbol)}
                 if numbers:
-                    found.append((str(node.target), dim, math.lcm(*numbers)))
-    return tuple(found)
+                    multiples.append((str(node.target), dim, math.lcm(*numbers)))
+    return tuple(multiples)
 
 
 def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
@@ -325,10 +326,10 @@ def _count_floats(gm: GraphModule, node: Node) -> None:
 
     On a GPU, transformers counts the rows of each expert as integers.
     """
-    (x, *others), dtype = node.args, node.meta["val"].dtype
+    (x, *rest), dtype = node.args, node.meta["val"].dtype
     assert isinstance(x, Node)
     with gm.graph.inserting_before(node):
-        counted = call(gm, node.target, cast(gm, x, torch.float32, like=node), *others, like=node, **node.kwargs)
+        counted = call(gm, node.target, cast(gm, x, torch.float32, like=node), *rest, like=node, **node.kwargs)
         node.replace_all_uses_with(cast(gm, counted, dtype, like=node))
     gm.graph.erase_node(node)
 

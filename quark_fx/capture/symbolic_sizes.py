@@ -42,8 +42,8 @@ def round_up(dividend: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
 
 def _remainder(original: Any) -> classmethod[Any, Any, Any]:
     def evaluate(cls: Any, dividend: Any, divisor: Any) -> Any:
-        found = original.__func__(cls, dividend, divisor)
-        return round_up(dividend, divisor) if found is None else found
+        quotient = original.__func__(cls, dividend, divisor)
+        return round_up(dividend, divisor) if quotient is None else quotient
 
     return classmethod(evaluate)
 
@@ -52,8 +52,8 @@ def _quotient_bounds(expression: Any, floor_div: Any) -> tuple[Any, ...]:
     """Return bounds on `x` that follow from `x // divisor == number`: torch keeps bounds of sizes, not of quotients."""
     if not isinstance(expression, sympy.Eq):
         return ()
-    left, right = expression.args
-    for quotient, number in ((left, right), (right, left)):
+    first, second = expression.args
+    for quotient, number in ((first, second), (second, first)):
         if isinstance(quotient, floor_div) and isinstance(number, sympy.Integer):
             dividend, divisor = quotient.args
             if isinstance(divisor, sympy.Integer) and divisor > 0:

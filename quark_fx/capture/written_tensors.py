@@ -28,10 +28,10 @@ class WrittenTensors(TorchDispatchMode):
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in (kwargs or {})]
+        arguments = [*zip(func._schema.arguments, args, strict=False)]
+        arguments += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in (kwargs or {})]
         every = "batch_norm" in func._schema.name  # its schemas leave out that it writes to statistics
-        written = [x for one, x in given if every or (one.alias_info is not None and one.alias_info.is_write)]
+        written = [x for one, x in arguments if every or (one.alias_info is not None and one.alias_info.is_write)]
         for x in pytree.tree_leaves(written):
             if isinstance(x, Tensor) and x.layout == torch.strided:
                 alias = self._by_memory.pop(memory_of(x), [])
@@ -50,8 +50,8 @@ class WrittenTensors(TorchDispatchMode):
         for name, x in tensors.items():
             if isinstance(x, Tensor) and x.layout == torch.strided and memory_of(x) in changing:
                 copy = x.detach().clone()
-                kept = nn.Parameter(copy, x.requires_grad) if isinstance(x, nn.Parameter) else copy
-                tensors[name] = copies.setdefault(id(x), kept)
+                replacement = nn.Parameter(copy, x.requires_grad) if isinstance(x, nn.Parameter) else copy
+                tensors[name] = copies.setdefault(id(x), replacement)
 
     def restore(self) -> None:
         """Restore the memory and the values of each tensor."""
