@@ -79,11 +79,11 @@ class AbsorbedMaps:
         else:
             self._pass(passed, neutral)
             return
-        own = list(module_calls(node))
-        shared = [key for key in own if all(key in module_calls(entry) for entry in chain)]
-        if not own:
+        calls = list(module_calls(node))
+        shared = [key for key in calls if all(key in module_calls(entry) for entry in chain)]
+        if not calls:
             return
-        undone = not any(own[-1] in module_calls(entry) for entry in chain) and bool((factor.float() != 0).all())
+        undone = not any(calls[-1] in module_calls(entry) for entry in chain) and bool((factor.float() != 0).all())
         numbers = (tuple(factor.tolist()), tuple(offset.tolist())) if undone else ((), ())
         node.meta[MAPS] = (*node.meta.get(MAPS, ()), AbsorbedMap(before, *numbers, len(shared)))
         self._pass(steps, dict.fromkeys(self._tensors(steps)))
@@ -106,8 +106,10 @@ class AbsorbedMaps:
 
     def _tensors(self, steps: Sequence[Step]) -> Iterator[str]:
         """Yield the names of the model's tensors from which the constants of maps are computed."""
-        own = {entry for step in steps for entry in (step.value, *step.nodes)}
-        pending = [entry for step in steps for node in step.nodes for entry in node.all_input_nodes if entry not in own]
+        members = {entry for step in steps for entry in (step.value, *step.nodes)}
+        pending = [
+            entry for step in steps for node in step.nodes for entry in node.all_input_nodes if entry not in members
+        ]
         while pending:
             entry = pending.pop()
             pending += [n for n in entry.all_input_nodes if is_constant(n, self.constants)]
@@ -118,28 +120,28 @@ class AbsorbedMaps:
 
     def _is_left_out(self, node: Node, chain: set[Node]) -> bool:
         """Tell whether a node's module has one call, which only computes a chain and uses its result."""
-        found = module_calls(node)
-        if not found:
+        calls = module_calls(node)
+        if not calls:
             return False
-        key, path = next(reversed(found.items()))
+        key, path = next(reversed(calls.items()))
         rest = {n for n in self.calls[key] if n not in chain and not is_constant(n, self.constants)}
         return len(self.keys[path]) == 1 and all(chain.union(rest).issuperset(n.all_input_nodes) for n in rest)
 
     def _neutral(self, step: Step) -> dict[str, float] | None:
         """Return parameter values with which a call returns its input; `None` if there are none."""
-        *others, node = step.nodes
+        *earlier, node = step.nodes
         operands = [entry for entry in node.args if isinstance(entry, Node) and entry is not step.value]
         names = [self._own_parameter(entry) for entry in operands]
-        known = [name for name in names if name is not None]
-        if others or step.statistics is not None or not known or len(set(known)) < len(names):
+        parameters = [name for name in names if name is not None]
+        if earlier or step.statistics is not None or not parameters or len(set(parameters)) < len(names):
             return None
         x = torch.arange(3, dtype=torch.float32)
-        for values in itertools.product((0.0, 1.0), repeat=len(known)):
+        for values in itertools.product((0.0, 1.0), repeat=len(parameters)):
             scalars = torch.tensor(values, dtype=torch.float32).unbind()
-            given = {step.value: x, **dict(zip(operands, scalars, strict=True))}
-            args = map_arg(node.args, given.__getitem__)
+            inputs = {step.value: x, **dict(zip(operands, scalars, strict=True))}
+            args = map_arg(node.args, inputs.__getitem__)
             if torch.equal(node.target(*args, **node.kwargs), x):  # type: ignore[operator]
-                return dict(zip(known, values, strict=True))
+                return dict(zip(parameters, values, strict=True))
         return None
 
     def _own_parameter(self, operand: Node) -> str | None:

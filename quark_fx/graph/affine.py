@@ -111,7 +111,7 @@ def affine_step(
     }
     pending = {user for user in readers(value) if within is None or user in within}
     while pending and len(parts) <= _LARGEST_STEP:
-        node = min(pending)  # the first in the graph: what it reads is known
+        node = min(pending)  # the first in the graph: its inputs are known
         part = parts[node] = _part(gm, node, parts, constants)
         if part is None:
             return None
@@ -150,7 +150,7 @@ def affine_step_to(gm: GraphModule, result: Node, channels: int, constants: Coll
 
 
 def readers(value: Node) -> list[Node]:
-    """Return the nodes that read the elements of a value, and not only its sizes."""
+    """Return the readers of the elements of a value, without readers of its sizes."""
     return [user for user in value.users if not _reads_sizes_alone(user, value)]
 
 
@@ -164,7 +164,7 @@ def _part(gm: GraphModule, node: Node, parts: Mapping[Node, Any], constants: Col
 
     A value is float64, shape `(6, ...)`: the factors, the offsets, the number of the channel at each place, whether a
     constant has an element for each channel, and mean and deviation after a batch norm, else NaN. The other dimensions
-    are those of the node, with size 1 where they hold no channels. Calls with several results have a tuple.
+    equal the node's, with size 1 where they hold no channels. Calls with several results have a tuple.
     """
     name = target_name(node)
     inputs = {entry: parts[entry] for entry in node.all_input_nodes if entry in parts}
@@ -200,15 +200,15 @@ def _computed(gm: GraphModule, node: Node, inputs: Mapping[Node, Tensor], consta
     same_places = all(torch.equal(part[2], origin) and _keeps_shape(gm, node, n) for n, part in inputs.items())
     if not same_places or not any(positions.issubset(group) for group in groups):
         return None
-    others = [entry for entry in node.all_input_nodes if entry not in inputs]
-    operands = {entry: _channel_constant(gm, node, entry, origin.shape, constants) for entry in others}
+    other_inputs = [entry for entry in node.all_input_nodes if entry not in inputs]
+    operands = {entry: _channel_constant(gm, node, entry, origin.shape, constants) for entry in other_inputs}
     if any(operand is None for operand in operands.values()):
         return None
 
-    def result(given: Callable[[Tensor], Tensor]) -> Tensor:
-        args = map_arg(node.args, {**operands, **{n: given(part) for n, part in inputs.items()}}.__getitem__)
-        found: Tensor = node.target(*args, **node.kwargs)  # type: ignore[operator]
-        return found.double().expand_as(origin)
+    def result(component: Callable[[Tensor], Tensor]) -> Tensor:
+        args = map_arg(node.args, {**operands, **{n: component(part) for n, part in inputs.items()}}.__getitem__)
+        output: Tensor = node.target(*args, **node.kwargs)  # type: ignore[operator]
+        return output.double().expand_as(origin)
 
     factor, offset = result(lambda part: part[0]) - result(lambda part: 0 * part[0]), result(lambda part: part[1])
     if not (is_finite(factor) and is_finite(offset)):
@@ -235,14 +235,14 @@ def _normalized(gm: GraphModule, node: Node, part: Tensor, constants: Collection
     """Return the result of a norm with constant statistics."""
     native = target_name(node) == _NATIVE_NORM
     epsilon, training = argument(node, 6 if native else 7), not native and argument(node, 5)
-    given = [argument(node, position) for position in (1, 2, 3, 4)]
-    if training or given[2] is None or not all(entry is None or is_constant(entry, constants) for entry in given):
+    operands = [argument(node, position) for position in (1, 2, 3, 4)]
+    if training or operands[2] is None or not all(entry is None or is_constant(entry, constants) for entry in operands):
         return None
-    weight, bias = (None if entry is None else constant_value(gm, entry, wide=True) for entry in given[:2])
-    mean, variance = (constant_value(gm, entry, wide=True) for entry in given[2:])
+    weight, bias = (None if entry is None else constant_value(gm, entry, wide=True) for entry in operands[:2])
+    mean, variance = (constant_value(gm, entry, wide=True) for entry in operands[2:])
     if not part.shape[2] == part[0].numel() == len(mean):
         return None
-    _require_usable(node, dict(zip(given, (weight, bias, mean, variance), strict=True)), given[3], epsilon)
+    _require_usable(node, dict(zip(operands, (weight, bias, mean, variance), strict=True)), operands[3], epsilon)
     # In half precision, the sum of a small variance and epsilon, or its root, is off by percents.
     factor = torch.rsqrt(_wide(variance) + epsilon)
     gamma = torch.ones_like(factor) if weight is None else _wide(weight)
@@ -260,11 +260,11 @@ def _require_usable(node: Node, constants: dict[Any, Tensor | None], variance: N
             raise CalibrationError(
                 f"{_called(source)} of {describe(node)} holds NaN or infinity; fix the model's weights"
             )
-    found = constants[variance]
-    smallest = float(found.min()) if found is not None and found.numel() else 0.0
-    if found is not None and smallest + epsilon <= 0:
+    variances = constants[variance]
+    smallest = float(variances.min()) if variances is not None and variances.numel() else 0.0
+    if variances is not None and smallest + epsilon <= 0:
         raise CalibrationError(
-            f"{_called(variance)} of {describe(node)} is {smallest:.3g} in channel {int(found.argmin())}, and a "
+            f"{_called(variance)} of {describe(node)} is {smallest:.3g} in channel {int(variances.argmin())}, and a "
             "variance is not negative; fix the model's weights"
         )
 
@@ -280,7 +280,7 @@ def _wide(x: Tensor) -> Tensor:
 def _channel_constant(
     gm: GraphModule, node: Node, source: Node, sizes: Sequence[int], constants: Collection[Node]
 ) -> Tensor | None:
-    """Return an operand with size 1 where `sizes` have 1; `None` if it varies there, or is no constant."""
+    """Return an operand with size 1 where `sizes` have 1; `None` if it varies there, or is not constant."""
     if not is_constant(_before_expansions(source), constants):
         return None
     constant = constant_value(gm, _before_expansions(source), wide=True)

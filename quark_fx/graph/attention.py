@@ -67,7 +67,7 @@ class Attention:
     @property
     def reason(self) -> str:
         """Reason why a cache cannot hold the keys and values; empty if it can."""
-        return next((found for found in (self.keys, self.values) if isinstance(found, str)), "")
+        return next((entry for entry in (self.keys, self.values) if isinstance(entry, str)), "")
 
 
 FUSED = "aten.scaled_dot_product_attention.default"
@@ -99,8 +99,8 @@ def find_attentions(graph: Graph) -> Iterator[Attention]:
         if target_name(node) == FUSED:
             keys, values = (_cached(node, position, _NAMES[position - 1], -2, -1) for position in (1, 2))
             yield Attention(node, node, 0, keys, values)
-        elif target_name(node) in _SOFTMAX and (found := _spelled_out(node)) is not None:
-            yield found
+        elif target_name(node) in _SOFTMAX and (attention := _spelled_out(node)) is not None:
+            yield attention
 
 
 def _spelled_out(softmax: Node) -> Attention | None:
@@ -120,23 +120,23 @@ def _spelled_out(softmax: Node) -> Attention | None:
         return Attention(softmax, scores, 0, why, why)
     # The dimension that the softmax sums to one counts tokens: columns of scores come from the right factor, rows
     # from the left.
-    left, right = PRODUCTS[target_name(scores)]
-    key, query = (right, left) if summed == -1 else (left, right)
+    left_factor, right_factor = PRODUCTS[target_name(scores)]
+    key, query = (right_factor, left_factor) if summed == -1 else (left_factor, right_factor)
     keys = _cached(scores, key, _NAMES[0], summed, -3 - summed)
-    left, right = PRODUCTS[target_name(mix)]
-    value = right if weights == -1 else left
+    left_factor, right_factor = PRODUCTS[target_name(mix)]
+    value = right_factor if weights == -1 else left_factor
     values = _cached(mix, value, _NAMES[1], -3 - weights, weights)
     return Attention(softmax, scores, query, keys, values)
 
 
 def _scores(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
     """Yield the products from which a value is computed element by element, with their dimension for `axis`."""
-    pending, seen = [(value, axis)], set[Node]()
+    pending, visited = [(value, axis)], set[Node]()
     while pending:
         value, axis = pending.pop()
-        if value in seen or value.op != "call_function":
+        if value in visited or value.op != "call_function":
             continue
-        seen.add(value)
+        visited.add(value)
         if target_name(value) in PRODUCTS:
             if all(not is_parameter(argument(value, i)) for i in PRODUCTS[target_name(value)]):
                 yield value, axis
@@ -148,16 +148,16 @@ def _scores(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
 
 def _mixes(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
     """Yield the products that sum a value along `axis`, with their dimension for `axis`."""
-    pending, seen = [(value, axis)], set[tuple[Node, int]]()
+    pending, visited = [(value, axis)], set[tuple[Node, int]]()
     while pending:
         step = value, axis = pending.pop()
-        if step in seen:
+        if step in visited:
             continue
-        seen.add(step)
+        visited.add(step)
         if target_name(value) in PRODUCTS:
             yield step
             continue
-        after = [(user, there) for user in value.users for there in _after(user, value, axis)]
+        after = [(user, dim) for user in value.users for dim in _after(user, value, axis)]
         pending += reversed(after)
 
 
@@ -168,13 +168,13 @@ def _after(user: Node, value: Node, axis: int) -> Iterator[int]:
     """
     name = target_name(user)
     if name in PRODUCTS:
-        left, right = (argument(user, i) for i in PRODUCTS[name])
-        if name == _EINSUM or (value is left and axis == -1) or (value is right and axis == -2):
+        left_factor, right_factor = (argument(user, i) for i in PRODUCTS[name])
+        if name == _EINSUM or (value is left_factor and axis == -1) or (value is right_factor and axis == -2):
             yield axis
     elif is_pointwise(user) or name in _PADDING:
         yield axis
     else:
-        yield from (there for there in (-1, -2) if _before(user, (there,)) == (value, (axis,)))
+        yield from (dim for dim in (-1, -2) if _before(user, (dim,)) == (value, (axis,)))
 
 
 def is_pointwise(node: Node) -> bool:
@@ -233,10 +233,10 @@ def _before(node: Node, dims: tuple[int, ...]) -> tuple[Node, tuple[int, ...]] |
         at = int(argument(node, 1)) % rank - rank
         moved = tuple(d if d > at else d + 1 for d in dims)
         return None if at in dims else (source, moved)
-    kept = (name == CAST or motion(node) in _IN_PLACE) and all(-d <= before for d in dims)
+    in_place = (name == CAST or motion(node) in _IN_PLACE) and all(-d <= before for d in dims)
     if motion(node) is Motion.RESHAPE:  # only dimensions after all reshaped ones stay
-        kept = kept and _sizes(node)[min(dims) :] == _sizes(source)[min(dims) :]
-    return (source, dims) if kept and all(_sizes(node)[d] == _sizes(source)[d] for d in dims) else None
+        in_place = in_place and _sizes(node)[min(dims) :] == _sizes(source)[min(dims) :]
+    return (source, dims) if in_place and all(_sizes(node)[d] == _sizes(source)[d] for d in dims) else None
 
 
 def _is_tensor(node: Node) -> bool:

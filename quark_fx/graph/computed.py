@@ -64,7 +64,7 @@ def constant_value(gm: GraphModule, value: Node, *, wide: bool = False) -> Tenso
     values: dict[Node, Any] = {}
     readers = {n: sum(n in call.all_input_nodes for call in calls) for n in calls}
 
-    def known(n: Node) -> Any:
+    def operand(n: Node) -> Any:
         if n in values:
             return values[n]
         stored = parameter(gm, n).detach()
@@ -72,15 +72,15 @@ def constant_value(gm: GraphModule, value: Node, *, wide: bool = False) -> Tenso
 
     with torch.no_grad():
         for call in calls:
-            args, kwargs = map_arg((call.args, call.kwargs), known)
+            args, kwargs = map_arg((call.args, call.kwargs), operand)
             values[call] = call.target(*args, **kwargs)  # type: ignore[operator]
             for n in call.all_input_nodes:
                 if n in values:
                     readers[n] -= 1
                     if not readers[n]:
                         del values[n]
-        found: Tensor = known(value)
-    return found
+        constant: Tensor = operand(value)
+    return constant
 
 
 def weight_arguments(node: Node) -> tuple[Node, ...]:
@@ -99,8 +99,8 @@ def bias_arguments(node: Node) -> tuple[Node, ...]:
 
 
 def _nodes_at(node: Node, positions: Iterable[int]) -> tuple[Node, ...]:
-    given = (argument(node, position) for position in positions)
-    flat = (value for entry in given for value in (entry if isinstance(entry, list | tuple) else (entry,)))
+    arguments = (argument(node, position) for position in positions)
+    flat = (value for entry in arguments for value in (entry if isinstance(entry, list | tuple) else (entry,)))
     return tuple(value for value in flat if isinstance(value, Node))
 
 
@@ -114,14 +114,14 @@ def before_transpositions(value: Node) -> Node:
 def parameters_of(value: Node, through: Collection[Node]) -> list[Node]:
     """Return the `get_attr` nodes that a value is computed from, in order, looking through the calls in `through`."""
     parameters: dict[Node, None] = {}
-    pending, seen = [value], {value}
+    pending, visited = [value], {value}
     while pending:
         node = pending.pop()
         if is_parameter(node):
             parameters[node] = None
         elif node in through:
-            fresh = [n for n in reversed(node.all_input_nodes) if n not in seen]
-            seen.update(fresh)
+            fresh = [n for n in reversed(node.all_input_nodes) if n not in visited]
+            visited.update(fresh)
             pending += fresh
     return list(parameters)
 

@@ -94,10 +94,10 @@ class Linear:
             LookupError: If codes replaced the weight.
         """
         row = operator_row(self.node)
-        found = None if row is None else stored_weight(self.node, row)
-        if found is None:
+        weight = None if row is None else stored_weight(self.node, row)
+        if weight is None:
             raise LookupError(f"%{self.node.name} does not read a stored weight")
-        return found
+        return weight
 
     @property
     def bias(self) -> Node | None:
@@ -157,11 +157,13 @@ class Linear:
     @property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """Padding before and after each dimension of the kernel: of the input, or cropped from a transposed output."""
-        given = named_argument(self.node, "padding") if self.kernel else None
-        if given == "same":
+        padding = named_argument(self.node, "padding") if self.kernel else None
+        if padding == "same":
             spans = (d * (size - 1) for size, d in zip(self.kernel, self.dilation, strict=True))
             return tuple((span // 2, span - span // 2) for span in spans)
-        return tuple((size, size) for size in per_dimension(None if given == "valid" else given, len(self.kernel), 0))
+        return tuple(
+            (size, size) for size in per_dimension(None if padding == "valid" else padding, len(self.kernel), 0)
+        )
 
     @property
     def pads(self) -> bool:

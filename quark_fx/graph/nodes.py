@@ -225,8 +225,8 @@ def output_node(gm: GraphModule) -> Node:
 
 def results_of(gm: GraphModule) -> tuple[Any, ...]:
     """Return the flat results of a captured graph: nodes and constants."""
-    found: Any = output_node(gm).args[0]
-    return tuple(found)
+    results: Any = output_node(gm).args[0]
+    return tuple(results)
 
 
 def static_size(size: int | torch.SymInt) -> int | None:
@@ -259,8 +259,8 @@ def source_line(node: Node) -> str:
     The innermost frame outside of torch is the user's; captured stack traces already omit torch itself.
     """
     frames = _OWN_FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
-    return f"{own[-1][0]}:{own[-1][1]}" if own else "?"
+    user_frames = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return f"{user_frames[-1][0]}:{user_frames[-1][1]}" if user_frames else "?"
 
 
 def describe(node: Node) -> str:
@@ -281,12 +281,12 @@ def module_path(node: Node) -> str:
 
 def module_classes(gm: GraphModule) -> dict[str, str]:
     """Return the class names of the graph's modules, by path."""
-    found: dict[str, str] = {}
+    classes: dict[str, str] = {}
     for node in gm.graph.nodes:
         for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
             if not key.startswith("_empty"):
-                found[path] = str(kind).rpartition(".")[2]
-    return found
+                classes[path] = str(kind).rpartition(".")[2]
+    return classes
 
 
 def is_activation(node: Node) -> bool:
@@ -360,8 +360,8 @@ def restore_values(
         return value
 
     def require_free(node: Node) -> None:
-        known = [size.node.expr for size in sizes.values()]
-        if any(static_size(size) is not None for size in sizes.values()) or len(set(known)) < len(known):
+        symbols = [size.node.expr for size in sizes.values()]
+        if any(static_size(size) is not None for size in sizes.values()) or len(set(symbols)) < len(symbols):
             raise QuarkError(
                 f"{describe(node)} computes its shape for one size only of a dimension that may vary, "
                 "with this version of torch"

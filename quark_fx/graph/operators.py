@@ -259,12 +259,12 @@ class StoredWeight:
 
 def stored_weights(node: Node, row: Operator) -> tuple[StoredWeight, ...]:
     """Return the parameters that the operator multiplies by: one, or the weights of all layers of a recurrent one."""
-    given = None if row.weight is None else argument(node, row.weight)
-    if row.weight is not None and isinstance(given, list | tuple):
-        own = dict.fromkeys(weight for weight in given if _is_weight(weight))
-        return tuple(StoredWeight(weight, row.weight, node, None) for weight in own)
-    found = stored_weight(node, row)
-    return () if found is None else (found,)
+    operand = None if row.weight is None else argument(node, row.weight)
+    if row.weight is not None and isinstance(operand, list | tuple):
+        weights = dict.fromkeys(weight for weight in operand if _is_weight(weight))
+        return tuple(StoredWeight(weight, row.weight, node, None) for weight in weights)
+    stored = stored_weight(node, row)
+    return () if stored is None else (stored,)
 
 
 def stored_weight(node: Node, row: Operator) -> StoredWeight | None:

@@ -114,10 +114,10 @@ class Folded:
 def digest(tensor: Tensor) -> int:
     """Return a checksum of a tensor's bytes; a gigabyte takes about a second."""
     rows = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-    found = 0
+    checksum = 0
     for piece in rows.split(_PIECE):
-        found = zlib.crc32(piece.cpu().numpy().data, found)
-    return found
+        checksum = zlib.crc32(piece.cpu().numpy().data, checksum)
+    return checksum
 
 
 def note_tensors(gm: GraphModule) -> None:
@@ -145,8 +145,10 @@ def note_folded(gm: GraphModule, constant: Node, calls: Sequence[Node], main: No
     names = tuple(dict.fromkeys(tensor for folded in before for tensor in folded.tensors))
     steps = [_inverse(call) for call in reversed(calls)]
     alone = len(before) == 1 and all(len(call.all_input_nodes) == 1 for call in calls)
-    known = [step for step in steps if step is not None]
-    undo = (*known, *before[0].undo) if alone and len(known) == len(steps) and before[0].undo is not None else None
+    inverses = [step for step in steps if step is not None]
+    undo = (
+        (*inverses, *before[0].undo) if alone and len(inverses) == len(steps) and before[0].undo is not None else None
+    )
     stored = next(iter(inputs))
     view = _view(parameter(gm, stored), calls) if alone and "folded" not in stored.meta else None
     constant.meta["folded"] = Folded(names, undo, view, name)
@@ -197,10 +199,12 @@ def kept_tensors(gm: GraphModule, tensors: Mapping[str, Tensor]) -> dict[str, Te
     folded = [node for node in gm.graph.nodes if node.op == "get_attr" and "folded" in node.meta]
     same = [node for node in folded if digest(parameter(gm, node)) == node.meta["digest"]]
     names = dict.fromkeys(name for node in same for name in node.meta["folded"].tensors)
-    kept = {name: tensors[name].detach().clone() for name in names if name in tensors}
+    copies = {name: tensors[name].detach().clone() for name in names if name in tensors}
     for name, value in gm.meta.get(CODE_READS, {}).items():
-        kept[name] = tensors[name].detach().clone() if value is None else torch.full_like(tensors[name].detach(), value)
-    return kept
+        copies[name] = (
+            tensors[name].detach().clone() if value is None else torch.full_like(tensors[name].detach(), value)
+        )
+    return copies
 
 
 def rewrites(gm: GraphModule) -> tuple[Rewrite, ...]:
@@ -244,7 +248,7 @@ class Notes:
         ends = {result: entry for call in self.calls.keys() - live for result, entry in self._ends(call)}
         ends |= {node: node.meta[PASSED] for node in self.operations if PASSED in node.meta}
         passed, replaced = set[Node](), dict[Node, str]()
-        found: dict[tuple[str, Kind], str] = {}
+        operator_by_place: dict[tuple[str, Kind], str] = {}
         for node, old, new in self._moved(gm):
             if is_parameter(old) and is_parameter(new) and new not in self.operations:
                 inherit(new, old)
@@ -259,20 +263,20 @@ class Notes:
             elif self._stays_within(node, old, new):
                 replaced[new] = self.names[old]
             else:
-                found[module_path(node), Kind.REROUTED] = self.names[old]
-        for call, own in self.calls.items():
+                operator_by_place[module_path(node), Kind.REROUTED] = self.names[old]
+        for call, members in self.calls.items():
             if erased := [
-                node for node in own if node not in nodes and self._is_value(node) and PASSED not in node.meta
+                node for node in members if node not in nodes and self._is_value(node) and PASSED not in node.meta
             ]:
                 left_out = call not in live and not passed.isdisjoint(erased)
                 kind = Kind.LEFT_OUT if left_out else Kind.REPLACED
-                found.setdefault((module_path(erased[0]), kind), self.names[erased[0]])
+                operator_by_place.setdefault((module_path(erased[0]), kind), self.names[erased[0]])
         for node in changed:
             if node.op == "call_function" and "factor" not in node.meta and BRANCH not in node.meta:
                 key = module_path(node), Kind.REPLACED
-                found[key] = found.get(key) or self.names.get(node) or replaced.get(node, "")
-        if found:
-            listed = (Rewrite(path, name, kind, operator) for (path, kind), operator in found.items())
+                operator_by_place[key] = operator_by_place.get(key) or self.names.get(node) or replaced.get(node, "")
+        if operator_by_place:
+            listed = (Rewrite(path, name, kind, operator) for (path, kind), operator in operator_by_place.items())
             gm.meta["rewrites"] = (*rewrites(gm), *listed)
 
     def _moved(self, gm: GraphModule) -> Iterator[tuple[Node, Node, Node]]:
@@ -285,12 +289,12 @@ class Notes:
 
     def _stays_within(self, reader: Node, old: Node, new: Node) -> bool:
         """Tell whether a rewrite of one call explains that a consumer reads `new` instead of `old`."""
-        own = _call(reader)
+        reader_call = _call(reader)
         if is_parameter(old) or is_parameter(new):
             return False
         if _call(old) == _call(new):
             return True
-        return _call(old) == own and any(new in self.leaves[node] for node in self.calls[own])
+        return _call(old) == reader_call and any(new in self.leaves[node] for node in self.calls[reader_call])
 
     def _ends(self, call: str) -> list[tuple[Node, Node]]:
         """Return the only result of a call with its only input; empty if it has several."""

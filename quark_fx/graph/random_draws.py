@@ -22,7 +22,7 @@ def random_draws(gm: GraphModule, output_names: Sequence[str], nodes: Collection
 def sources_of(
     gm: GraphModule, output_names: Sequence[str], nodes: Collection[str], is_source: Callable[[Node], bool]
 ) -> dict[str, str]:
-    """Return the first node, if any, for which `is_source` holds among those that each named value depends on.
+    """Return the first node, if any, for which `is_source` holds among the nodes that each named value depends on.
 
     An output takes precedence over a node of the same name.
     """

@@ -77,9 +77,9 @@ class Signature:
         Raises:
             QuarkError: If structure, rank, a fixed dimension, or a dtype differs from the captured one.
         """
-        given = self._as_captured(args, self._without_fixed(kwargs))
+        arguments = self._as_captured(args, self._without_fixed(kwargs))
         try:
-            leaves = self.in_spec.flatten_up_to(given)
+            leaves = self.in_spec.flatten_up_to(arguments)
         except ValueError as error:
             hint = "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
             raise QuarkError(
@@ -111,23 +111,23 @@ class Signature:
         return leaves
 
     def _problem(self, name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtype: torch.dtype | None) -> str:
-        """Return what is wrong with an input, empty if it fits."""
+        """Return the problem with an input, empty if it fits."""
         if shape is not None and not isinstance(leaf, Tensor):
             convert = ": convert it with torch.from_numpy" if hasattr(leaf, "__array__") else ""
             return f"is a {type(leaf).__name__}; the model was captured with a tensor there{convert}"
         if shape is not None and leaf.dtype != dtype:
             return f"has dtype {leaf.dtype}; the model was captured with {dtype}: convert it first"
-        given = () if shape is None else tuple(leaf.shape)
-        if shape is not None and (len(shape) != len(given) or _differing(shape, given)):
-            return self._other_shape(name, given, shape)
+        actual = () if shape is None else tuple(leaf.shape)
+        if shape is not None and (len(shape) != len(actual) or _differing(shape, actual)):
+            return self._other_shape(name, actual, shape)
         return _other_constant(leaf, self.input_constants[name]) if name in self.input_constants else ""
 
-    def _other_shape(self, name: str, given: tuple[int, ...], shape: tuple[int | None, ...]) -> str:
+    def _other_shape(self, name: str, actual: tuple[int, ...], shape: tuple[int | None, ...]) -> str:
         expected = f"({', '.join('any' if d is None else str(d) for d in shape)})"
-        differs = f"has shape {given}; the graph was captured for {expected}"
-        if len(given) != len(shape):
+        differs = f"has shape {actual}; the graph was captured for {expected}"
+        if len(actual) != len(shape):
             return f"{differs}, {len(shape)} dimension(s): give every batch as many as the first one"
-        wrong = _differing(shape, given)
+        wrong = _differing(shape, actual)
         free = {
             one: [i for i, size in enumerate(sizes) if size is None or (one == name and i in wrong)]
             for one, sizes in zip(self.input_names, self.input_shapes, strict=True)
@@ -140,7 +140,7 @@ class Signature:
         )
 
     def _nested(self, leaves: Iterable[Any]) -> dict[str, Any] | None:
-        """Return one leaf for each input as arguments by name; `None` if a container is not a dict, list, or tuple."""
+        """Return one leaf for each input as named arguments; `None` if a container is not a dict, list, or tuple."""
         positional = _children(_children(self.in_spec)[0])
         if not _is_plain(self.in_spec) or len(positional) > len(self.parameters):
             return None
@@ -175,11 +175,11 @@ class Signature:
 
     def _as_captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         captured_args, names = _children(self.in_spec)[0], self.keywords
-        given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+        by_parameter = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
         if len(args) > len(self.parameters) or len(_children(captured_args)):
             return args, {name: kwargs[name] for name in names if name in kwargs}
-        if set(given) != set(names):
-            extra, missing = sorted(set(given) - set(names)), sorted(set(names) - set(given))
+        if set(by_parameter) != set(names):
+            extra, missing = sorted(set(by_parameter) - set(names)), sorted(set(names) - set(by_parameter))
             raise QuarkError(
                 f"the model was captured with inputs {', '.join(names)}; this call "
                 + " and ".join(
@@ -192,7 +192,7 @@ class Signature:
                 )
                 + "; pass the same inputs as the first calibration batch"
             )
-        return (), {name: given[name] for name in names}
+        return (), {name: by_parameter[name] for name in names}
 
 
 class _Code(str):
@@ -203,13 +203,13 @@ class _Code(str):
 
 
 def path_name(path: pytree.KeyPath) -> str:
-    """Return what an argument, or a part of one, is called: `cache['k'][1]`."""
+    """Return the spelling of an argument or a part of one, such as `cache['k'][1]`."""
     return pytree.keystr(path[:1]).strip("[]'") + pytree.keystr(path[1:])
 
 
-def _differing(shape: tuple[int | None, ...], given: tuple[int, ...]) -> list[int]:
+def _differing(shape: tuple[int | None, ...], actual: tuple[int, ...]) -> list[int]:
     """Return the dimensions whose size is fixed and another."""
-    return [i for i, (size, other) in enumerate(zip(shape, given, strict=True)) if size is not None and size != other]
+    return [i for i, (size, other) in enumerate(zip(shape, actual, strict=True)) if size is not None and size != other]
 
 
 def _is_plain(spec: pytree.TreeSpec) -> bool:
@@ -217,12 +217,12 @@ def _is_plain(spec: pytree.TreeSpec) -> bool:
 
 
 def _other_constant(leaf: Any, captured: Any) -> str:
-    """Return what is wrong with a value other than the one a graph was captured with, empty if it is the same."""
+    """Return the difference of a value from the constant in the captured graph, empty if they are the same."""
     if not isinstance(leaf, Tensor) and leaf == captured:
         return ""
-    given = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
+    text = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
     return (
-        f"is {given}; the graph was captured with the constant {captured!r} there: quantize the model once for each "
+        f"is {text}; the graph was captured with the constant {captured!r} there: quantize the model once for each "
         "value"
     )
 
@@ -249,11 +249,11 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         hint = "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
         if kwargs and not args:
             taken = [name for name in kwargs if name in signature.parameters]
-            others = [name for name in kwargs if name not in signature.parameters]
+            unknown = [name for name in kwargs if name not in signature.parameters]
             if "missing" not in str(error):
                 fitting = f"leave out the others: {{key: batch[key] for key in {taken}}}"
             else:
-                fitting = f"rename {', '.join(others)}" if others else "add the missing ones"
+                fitting = f"rename {', '.join(unknown)}" if unknown else "add the missing ones"
             hint = f"; the batch has the keys {', '.join(kwargs)}: {fitting}"
         raise CaptureError(f"a batch does not fit `forward{signature}`: {error}{hint}") from error
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)

@@ -19,8 +19,8 @@ from quark_fx.system.isolation import warn
 
 def records_gradients(*values: Any) -> bool:
     """Tell whether the result of a computation on `values` has a gradient; an export keeps the operators on codes."""
-    wanted = any(isinstance(value, Tensor) and value.requires_grad for value in values)
-    return wanted and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    differentiable = any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    return differentiable and torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
 def quantize_of(node: Node) -> Node | None:
@@ -55,8 +55,8 @@ class _Differentiable(Interpreter):
                 # These values stand for the codes until `dequantize` casts them.
                 return ops.fake_quantize(x.float(), *rest, **kwargs)
             if x.requires_grad:
-                others = ", ".join(describe(user) for user in n.users if quantize_of(user) is not n)
-                warn(f"no gradient passes {describe(n)}: {others or 'the caller'} reads codes")
+                readers = ", ".join(describe(user) for user in n.users if quantize_of(user) is not n)
+                warn(f"no gradient passes {describe(n)}: {readers or 'the caller'} reads codes")
         elif (source := quantize_of(n)) is not None and _read_in_pairs(source):
             (value, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
             return value.to(kwargs.get("dtype", rest[5] if len(rest) > 5 else torch.float32))
