@@ -17,6 +17,7 @@ PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if p
 FINISHED = (
     *("README.md", *PAGES),
     "quark_fx/analysis",
+    "quark_fx/capture",
     "quark_fx/checkpoints",
     "quark_fx/command_line",
     "quark_fx/config",
@@ -25,6 +26,7 @@ FINISHED = (
     "quark_fx/errors.py",
     "quark_fx/evaluation",
     "quark_fx/from_pretrained.py",
+    "quark_fx/graph",
     "quark_fx/inspection",
     "quark_fx/mixed_precision",
     "quark_fx/model",
