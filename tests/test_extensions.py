@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import torch
 from extensions.clip_activations import ClipActivations
 from extensions.deviation_scales import DeviationScales
 from extensions.fold_constant_scales import fold_constant_scales
+from extensions.learned_clipping import LearnedClipping
 from extensions.qronos import Qronos
 from extensions.quick_gelu import fuse_quick_gelu
 from extensions.refit_scales import RefitScales
@@ -849,6 +851,80 @@ def test_shifted_channels_lower_the_error_on_unseen_data(unit: Unit) -> None:
         assert change.after <= change.before
     assert any("of the codes" in change.what and change.changed for change in found)
     assert shifted.report().passes[-1].validated
+
+
+FOUR_BIT_RANGES = INT8_STATIC.replace(
+    weight=TensorSpec(format=UINT4, symmetry=qfx.Symmetry.ASYMMETRIC, granularity=qfx.Granularity.GROUP, group_size=16),
+    target=TARGETS["torch"],
+)
+
+
+def heavy_tailed() -> nn.Module:
+    """Return a model whose ranges are better narrower than the extremes of the weights."""
+    model = seeded(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8)))
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.copy_(20 * layer.weight**3)
+    return model
+
+
+def test_learned_clip_ends_change_scales_and_zero_points_and_lower_the_error_on_unseen_data() -> None:
+    model, data = heavy_tailed(), [rand(64, 32, seed=i).abs() for i in range(5)]
+    plain, clipped = (learned(model, FOUR_BIT_RANGES, data[:4], *p) for p in ((), (LearnedClipping(unit=Unit.BLOCK),)))
+    assert relative_error(clipped, model, data[4:]) < 0.9 * relative_error(plain, model, data[4:])
+    assert all("of the codes, scales, zero points" in change.what for change in changes(clipped))
+    before, after = (stored_tensors(q.graph_module) for q in (plain, clipped))
+    points = [name for name in before if name.endswith("weight_zero_point")]
+    assert points
+    for name in points:
+        assert before[name].dtype == after[name].dtype
+        assert not torch.equal(before[name], after[name])
+        assert 0 <= int(after[name].min()) <= int(after[name].max()) <= 15
+
+
+def test_a_weight_that_a_gradient_solver_declines_keeps_its_codes_with_the_reason() -> None:
+    data = dependent(8, 8)
+    plain, kept = (learned(cnn(), COARSE, data, *passes) for passes in ((), (LearnedClipping(iterations=2),)))
+    assert same(plain, kept)
+    reason = "its zero points are not free to change; set symmetry='asymmetric'"
+    assert {change.what for change in changes(kept)} == {f"0.0% of the codes; not learned: {reason}"}
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
+class MovePoints(Solver):
+    """Choose for each output the best of some shares of the range from its smallest to its largest weights."""
+
+    def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
+        if weight.columns is None or weight.free.zero_points is None:
+            return Skip("its zero points are not free to change")
+        real, grid, members = weight.real.float(), weight.grid(), weight.columns.members(weight.real.device)
+        low = torch.stack([real[..., m].amin(-1) for m in members], -1).clamp_max(0)
+        high = torch.stack([real[..., m].amax(-1) for m in members], -1).clamp_min(0)
+        now = torch.stack([grid.scale[..., m][..., 0] for m in members], -1)
+        first, last = grid.limits
+        ends = [(below * low, above * high) for below, above in product((1.0, 0.9, 0.8, 0.7), repeat=2)]
+        scales = torch.stack([(high - low) / (last - first) for low, high in ends])
+        points = torch.stack([first - low / scale for (low, _), scale in zip(ends, scales, strict=True)])
+        errors = []
+        for scale, point in zip(scales, points, strict=True):
+            tried = weight.with_scales(scale / now).with_zero_points(point).nearest()
+            lost = tried.grid().value(tried.codes.float()) - real
+            errors.append(((lost @ seen.h) * lost).sum(-1))
+        best = torch.stack(errors).argmin(0)[None, ..., None].expand(1, *low.shape)
+        scale, point = (values.gather(0, best)[0] for values in (scales, points))
+        return Proposal(weight.with_scales(scale / now).with_zero_points(point).nearest())
+
+
+def test_a_solver_chooses_zero_points_and_the_report_names_them() -> None:
+    data = [rand(64, 32, seed=i).abs() for i in range(4)]
+    qmodel = learned(heavy_tailed(), FOUR_BIT_RANGES, data, MovePoints())
+    accepted = [change.what for change in changes(qmodel) if change.changed]
+    assert accepted
+    assert all(what.startswith("scales and zero points and ") for what in accepted), accepted
+    skipped = learned(cnn(), COARSE, dependent(8, 8), MovePoints())
+    assert {change.what for change in changes(skipped)} == {"skipped: its zero points are not free to change"}
 
 
 def test_a_gradient_solver_is_found_by_name_and_its_needs_are_predicted() -> None:

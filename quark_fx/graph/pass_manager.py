@@ -201,6 +201,20 @@ def graph_pass(
     The options of a class are checked by their annotations (`system.options`). A pass can be defined again, for example
     if a notebook cell runs twice.
 
+    Args:
+        target: Function or class to register.
+        exact: Whether the function that the graph computes is unchanged up to float rounding.
+        requires: Conditions on the graph before the pass: functions that raise if it is unsuitable.
+        ensures: Conditions on the graph after the pass.
+        stage: Graph that the pass rewrites: `"float"`, `"calibrated"`, or `"quantized"`.
+        after: Names of passes that must precede it if they are also listed.
+        distributed: Whether the pass supports several ranks: it sums its measurements over ranks, and all ranks end
+            with the same graph.
+        targets: Names of the targets that the pass is for; empty for any.
+        validated: Whether the pass keeps a change only if it lowers the error on batches held out from fitting, and
+            records that error.
+        branches: Whether the pass adds computations parallel to operators, which checkpoints do not store.
+
     Raises:
         ConfigError: If another pass has the name, `stage` is unknown, or a class of passes with options is not a
             dataclass.

@@ -528,7 +528,7 @@ class Codebook(Format):
     def encode(self, x: Tensor) -> Tensor:
         if self.vector == 1:
             levels = _levels_of(self, x).to(x.dtype)
-            return torch.bucketize(x, (levels[1:] + levels[:-1]) / 2).to(self.dtype)
+            return torch.bucketize(x.contiguous(), (levels[1:] + levels[:-1]) / 2).to(self.dtype)
         shape = self.codes_shape(x.shape)
         rows = max(1, AT_ONCE // len(self.values))
         return torch.cat([self._nearest(v) for v in x.reshape(-1, self.vector).float().split(rows)]).reshape(shape)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quark_fx.numbers.formats import INT32, Format
 from quark_fx.numbers.layout import Layout
-from quark_fx.numbers.qparams import Scheme
+from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 from quark_fx.numbers.scales import FLOAT32, ScaleFormat
 
@@ -23,11 +23,19 @@ class FreeScales:
         stored: Scales, of shape `layout.scale_shape`.
         layout: Assignment of scales to values.
         format: Format of scales.
+        zero_points: Stored zero points, of the shape of `stored`; `None` if they cannot change.
     """
 
     stored: Tensor
     layout: Layout
     format: ScaleFormat = FLOAT32
+    zero_points: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor, scheme: Scheme) -> FreeScales:
+        """Return the scales of a tensor, and its zero points if the scheme is asymmetric."""
+        points = tensor.zero_point if scheme.symmetry is Symmetry.ASYMMETRIC and not scheme.symmetric else None
+        return cls(tensor.scale, tensor.layout, scheme.scale, points)
 
     @cached_property
     def allowed(self) -> Callable[[Tensor], Tensor]:
@@ -37,6 +45,11 @@ class FreeScales:
     def times(self, ratio: Tensor) -> Tensor:
         """Return every scale times its ratio, of the shape of `stored`, rounded to one that can be stored."""
         return self.rounded(self.stored * ratio).to(self.stored)
+
+    def rounded_zero_points(self, zero_points: Tensor, limits: tuple[float, float]) -> Tensor:
+        """Return zero points of the shape of `stored`, rounded to codes within the limits, in their stored dtype."""
+        assert self.zero_points is not None
+        return zero_points.detach().round().clamp(*limits).to(self.zero_points.dtype)
 
     def rounded(self, scale: Tensor) -> Tensor:
         """Return scales of any shape and sign, rounded to ones that can be stored in the place of these, float32."""
@@ -53,7 +66,8 @@ class Grid:
         scale: Scales, float32, broadcastable to the weight.
         zero_point: Zero points in steps, broadcastable to the weight; offsets make them fractions.
         limits: Smallest and largest code.
-        free: Stored scales if they can change, for `times`.
+        free: Stored scales and zero points if they can change, for `times` and `with_zero_points`; `None` otherwise,
+            and in `QuantizedMatrix.grid`.
         format: Number format, of integers by default.
     """
 
@@ -71,7 +85,7 @@ class Grid:
             zero_point = zero_point.flatten()[:1].reshape(())
         spread = tensor.layout.spread
         scale, zero_point = (spread(p).expand(tensor.layout.shape) for p in (tensor.scale.float(), zero_point))
-        free = FreeScales(tensor.scale, tensor.layout, scheme.scale) if movable else None
+        free = FreeScales.of(tensor, scheme) if movable else None
         return cls(scale, zero_point, scheme.limits, free, tensor.format)
 
     def times(self, ratio: Tensor | None) -> Grid:
@@ -87,6 +101,18 @@ class Grid:
         if self.free.format != FLOAT32:
             scale = scale + (spread(self.free.times(ratio.detach()).float()) - scale).detach()
         return replace(self, scale=scale)
+
+    def with_zero_points(self, zero_points: Tensor | None) -> Grid:
+        """Return the grid with other zero points, rounded to integers within the limits.
+
+        Args:
+            zero_points: Values in the shape of `free.zero_points`, to which rounding passes the gradient on; `None`
+                for the present ones.
+        """
+        if zero_points is None or self.free is None or self.free.zero_points is None:
+            return self
+        rounded = self.free.rounded_zero_points(zero_points, self.limits).to(zero_points.dtype)
+        return replace(self, zero_point=self.free.layout.spread(zero_points + (rounded - zero_points).detach()))
 
     def position(self, weight: Tensor) -> Tensor:
         """Return `weight` in units of codes, unrounded."""

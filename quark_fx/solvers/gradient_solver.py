@@ -45,6 +45,9 @@ class GradientSolver(Schedule, ABC):
             weight: Weight to stay nearest to, in the shape of the stored weight: the float weight or, after error
                 feedback, the float weight compensated for the errors of other inputs.
             start: Initial codes, float32; not always the nearest.
+
+        Raises:
+            Declined: If it cannot learn this weight; the weight keeps its codes, and the report shows the reason.
         """
 
     def __call__(self, gm: GraphModule, context: Context) -> int:

@@ -170,12 +170,12 @@ class FormJudge:
         differences = [slot.difference(offer.value) for slot, offer in offers]
         flags = [*failures, *(~condition for _, condition, _ in checks)]
         numbers = torch.cat([*differences, *(flag.double().view(1) for flag in flags)]).tolist() if offers else []
-        wrong = numbers[2 * len(offers) :]
+        wrong = numbers[3 * len(offers) :]
         if all_rows is not None and any(wrong[: len(failures)]):
             all_rows.wait_for_factors()
             return self._kept(judged, all_rows)
         self._require(checks, wrong[len(failures) :])
-        new = {id(offer): WeightSlot.changed_parts(*numbers[2 * i : 2 * i + 2]) for i, (_, offer) in enumerate(offers)}
+        new = {id(offer): WeightSlot.changed_parts(*numbers[3 * i : 3 * i + 3]) for i, (_, offer) in enumerate(offers)}
         wide = iter(wider)
         return [a if isinstance(a, Change) else _stored(slot, a, next(wide), new) for slot, a in judged]
 

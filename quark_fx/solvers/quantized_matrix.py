@@ -82,8 +82,8 @@ class QuantizedMatrix:
 
     @property
     def free(self) -> FreeScales:
-        """Scales of the weight, adjustable if it is `movable`."""
-        return FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale)
+        """Scales of the weight, and zero points if they are asymmetric; adjustable if it is `movable`."""
+        return FreeScales.of(self.stored, self.scheme)
 
     def with_codes(self, codes: Tensor) -> QuantizedMatrix:
         """Return the matrix with other codes.
@@ -101,6 +101,19 @@ class QuantizedMatrix:
         """Return the matrix with every scale multiplied by `ratio`, shape (groups, outputs, scales of a row)."""
         scale = self.free.times(self.stored.layout.restore(ratio, self.mapping))
         return replace(self, stored=replace(self.stored, scale=scale))
+
+    def with_zero_points(self, zero_points: Tensor) -> QuantizedMatrix:
+        """Return the matrix with other zero points, rounded to integers within the limits of the scheme.
+
+        The scheme has to be asymmetric (`free.zero_points` is not `None`) and the matrix `movable`. The codes stay as
+        they are; `nearest` rounds them again.
+
+        Args:
+            zero_points: Values of shape (groups, outputs, scales of a row).
+        """
+        values = self.stored.layout.restore(zero_points, self.mapping)
+        rounded = self.free.rounded_zero_points(values, self.scheme.limits)
+        return replace(self, stored=replace(self.stored, zero_point=rounded))
 
     @property
     def ranged_columns(self) -> Columns | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_activations import biases_at, scale_limits
 from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias, share_changed
+from quark_fx.errors import Declined
 from quark_fx.graph.nodes import tensor_of
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.grid import Grid
@@ -40,10 +41,11 @@ Begin = Callable[[Grid, Tensor, Tensor], LearnedWeight]
 
 @dataclass(frozen=True)
 class _State:
-    """State during learning: codes, scale ratios, and biases of each weight, and named activation scales."""
+    """State during learning: codes, scale ratios, zero points, and biases of each weight; named activation scales."""
 
     codes: list[Tensor]
     ratios: list[Tensor | None]
+    zero_points: list[Tensor | None]
     biases: list[Tensor | None]
     activation_scales: dict[str, Tensor]
 
@@ -51,13 +53,19 @@ class _State:
     def of(cls, learned: Learned) -> _State:
         """Return the current state."""
         ratios = [_copy(c.ratio) for c in learned.codes]
+        zero_points = [_copy(c.zero_points) for c in learned.codes]
         biases = [_copy(bias) for bias in learned.biases]
-        return cls([c.codes() for c in learned.codes], ratios, biases, {n: _copy(s) for n, s in learned.scales.items()})
+        scales = {name: _copy(scale) for name, scale in learned.scales.items()}
+        return cls([c.codes() for c in learned.codes], ratios, zero_points, biases, scales)
+
+    def grids(self, grids: Sequence[Grid]) -> list[Grid]:
+        """Return the grids with the scales and zero points of this state."""
+        triples = zip(grids, self.ratios, self.zero_points, strict=True)
+        return [grid.times(ratio).with_zero_points(points) for grid, ratio, points in triples]
 
     def weights(self, grids: Sequence[Grid]) -> list[Tensor]:
         """Return the dequantized weights."""
-        triples = zip(grids, self.codes, self.ratios, strict=True)
-        return [grid.times(ratio).value(codes) for grid, codes, ratio in triples]
+        return [grid.value(codes) for grid, codes in zip(self.grids(grids), self.codes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,9 @@ class Reconstruction:
     scales: Sequence[str]
     begin: Begin
 
+    declined: dict[str, str] = field(default_factory=dict)
+    """Names of the weights that `begin` declined, with the reasons."""
+
     def learn(self) -> None:
         """Learn the codes, and report the result for each weight."""
         began, original = time.perf_counter(), self._stored()
@@ -98,6 +109,7 @@ class Reconstruction:
             count = len(moved) if i == 0 else 0
             parts = {
                 "scales": not torch.equal(original[weight.scale_name], now[weight.scale_name]),
+                "zero points": not torch.equal(original[weight.zero_point_name], now[weight.zero_point_name]),
                 # Biases that are not learned may still be rounded again, to scales that are.
                 "bias": self._learned_bias(weight) is not None
                 and not torch.equal(original[weight.name], now[weight.name]),
@@ -107,11 +119,13 @@ class Reconstruction:
             what = ", ".join([f"{share:.1%} of the codes"] * (share > 0 or not changed_parts) + changed_parts)
             if self.schedule.fits_scales and not weight.movable(self.run.module):
                 what += "; scales kept: not free to change"
+            if reason := self.declined.get(weight.name):
+                what += f"; not learned: {reason}"
             self.context.note(Change(weight.name, what, share > 0 or bool(changed_parts), before, best, seconds))
 
     def _stored(self) -> dict[str, Tensor]:
-        """Return the stored values that may be learned, by the name of codes or scales and by the module of biases."""
-        names = [name for weight in self.weights for name in (weight.codes, weight.scale_name)]
+        """Return the stored values that may be learned, by the name of their tensor and by the module of biases."""
+        names = [name for w in self.weights for name in (w.codes, w.scale_name, w.zero_point_name)]
         tensors = {name: tensor_of(self.run.module, name) for name in (*names, *self.scales)}
         biases = {weight.name: self._learned_bias(weight) for weight in self.weights}
         return tensors | {name: bias.value(self.run.module) for name, bias in biases.items() if bias is not None}
@@ -143,10 +157,12 @@ class Reconstruction:
         grids = [weight.grid(module) for weight in self.weights]
         starts = [weight.scheme.format.decode(tensor_of(module, weight.codes)) for weight in self.weights]
         learned = Learned(
-            [self.begin(*arguments) for arguments in zip(grids, near, starts, strict=True)],
+            [self._begin(*arguments) for arguments in zip(self.weights, grids, near, starts, strict=True)],
             [None if (bias := self._learned_bias(w)) is None else _leaf(bias.value(module)) for w in self.weights],
             {name: _leaf(tensor_of(module, name)) for name in self.scales},
         )
+        if not any(group["params"] for group in learned.groups(schedule)):
+            return best
         block = trainable_block(run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
         steps = Steps(run, self.context, schedule, block, learned, self._scale_limits(), self._seed)
         state, waited, start = None, 0, best
@@ -159,6 +175,13 @@ class Reconstruction:
                 break
         # Biases are rounded when stored, but not while they are learned.
         return best if state is None else run.attempt(lambda: self._store(state, grids), start)
+
+    def _begin(self, weight: QuantizedWeight, grid: Grid, near: Tensor, start: Tensor) -> LearnedWeight:
+        try:
+            return self.begin(grid, near, start)
+        except Declined as declined:
+            self.declined[weight.name] = declined.reason
+            return _Kept(grid, start)
 
     def _error_of(self, block: Trainable, learned: Learned, grids: Sequence[Grid], training: Tensor) -> float:
         with torch.no_grad():
@@ -179,8 +202,11 @@ class Reconstruction:
             OverflowError: If an int32 bias overflows at the new scales of its weight.
         """
         module, tensors = self.run.module, dict(state.activation_scales)
-        for weight, grid, codes, ratio in zip(self.weights, grids, state.codes, state.ratios, strict=True):
+        learned = zip(self.weights, grids, state.codes, state.ratios, state.zero_points, strict=True)
+        for weight, grid, codes, ratio, zero_points in learned:
             tensors[weight.codes] = weight.storable(codes)
+            if zero_points is not None and grid.free is not None and grid.free.zero_points is not None:
+                tensors[weight.zero_point_name] = grid.free.rounded_zero_points(zero_points, grid.limits)
             if ratio is not None and grid.free is not None:
                 tensors[weight.scale_name] = scale = grid.free.times(ratio)
                 if (bias := weight.int32_bias) is not None:
@@ -189,6 +215,21 @@ class Reconstruction:
         pairs = zip(self.weights, state.biases, strict=True)
         biases = {weight.node.name: bias for weight, bias in pairs if bias is not None}
         self.run.store_all(biases_at(self.gm, self.context.plan, state.activation_scales, biases))
+
+
+class _Kept(LearnedWeight):
+    """A weight that keeps its codes."""
+
+    parameters = ()
+
+    def __init__(self, grid: Grid, start: Tensor) -> None:
+        self.value, self.start = grid.value(start), start
+
+    def weight(self) -> Tensor:
+        return self.value
+
+    def codes(self) -> Tensor:
+        return self.start
 
 
 def _leaf(tensor: Tensor) -> Tensor:

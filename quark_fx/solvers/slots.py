@@ -136,14 +136,16 @@ class WeightSlot(OperatorSlot):
         return tensors
 
     def difference(self, new: QuantizedMatrix) -> Tensor:
-        """Return the fraction of codes that are new, and whether scales are, float64, shape (2,)."""
+        """Return the fraction of codes that are new, and whether scales and zero points are, float64, shape (3,)."""
         old, stored = self.now.stored, new.stored
-        return torch.stack((share_changed(old.codes, stored.codes), (old.scale != stored.scale).any().double()))
+        others = [(old.scale != stored.scale).any(), (old.zero_point != stored.zero_point).any()]
+        return torch.stack((share_changed(old.codes, stored.codes), *(changed.double() for changed in others)))
 
     @staticmethod
-    def changed_parts(share: float, scales: float) -> list[str]:
+    def changed_parts(share: float, scales: float, zero_points: float) -> list[str]:
         """Return the names of a weight's new parts, given its `difference`."""
-        return ["scales"] * bool(scales) + [f"{share:.1%} of the codes"] * bool(share)
+        others = ["scales"] * bool(scales) + ["zero points"] * bool(zero_points)
+        return others + [f"{share:.1%} of the codes"] * bool(share)
 
     def changed(self, new: QuantizedMatrix) -> list[str]:
         """Return the names of the parts that `new` changes."""

@@ -33,6 +33,14 @@ class LearnedWeight(ABC):
         """Factors of the grid's adjustable scales, in their shape; `None` if scales are not learned."""
         return None
 
+    @property
+    def zero_points(self) -> Tensor | None:
+        """Values that are rounded to zero points (`Grid.with_zero_points`), in the shape of `grid.free.zero_points`.
+
+        `None` if zero points are not learned.
+        """
+        return None
+
     @abstractmethod
     def weight(self) -> Tensor:
         """Return the weight that the block currently computes with."""

@@ -73,7 +73,10 @@ def _has_offsets(spec: TensorSpec, operand: Operand) -> bool:
 
 ONNX_TYPES = (
     Refusal(_has_offsets, "ONNX cannot store offsets; set symmetry='asymmetric', or target='torch'"),
-    Refusal(_has_no_type, "{spec.format} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'"),
+    Refusal(
+        _has_no_type,
+        "{spec.format} has no ONNX type; use an integer or float format with 2 to 8 or 16 bits, or target='torch'",
+    ),
     Refusal(
         _measures_lone_8_bit_scales,
         "ONNX computes 8-bit scales at run time per group only; set granularity='group', or target='torch'",

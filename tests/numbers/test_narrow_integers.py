@@ -151,14 +151,20 @@ def test_weights_of_any_format(fmt: str, granularity: Granularity, tmp_path: Pat
 @pytest.mark.parametrize("fmt", ["int12", "uint9", "fp7_e3m3", "sm4"])
 def test_activations_of_formats_that_no_file_holds_are_refused(fmt: str) -> None:
     config = {"weight": TensorSpec(format=INT7), "input": TensorSpec(format=parse_format(fmt))}
-    with pytest.raises(ConfigError, match=f"{fmt} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{fmt} has no ONNX type; use an integer or float format with 2 to 8 or 16 bits, or target='torch'",
+    ):
         QuantConfig(**config)  # type: ignore[arg-type]
     quantize(mlp(), QuantConfig(**config, target=Target.TORCH), tokens())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fmt", ["int17", "int31"])
 def test_weights_of_more_than_16_bits_are_refused(fmt: str) -> None:
-    with pytest.raises(ConfigError, match=f"{fmt} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{fmt} has no ONNX type; use an integer or float format with 2 to 8 or 16 bits, or target='torch'",
+    ):
         QuantConfig(weight=TensorSpec(format=parse_format(fmt)))
 
 

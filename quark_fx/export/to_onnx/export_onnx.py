@@ -378,7 +378,11 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
         elif target_name(node) == "quark_fx.dynamic_qparams.default" and (what := _unmeasured(node)):
             bad.append(f"  {node.args[1]} {what} at run time: {describe(node)}")
     if bad:
-        raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2 to 8 or 16 bits instead.")
+        raise ExportError(
+            "format(s) without an ONNX type:\n"
+            + "\n".join(bad)
+            + "\nUse an integer or float format with 2 to 8 or 16 bits instead."
+        )
 
 
 def _is_built(node: Node, fmt: Format) -> bool:
