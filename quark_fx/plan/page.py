@@ -74,13 +74,13 @@ def build_up(title: str, names: Sequence[str], values: Sequence[float], unit: st
     for i in sorted(range(len(values)), key=lambda i: -values[i])[:3]:
         if values[i] < _STEP * sums[-1]:
             break
-        left = i > len(values) / 2
+        on_left = i > len(values) / 2
         axes.annotate(
             _short(names[i]),
             (i + 1, (sums[i] + sums[i + 1]) / 2),
-            (-6 if left else 6, 0),
+            (-6 if on_left else 6, 0),
             textcoords="offset points",
-            ha="right" if left else "left",
+            ha="right" if on_left else "left",
             va="center",
             fontsize=8,
             color=_INK,

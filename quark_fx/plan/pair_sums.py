@@ -112,12 +112,12 @@ class PairBound:
         """Return `limited(codes, position)` without synchronizing with the device."""
         rows = self.rows(codes).to(torch.float32)
         near = rows if position is None else self.rows(position.to(torch.float32))
-        extremes, kept = _extremes(rows), []
-        for part, beside in zip(*map(_pieces, (rows, near)), strict=True):
+        extremes, pieces = _extremes(rows), []
+        for part, near_part in zip(*map(_pieces, (rows, near)), strict=True):
             pairs = _pairs(part)
-            lower = self._nearest(pairs, _pairs(beside), *extremes)
-            kept.append(_joined(torch.where(_exceeded(pairs, self.limit)[..., None], lower, pairs), part))
-        return self.restore(torch.cat(kept), codes).to(codes.dtype)
+            lower = self._nearest(pairs, _pairs(near_part), *extremes)
+            pieces.append(_joined(torch.where(_exceeded(pairs, self.limit)[..., None], lower, pairs), part))
+        return self.restore(torch.cat(pieces), codes).to(codes.dtype)
 
     def _nearest(self, pairs: Tensor, near: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
         """Return, for pairs with equal signs, the pairs nearest to `near` that just do not saturate.
@@ -130,8 +130,8 @@ class PairBound:
         """
         sign = pairs[..., 0].sign()
         most = torch.where(sign > 0, largest, -smallest).clamp_(max=self.limit)  # -128 has no counterpart
-        wanted, beside = near.abs().unbind(-1)
-        share = ((wanted - beside + self.limit) / 2).round_()
+        first, second = near.abs().unbind(-1)
+        share = ((first - second + self.limit) / 2).round_()
         share = torch.minimum(torch.maximum(share, self.limit - most), most)
         return torch.stack((sign * share, sign * (self.limit - share)), -1)
 
@@ -155,8 +155,8 @@ class PairBound:
         if joint:
             sums = [torch.cat([s.flatten() for s in sums])[None]]
         best = _doubling if doubled else _widening
-        found = torch.cat([best(some, self.limit, values) for some in sums])
-        return found[0] if joint else found
+        factors = torch.cat([best(piece, self.limit, values) for piece in sums])
+        return factors[0] if joint else factors
 
     def _excess(self, rows: Tensor) -> Tensor:
         """Return the magnitude of the sum of every pair."""

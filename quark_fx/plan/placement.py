@@ -361,8 +361,8 @@ def _attentions(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperato
     for attention in find_attentions(gm.graph):
         name, kind = module_name(attention.node), ATTENTION.kind
         spec = config.specs_for(name, kind).kv_cache
-        kept = "the configuration keeps its keys and values in float"
-        unsuited = kept if spec is None else attention.reason or _without_scales(attention, spec)
+        in_float = "the configuration keeps its keys and values in float"
+        unsuited = in_float if spec is None else attention.reason or _without_scales(attention, spec)
         reason = config.exclusion(name, kind) or unsuited
         if spec is None or reason:
             yield LeftInFloat(node=attention.node, name=name, kind=kind, reason=reason)
@@ -427,10 +427,10 @@ def _plan_operator(
         inputs = specs.input if row.activations else None
         if inputs is not None and not config.target.placement.rounds_input(row.kind, inputs):
             inputs = None
-        found = Quantized(
+        operator = Quantized(
             node=node, name=name, kind=row.kind, roles=roles, row=row, input=inputs, output=inputs and specs.output
         )
-        return found if stored is None else _coded(config, found, spec, stored.node)
+        return operator if stored is None else _coded(config, operator, spec, stored.node)
     return LeftInFloat(node=node, name=name, kind=row.kind, roles=roles, weight_node=weight, reason=reason)
 
 
@@ -466,19 +466,19 @@ def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: 
 
 def _require_kernels(config: QuantConfig, operators: Sequence[PlannedOperator]) -> None:
     """Raise `ConfigError` for weights that the target refuses with their activations, and for siblings that differ."""
-    rules, found = config.target.placement, dict[str, None]()
+    rules, refusals = config.target.placement, dict[str, None]()
     for op in operators:
         if isinstance(op, Coded) and (why := rules.refuses(op.kind, op.weight, op.input, op.linear)):
-            found[f"{op.name}: {why}"] = None
+            refusals[f"{op.name}: {why}"] = None
     for group in siblings(operators) if rules.fuses else ():
         ways = {op.name: _way(op) for op in group}
         if len(set(ways.values())) > 1:
             listed = "; ".join(f"{name}: {way}" for name, way in ways.items())
-            found[f"{listed} (they are one kernel; give all the same specs)"] = None
-    if found:
+            refusals[f"{listed} (they are one kernel; give all the same specs)"] = None
+    if refusals:
         raise ConfigError(
             f"target={str(config.target)!r} cannot run these operators as configured:\n  "
-            + "\n  ".join(found)
+            + "\n  ".join(refusals)
             + "\nExclude them (exclude=), or give them other specs with an Override."
         )
 
@@ -526,8 +526,10 @@ def _biases(operator: PlannedOperator) -> list[tuple[str, Node | None]]:
     if (linear := Linear.of(operator.node)) is not None:
         return [("bias", linear.bias)]
     row = operator_row(operator.node)
-    given = argument(operator.node, row.weight) if row is not None and row.weight is not None else None
-    return [("bias", node) for node in given if node.meta["val"].dim() < 2] if isinstance(given, list | tuple) else []
+    operand = argument(operator.node, row.weight) if row is not None and row.weight is not None else None
+    return (
+        [("bias", node) for node in operand if node.meta["val"].dim() < 2] if isinstance(operand, list | tuple) else []
+    )
 
 
 def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node: Node | None) -> None:
@@ -665,8 +667,8 @@ class _Placement:
 
     def _produced(self) -> dict[Node, TensorSpec]:
         """Return the operators whose output is in integers."""
-        made = {node: spec for node in self.quantized if (spec := self._integer_output(node)) is not None}
-        return made | self.arithmetic
+        produced = {node: spec for node in self.quantized if (spec := self._integer_output(node)) is not None}
+        return produced | self.arithmetic
 
     def _integer_output(self, node: Node) -> TensorSpec | None:
         """Return the spec of a quantized operator's output, `None` if it is in float."""

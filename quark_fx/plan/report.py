@@ -73,10 +73,10 @@ class Row:
 
 
 class Measured(NamedTuple):
-    """What a row says of the values of its weight, on the device of the weight.
+    """Properties of the values of a row's weight, on the device of the weight.
 
     Attributes:
-        norms: Norms of the weight and of its error in turn, such as of each piece, shapes ().
+        norms: Norms of the weight and of its error alternately, such as of each piece, shapes ().
         ends: Smallest and largest scale, shapes (); empty if the row keeps its own.
     """
 
@@ -85,7 +85,7 @@ class Measured(NamedTuple):
 
     @classmethod
     def of(cls, norms: Sequence[Tensor], scale: Tensor | None) -> Self:
-        """Return what is reported of a weight, with its scale if that is reported."""
+        """Return the reported properties of a weight, with its scale if that is reported."""
         return cls(norms, () if scale is None else (scale.min(), scale.max()))
 
 
@@ -94,7 +94,7 @@ def with_measured(rows: Sequence[Row], measured: Mapping[int, Measured]) -> list
 
     Args:
         rows: Rows of operators.
-        measured: What is new of the weights, by the indices of their rows.
+        measured: New properties of the weights, keyed by the indices of their rows.
     """
     numbers = iter(accelerator.read([x for one in measured.values() for x in (*one.ends, *one.norms)]))
     results = list(rows)
@@ -182,7 +182,7 @@ class Report:
         weights: dict[str, set[str]] = {}
         for row in self.rows:
             weights.setdefault(row.name, set()).add(row.parameter)
-        several = {name for name, found in weights.items() if len(found - {""}) > 1}
+        several = {name for name, parameters in weights.items() if len(parameters - {""}) > 1}
         return [row.parameter if row.parameter and row.name in several else row.name for row in self.rows]
 
     def pass_table(self, name: str | None = None, *, full: bool = False) -> str:
@@ -206,7 +206,7 @@ class Report:
         """Passes that examined operators or sites and changed none of them, each with the most common reason."""
         reasons = {record.name: [change.what for change in record.changes] for record in self.passes}
         changed = {record.name for record in self.passes if any(change.changed for change in record.changes)}
-        return {name: max(found, key=found.count) for name, found in reasons.items() if found and name not in changed}
+        return {name: max(texts, key=texts.count) for name, texts in reasons.items() if texts and name not in changed}
 
     @property
     def random(self) -> list[str]:
@@ -235,7 +235,7 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return rows, passes, totals, and what draws random numbers as plain data."""
+        """Return rows, passes, totals, and sources of random numbers as plain data."""
         return {
             "rows": self.to_rows(),
             "passes": [asdict(record) for record in self.passes],
@@ -257,20 +257,20 @@ class Report:
         """
         from quark_fx.plan.page import bars, histograms
 
-        found = {}
+        charts = {}
         named = [*zip(self.labels, self.rows, strict=True)]
         if noisy := [(name, row.sqnr) for name, row in named if row.sqnr is not None and math.isfinite(row.sqnr)]:
             noise = [10 ** (-sqnr / 20) * 100 for _, sqnr in noisy]
-            found["noise"] = bars("Rounding noise of weights", [name for name, _ in noisy], noise, "% of the weight")
+            charts["noise"] = bars("Rounding noise of weights", [name for name, _ in noisy], noise, "% of the weight")
         if stored := [*{row.parameter: (name, row) for name, row in named if row.bytes_before}.values()]:
             after, before = [r.bytes_after / 1024 for _, r in stored], [r.bytes_before / 1024 for _, r in stored]
-            found["bytes"] = bars("Bytes of weights", [name for name, _ in stored], after, "KiB", before)
+            charts["bytes"] = bars("Bytes of weights", [name for name, _ in stored], after, "KiB", before)
         if timed := [record for record in self.passes if not math.isnan(record.seconds)]:
             seconds = [record.seconds for record in timed]
-            found["seconds"] = bars("Time of passes", [record.name for record in timed], seconds, "seconds")
+            charts["seconds"] = bars("Time of passes", [record.name for record in timed], seconds, "seconds")
         if self.histograms:
-            found["histograms"] = histograms("Activations that are clipped most, and their ranges", self.histograms)
-        return found
+            charts["histograms"] = histograms("Activations that are clipped most, and their ranges", self.histograms)
+        return charts
 
     @checked_call
     def html(self, path: str | Path, analysis: Page | None = None) -> None:
@@ -305,14 +305,14 @@ class Report:
     def tables(self) -> list[Table[Any]]:
         """Return the tables of the page: operators, changes of passes, and skipped operators."""
         changes = [(record.name, change) for record in self.passes for change in record.changes]
-        left = [(name, c.name, c.what) for name, c in changes if not c.changed]
-        left += [("quantize", name, r.reason) for name, r in zip(self.labels, self.rows, strict=True) if r.reason]
-        found: list[Table[Any]] = [self.operators(), Table("Passes", _PASSES, self.passes)]
+        skipped = [(name, c.name, c.what) for name, c in changes if not c.changed]
+        skipped += [("quantize", name, r.reason) for name, r in zip(self.labels, self.rows, strict=True) if r.reason]
+        tables: list[Table[Any]] = [self.operators(), Table("Passes", _PASSES, self.passes)]
         if done := [(name, change) for name, change in changes if change.changed]:
-            found.append(_changes("Changes by passes", done, full=True))
-        if left:
-            found.append(tuples("Skipped, with reasons", ("by", "operator", "reason"), left))
-        return found
+            tables.append(_changes("Changes by passes", done, full=True))
+        if skipped:
+            tables.append(tuples("Skipped, with reasons", ("by", "operator", "reason"), skipped))
+        return tables
 
     def __str__(self) -> str:
         lines = self.operators().lines()

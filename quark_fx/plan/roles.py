@@ -218,8 +218,8 @@ def _keeps(node: Node, value: Node) -> bool:
         return True
     if not is_pointwise(node):
         return False
-    others = (other for other in node.all_input_nodes if other is not value)
-    return all(_is_constant(other) or not _holds_floats(other) or _is_branch(other) for other in others)
+    operands = (other for other in node.all_input_nodes if other is not value)
+    return all(_is_constant(other) or not _holds_floats(other) or _is_branch(other) for other in operands)
 
 
 def _is_branch(value: Node) -> bool:

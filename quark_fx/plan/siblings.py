@@ -22,12 +22,12 @@ def siblings(operators: Iterable[PlannedOperator]) -> list[list[PlannedOperator]
     Siblings are matrix products of one module that read the same value, without routers and heads, and the stacks of
     experts of one module.
     """
-    found: dict[Hashable, list[PlannedOperator]] = {}
+    groups: dict[Hashable, list[PlannedOperator]] = {}
     for op in operators:
         key = shared_with_siblings(op)
         if key is not None and not op.roles:
-            found.setdefault(key, []).append(op)
-    return [group for group in found.values() if len(group) > 1]
+            groups.setdefault(key, []).append(op)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def shared_with_siblings(op: PlannedOperator) -> Hashable:

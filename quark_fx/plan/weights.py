@@ -98,8 +98,8 @@ class RoundedWeight:
         """Tell whether `quantize_tensor` returns the same tensor for these arguments."""
         if (self.spec, self.amax, self.pairs) != (spec, amax, pairs):
             return False
-        found = self.observed.qparams
-        return smallest is None or torch.equal(_raise_scale(found, smallest, spec).scale, found.scale)
+        qparams = self.observed.qparams
+        return smallest is None or torch.equal(_raise_scale(qparams, smallest, spec).scale, qparams.scale)
 
     def copied(self) -> QuantizedTensor:
         """Return a copy of the codes and scales."""
@@ -160,8 +160,8 @@ def quantize_tensor(
         outputs, inputs = _axes(x, linear)
         axis, block = _layout(x, spec, outputs, inputs, linear is not None and linear.stacked)
     else:
-        found = observed or observe_tensor(x, spec, linear, amax)
-        axis, block, qparams = found.axis, found.block, found.qparams
+        measured = observed or observe_tensor(x, spec, linear, amax)
+        axis, block, qparams = measured.axis, measured.block, measured.qparams
     if smallest_scale is not None:
         qparams = _raise_scale(qparams, smallest_scale, spec)
     if pairs is not None and not settled and spec.scheme.symmetric and pairs.has_own_scales(x, qparams.scale, axis):
@@ -179,8 +179,8 @@ def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, ax
     # Values that the observer chose to clip stay clipped.
     position = (x.float() / spread(qparams.scale, x, axis, block)).clamp_(*spec.scheme.limits)
     ratio = pairs.widening(position, joint=joint, doubled=spec.scale == POWER_OF_TWO)
-    wanted = qparams.scale.abs().double() * ratio.reshape(qparams.scale.shape)
-    scale = spec.scale.nearest(wanted).copysign(qparams.scale)
+    widened = qparams.scale.abs().double() * ratio.reshape(qparams.scale.shape)
+    scale = spec.scale.nearest(widened).copysign(qparams.scale)
     return QParams(torch.where(ratio.reshape(scale.shape) > 1, scale, qparams.scale), qparams.zero_point)
 
 
@@ -245,13 +245,13 @@ def _channels_of_groups(
     each kernel position.
     """
     order = x.movedim((inputs, outputs), (0, 1)).unflatten(0, (groups, -1)).transpose(1, 2)
-    found = _row_qparams(order.flatten(0, 1).flatten(1), spec, spec.scheme)
+    rows = _row_qparams(order.flatten(0, 1).flatten(1), spec, spec.scheme)
     if x.shape[outputs] == 1:
         each = x.shape[inputs] // groups
-        return inputs, 0, QParams(found.scale.repeat_interleave(each), found.zero_point.repeat_interleave(each))
+        return inputs, 0, QParams(rows.scale.repeat_interleave(each), rows.zero_point.repeat_interleave(each))
     kernel = [n for d, n in enumerate(x.shape) if d not in (inputs, outputs)]
     ones, sizes = ((groups, x.shape[outputs], *part) for part in ([1] * len(kernel), kernel))
-    spread = (p.reshape(ones).expand(sizes) for p in (found.scale, found.zero_point))
+    spread = (p.reshape(ones).expand(sizes) for p in (rows.scale, rows.zero_point))
     scale, zero_point = (p.movedim((0, 1), (inputs, outputs)).contiguous() for p in spread)
     return inputs, x.shape[inputs] // groups, QParams(scale, zero_point)
 
@@ -270,11 +270,11 @@ def _block_qparams(
         for part in _whole_and_rest(strip, -1, block):
             cells = part.unflatten(-2, (-1, height)).unflatten(-1, (-1, min(block, part.shape[-1]))).transpose(-3, -2)
             # Rows are independent; a histogram of every row at once would take gigabytes.
-            found = [observe(some) for some in cells.flatten(0, -3).flatten(1).split(_ROWS_AT_ONCE)]
+            qparams = [observe(rows) for rows in cells.flatten(0, -3).flatten(1).split(_ROWS_AT_ONCE)]
             parts.append(
                 [
                     torch.cat(p).reshape(cells.shape[:-2])
-                    for p in zip(*((q.scale, q.zero_point) for q in found), strict=True)
+                    for p in zip(*((q.scale, q.zero_point) for q in qparams), strict=True)
                 ]
             )
         strips.append([torch.cat(p, -1).repeat_interleave(height, -2) for p in zip(*parts, strict=True)])
@@ -309,7 +309,7 @@ def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParam
     return QParams(raised, qparams.zero_point)
 
 
-def rescale_zeros(weight: QuantizedTensor, wanted: Tensor, kind: ScaleFormat) -> QuantizedTensor:
+def rescale_zeros(weight: QuantizedTensor, scales: Tensor, kind: ScaleFormat) -> QuantizedTensor:
     """Replace the scale of channels whose codes all stand for zero; any scale gives the same values.
 
     Steps that depend on a weight's scale, such as the steps of an int32 bias, are coarse with a scale of 1, the default
@@ -317,13 +317,13 @@ def rescale_zeros(weight: QuantizedTensor, wanted: Tensor, kind: ScaleFormat) ->
 
     Args:
         weight: Quantized weight with one scale, or one per channel.
-        wanted: One scale per channel, 0 where any scale fits.
+        scales: One scale per channel, 0 where any scale fits.
         kind: Format of the scales.
     """
     used = weight.codes != weight.layout.spread(weight.zero_point).to(weight.codes.dtype)
     if weight.axis is None:
-        zeros, wanted = ~used.any(), wanted.max()
+        zeros, scales = ~used.any(), scales.max()
     else:
         zeros = ~used.movedim(weight.axis, 0).flatten(1).any(1)
-    new = kind.nearest(wanted.double()).to(weight.scale)
-    return replace(weight, scale=torch.where(zeros & (wanted > 0), new, weight.scale))
+    new = kind.nearest(scales.double()).to(weight.scale)
+    return replace(weight, scale=torch.where(zeros & (scales > 0), new, weight.scale))
