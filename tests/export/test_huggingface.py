@@ -522,7 +522,9 @@ def test_codes_that_would_be_torn_from_their_scales_are_refused(
         return as_saved(model, {name: tensor.flip(-1) for name, tensor in tensors.items()})
 
     monkeypatch.setattr("quark_fx.export.checkpoints.experts.as_saved", turned)
-    with pytest.raises(qfx.ExportError, match=r"down_proj: what transformers does .* cannot be done to its codes"):
+    with pytest.raises(
+        qfx.ExportError, match=r"down_proj: transformers changes this stack .* that its codes cannot follow"
+    ):
         qfx.export.huggingface(qmodel, tmp_path)
 
 

@@ -379,7 +379,7 @@ def test_operators_that_read_one_value_share_a_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "form", "why"),
     [
-        ("torch", "compressed-tensors", r"q_proj: a pass rotates what it reads .*target='vllm'"),
+        ("torch", "compressed-tensors", r"q_proj: a pass rotates its input .*target='vllm'"),
         ("vllm", "gptq", r"q_proj: GPTQ has no place for a matrix that rotates"),
         ("vllm", "awq", r"q_proj: AWQ has no place for a matrix that rotates"),
     ],
@@ -461,9 +461,9 @@ def rotate_whatever_the_target(gm: GraphModule) -> int:
 @pytest.mark.parametrize(
     ("kind", "fields", "why"),
     [
-        ("Qwen2", {}, rf"q_proj: what it reads is rotated, but {BIAS}; .*that pass \(only=\)"),
-        ("Llama", {"intermediate_size": 2048}, f"down_proj: what it reads is rotated, but {LARGE}"),
-        ("Llama", {"tie_word_embeddings": False}, f"lm_head: what it reads is rotated, but {HEAD}"),
+        ("Qwen2", {}, rf"q_proj: its input is rotated, but {BIAS}; .*that pass \(only=\)"),
+        ("Llama", {"intermediate_size": 2048}, f"down_proj: its input is rotated, but {LARGE}"),
+        ("Llama", {"tie_word_embeddings": False}, f"lm_head: its input is rotated, but {HEAD}"),
     ],
 )
 def test_what_a_pass_rotates_regardless_is_refused(kind: str, fields: Any, why: str, tmp_path: Path) -> None:

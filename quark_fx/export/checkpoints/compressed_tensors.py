@@ -62,7 +62,7 @@ class Schemes:
         """Return the scheme of a layer, and list the layer.
 
         Raises:
-            ExportError: If compressed-tensors has no scheme for it.
+            ExportError: If compressed-tensors lacks a scheme for it.
         """
         scheme, size = _scheme(layer), None
         if scheme["weights"]["strategy"] == "channel" and layer.stack:
@@ -87,9 +87,11 @@ class Schemes:
             others: Further entries.
         """
         schemes, members = self._schemes, self._members
-        experts = {layer.name for some in members.values() for layer in some if layer.stack}
+        experts = {layer.name for layers in members.values() for layer in layers if layer.stack}
         groups = {}
-        common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
+        common = Counter(
+            key for key, layers in members.items() for layer in layers if isinstance(layer.module, nn.Linear)
+        )
         # Readers that fuse layers need the class name; transformers uses the first group with it for all layers but
         # experts (`get_dense_scheme`).
         usual = [key for key, _ in common.most_common(1)]
@@ -131,10 +133,10 @@ class Schemes:
         if len(set(experts.values())) > 1:
             rule = "all experts of a checkpoint have the same"
             raise unholdable([f"{name}: {kind}; {rule}" for name, kind in experts.items()])
-        others = {layer.name: key for layer, key in layers if not layer.stack}
-        if _has_zero_points(self._schemes) and len(set(others.values())) > 1:
+        key_by_layer = {layer.name: key for layer, key in layers if not layer.stack}
+        if _has_zero_points(self._schemes) and len(set(key_by_layer.values())) > 1:
             rule = "transformers needs the same of all layers but experts, if one has zero points"
-            raise unholdable([f"{name}: {kinds[key]}; {rule}" for name, key in others.items()])
+            raise unholdable([f"{name}: {kinds[key]}; {rule}" for name, key in key_by_layer.items()])
 
 
 def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
@@ -152,8 +154,8 @@ def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         *_patterns(checkpoint.left_experts, checkpoint.experts),
         *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
     ]
-    others = {"kv_cache_scheme": cache, **transforms}
-    config = schemes.configuration(ignore, checkpoint.head, checkpoint.left_experts, **others)
+    entries = {"kv_cache_scheme": cache, **transforms}
+    config = schemes.configuration(ignore, checkpoint.head, checkpoint.left_experts, **entries)
     return _divisors(tensors) | scales | matrices, config
 
 
@@ -169,11 +171,11 @@ def _transforms(checkpoint: Checkpoint) -> Written:
         raise unholdable([f"{path}: {why}" for path in other])
     alike: list[tuple[Tensor, list[str]]] = []
     for path, matrix in checkpoint.rotations.items():
-        found = next((paths for known, paths in alike if torch.equal(known, matrix)), None)
-        if found is None:
+        same = next((paths for stored, paths in alike if torch.equal(stored, matrix)), None)
+        if same is None:
             alike.append((matrix, [path]))
         else:
-            found.append(path)
+            same.append(path)
     tensors, groups = dict[str, Tensor](), dict[str, Any]()
     for index, (matrix, paths) in enumerate(alike):
         size, name = len(matrix), f"R{index}"
@@ -219,7 +221,7 @@ def cache_of(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]
         raise unholdable(list(dict.fromkeys(errors)))
     (fmt,) = formats
     if fmt != str(FP8_E4M3):
-        warn(f"vLLM has caches in {FP8_E4M3} alone; this checkpoint's is in {fmt}, as compressed-tensors reads it")
+        warn(f"vLLM has caches in {FP8_E4M3} alone; this checkpoint's is in {fmt}, which compressed-tensors reads")
     return tensors, _arguments(parse_format(fmt), True, "tensor")
 
 
@@ -284,8 +286,8 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     dense = layer.is_linear and not layer.stack
     if not weight.is_symmetric and (activation is not None or not dense or strategy == "tensor"):
         raise ExportError(
-            "zero points, which it holds for weights of linear layers per channel or group, beside float activations "
-            "and of no experts; use symmetry='symmetric'"
+            "zero points, which it holds for weights of linear layers per channel or group with float activations, "
+            "but not of experts; use symmetry='symmetric'"
         )
     weights = _arguments(weight.format, weight.is_symmetric, strategy)
     weights["group_size"] = size
@@ -313,7 +315,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     elif not integer or not layer.is_linear:
         kind = "naive-quantized"  # transformers fails to find the `weight` of an embedding with packed codes
     else:
-        # Servers read integers beside activations packed, except 8 bits per channel.
+        # Servers read integers with activations packed, except 8 bits per channel.
         kind = "pack-quantized" if activation is None or size or weight.format.bits < 8 else "int-quantized"
     return {"weights": weights, "input_activations": inputs, "format": kind}
 
@@ -345,7 +347,7 @@ def _inputs(activation: Activation, channels: int) -> dict[str, Any]:
 
 
 _LOCAL = {"strategy": "tensor_group", "dynamic": "local", "scale_dtype": str(torch.float8_e4m3fn)}
-"""How the activations of NVFP4 are described: their scales are measured, the scale of these is calibrated."""
+"""Description of the activations of NVFP4: their scales are measured, the scale of these is calibrated."""
 
 
 _MXFP8 = "mxfp8-quantized"
@@ -410,9 +412,9 @@ def share_global_scales(tensors: dict[str, Tensor]) -> None:
         largest[mantissa] = max(largest.get(mantissa, unit), unit)
     for name, unit in scales.items():
         shared, scale = largest[float(torch.frexp(unit)[0])], name.replace("_global_scale", "_scale")
-        wanted = tensors[scale].float() * (unit / shared)
-        if bool((wanted.to(torch.float8_e4m3fn).float() == wanted).all()):
-            tensors |= {name: shared.clone(), scale: wanted.to(torch.float8_e4m3fn)}
+        rescaled = tensors[scale].float() * (unit / shared)
+        if bool((rescaled.to(torch.float8_e4m3fn).float() == rescaled).all()):
+            tensors |= {name: shared.clone(), scale: rescaled.to(torch.float8_e4m3fn)}
 
 
 def _arguments(fmt: Format, symmetric: bool, strategy: str, *, dynamic: bool = False) -> dict[str, Any]:

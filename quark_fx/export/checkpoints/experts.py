@@ -54,7 +54,7 @@ def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTe
     if stored.axis != 2 or scale.shape[:2] != codes.shape[:2]:
         raise ExportError("a stack whose scales are not per channel or in groups of inputs; choose one of these")
     if not _moves_rows(model, name, codes):
-        raise ExportError("what transformers does to this stack as it saves it cannot be done to its codes")
+        raise ExportError("transformers changes this stack when saving in a way that its codes cannot follow")
     parts, scales, zero_points = (taken_apart(model, name, t) for t in (codes, scale, zero_point.expand_as(scale)))
 
     def part(key: str) -> QuantizedTensor:

@@ -81,23 +81,23 @@ def _kind(weight: QuantizedTensor, group: int) -> str:
     Raises:
         ExportError: If no type supports them.
     """
-    fmt, held = weight.format, None
+    fmt, kind_name = weight.format, None
     if fmt.is_integer and not fmt.sign_magnitude:
         if not weight.has_offsets:
             zeros = not weight.is_symmetric
-            held = {4: "Q4_1" if zeros else "Q4_0", 5: "Q5_1" if zeros else "Q5_0"}.get(fmt.bits)
+            kind_name = {4: "Q4_1" if zeros else "Q4_0", 5: "Q5_1" if zeros else "Q5_0"}.get(fmt.bits)
             if not zeros:
-                held = held or {(8, group): "Q8_0", (3, 16): "Q3_K", (6, 16): "Q6_K"}.get((fmt.bits, group))
+                kind_name = kind_name or {(8, group): "Q8_0", (3, 16): "Q3_K", (6, 16): "Q6_K"}.get((fmt.bits, group))
         elif (fmt.bits, group) == (2, 16):
-            held = "Q2_K"
+            kind_name = "Q2_K"
         elif fmt.bits in (4, 5):
             halves = all(torch.equal(p.half().float(), p) for p in (weight.scale, weight.zero_point))
-            held = f"Q{fmt.bits}_{'1' if halves else 'K'}"
-            if held.endswith("K") and group != _BLOCK:
-                held = None
-    if held is None:
+            kind_name = f"Q{fmt.bits}_{'1' if halves else 'K'}"
+            if kind_name.endswith("K") and group != _BLOCK:
+                kind_name = None
+    if kind_name is None:
         raise ExportError(f"GGUF holds {_HELD}, not {fmt} in groups of {group}")
-    return held
+    return kind_name
 
 
 def _one_level(weight: QuantizedTensor, group: int, kind: str) -> Tensor:
@@ -126,11 +126,11 @@ def _levels(weight: QuantizedTensor, kind: ScaleFormat) -> list[Tensor]:
     Raises:
         ValueError: If no factors and multiples represent the values.
     """
-    found = []
+    levels = []
     for values in (weight.scale, -weight.zero_point)[: 1 + weight.has_offsets]:
         stored = kind.quantized(values.expand(len(weight.codes), -1))
-        found += [stored.scale.half().unsqueeze(-1), stored.codes.int().unflatten(-1, (stored.scale.shape[-1], -1))]
-    return found
+        levels += [stored.scale.half().unsqueeze(-1), stored.codes.int().unflatten(-1, (stored.scale.shape[-1], -1))]
+    return levels
 
 
 def _q2_k(weight: QuantizedTensor, d: Tensor, scale: Tensor, smallest: Tensor, offset: Tensor) -> Tensor:

@@ -109,9 +109,9 @@ class Reader:
         fields = {_plain(name): name for name in reading.GGUF_CONFIG_MAPPING}
         architecture, known_as = written.get(_plain(config.model_type)), fields.get(_plain(config.model_type))
         if architecture is None or known_as is None:
-            known = ", ".join(sorted(written[name] for name in fields if name in written))
+            supported = ", ".join(sorted(written[name] for name in fields if name in written))
             raise ExportError(
-                f"models of type {config.model_type} are not written as GGUF; known to its reader are {known}"
+                f"models of type {config.model_type} are not written as GGUF; known to its reader are {supported}"
             )
         rope = _rope(config).get("rope_type", "default")
         if rope != "default":
@@ -123,10 +123,10 @@ class Reader:
         keys = {key: field for key, field in reading.GGUF_CONFIG_MAPPING[known_as].items() if field}
         extra = _width_of_experts(model, names, package) | _gating(config, keys, package)
         extra |= _extra(config, keys, package)
-        found = cls(architecture, config, _fields(package) | keys, names, processor, extra)
-        found._require_keys()
-        found._require_alike(keys.values(), reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {}))
-        return found
+        reader = cls(architecture, config, _fields(package) | keys, names, processor, extra)
+        reader._require_keys()
+        reader._require_alike(keys.values(), reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {}))
+        return reader
 
     def metadata(self) -> Iterator[tuple[str, Any]]:
         """Yield the keys of the file and their values."""
@@ -148,16 +148,16 @@ class Reader:
         """
         stems = [ours for ours, theirs in self.names.items() if theirs == name]
         if not stems:
-            raise ExportError("the architecture has no tensor of that name in GGUF")
-        found = [place for stem in stems if (place := self._place(stem, tuple(shape), len(stems))) is not None]
-        rows = torch.cat([place.rows for place in found]) if found else torch.empty(0, dtype=torch.int64)
-        width = found[0].width if found else 1
-        if len(found) < len(stems) or not torch.equal(rows.sort().values, torch.arange(math.prod(shape) // width)):
+            raise ExportError("the architecture lacks a tensor of that name in GGUF")
+        places = [place for stem in stems if (place := self._place(stem, tuple(shape), len(stems))) is not None]
+        rows = torch.cat([place.rows for place in places]) if places else torch.empty(0, dtype=torch.int64)
+        width = places[0].width if places else 1
+        if len(places) < len(stems) or not torch.equal(rows.sort().values, torch.arange(math.prod(shape) // width)):
             raise ExportError(
                 "the GGUF reader transforms this tensor in a way that cannot be inverted, even in float; "
                 "choose another checkpoint format"
             )
-        return found
+        return places
 
     def _value(self, field: str) -> Any:
         return _rope(self.config).get(field, getattr(self.config, field, None))
@@ -172,9 +172,9 @@ class Reader:
             probed = (*shape[:-1], 2) if width > 1 else shape
             for stored in _shapes(probed, parts):
                 for name in names:
-                    if (found := self._moved(name, probed, stored)) is None:
+                    if (move := self._moved(name, probed, stored)) is None:
                         continue
-                    index, shift = found
+                    index, shift = move
                     if width > 1:
                         pairs = index.reshape(-1, 2)
                         if stored[-1] != 2 or (pairs % 2 != [0, 1]).any() or (pairs[:, 0] + 1 != pairs[:, 1]).any():
@@ -221,9 +221,9 @@ class Reader:
 
     def _require_keys(self) -> None:
         """Raise `ExportError` if the file would lack a key that llama.cpp requires."""
-        found = {key.removeprefix(f"{self.architecture}.") for key, _ in self.metadata()}
-        missing = [key for key in _REQUIRED if key not in found]
-        if not found & set(_EPSILONS):
+        keys = {key.removeprefix(f"{self.architecture}.") for key, _ in self.metadata()}
+        missing = [key for key in _REQUIRED if key not in keys]
+        if not keys & set(_EPSILONS):
             missing.append(" or ".join(_EPSILONS))
         if missing:
             raise ExportError(
@@ -233,8 +233,8 @@ class Reader:
 
     def _require_alike(self, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
         """Raise `ExportError` if readers assume another value than the model's for a field without a key."""
-        known = {field: value for field in fields if (value := self._value(field)) is not None}
-        mine, theirs = (config.to_dict() for config in (self.config, type(self.config)(**known, **defaults)))
+        values = {field: value for field in fields if (value := self._value(field)) is not None}
+        mine, theirs = (config.to_dict() for config in (self.config, type(self.config)(**values, **defaults)))
         differ = [
             f"{field} ({value!r}, and this model has {mine[field]!r})"
             for field, value in theirs.items()
@@ -243,7 +243,7 @@ class Reader:
         ]
         if differ:
             raise ExportError(
-                f"GGUF readers take values of their own for fields of {self.architecture} that they read no key for: "
+                f"GGUF readers assume other values for fields of {self.architecture} without a key: "
                 f"{', '.join(differ)}; choose a checkpoint"
             )
 
@@ -267,26 +267,26 @@ def _extra(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, Any]
     if share is not None and share != 1:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         values[rope.DIMENSION_COUNT] = int(width * share)
-    found = {key.removeprefix("{arch}."): value for key, value in values.items()}
+    entries = {key.removeprefix("{arch}."): value for key, value in values.items()}
     for key, other in (_EPSILONS, _EPSILONS[::-1]):  # the maps have one for all norms, llama.cpp one for each kind
         if other in keys:
-            found[key] = getattr(config, keys[other], None)
-    return {key: value for key, value in found.items() if key not in keys}
+            entries[key] = getattr(config, keys[other], None)
+    return {key: value for key, value in entries.items() if key not in keys}
 
 
 def _rope(config: Any) -> dict[str, Any]:
     """Return the position encoding; if layers differ, the encoding of the layers with full attention."""
-    found = getattr(config, "rope_parameters", None) or {}
-    return found.get("full_attention") or found
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return parameters.get("full_attention") or parameters
 
 
 def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dict[str, int]:
     """Return the key with the input size of an expert's down projection, whose name varies between configurations."""
     down = package.TENSOR_NAMES[package.MODEL_TENSOR.FFN_DOWN_EXP]
     stacks = (names.get(down.format(bid=layer)) for layer in range(model.config.num_hidden_layers))
-    found = next((model.get_parameter(name) for name in stacks if name), None)
+    stack = next((model.get_parameter(name) for name in stacks if name), None)
     key = package.Keys.LLM.EXPERT_FEED_FORWARD_LENGTH.removeprefix("{arch}.")
-    return {} if found is None else {key: found.shape[-1]}
+    return {} if stack is None else {key: stack.shape[-1]}
 
 
 def _gating(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, int]:

@@ -33,8 +33,8 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
     """Return the common bits and group size (-1: all inputs) of all layers."""
     groups = groups_of(layers)
     weights = (layer.weight for layer in layers)
-    found = Counter((weight.format.bits, row_or_group(weight, groups)) for weight in weights)
-    (common, _), *_ = found.most_common(1)
+    counts = Counter((weight.format.bits, row_or_group(weight, groups)) for weight in weights)
+    (common, _), *_ = counts.most_common(1)
 
     def check(layer: Layer) -> dict[str, Tensor]:
         weight = layer.weight
@@ -77,7 +77,7 @@ def gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
         }
 
     head = checkpoint.head
-    left = [f"^{re.escape(name)}$" for name in checkpoint.left if name != head]
+    in_float = [f"^{re.escape(name)}$" for name in checkpoint.left if name != head]
     # vLLM has one module for all experts of a layer, GPTQModel one per projection of each; the patterns match both.
     experts = [rf"^{literal(path)}\b" for path in common_paths(checkpoint.left_experts)]
     return each_layer(layers, write, shelf), {
@@ -89,7 +89,7 @@ def gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
         "pack_dtype": "int32",
         "lm_head": any(layer.name == head for layer in layers),
-        "dynamic": {f"-:{pattern}": {} for pattern in [*left, *experts]},
+        "dynamic": {f"-:{pattern}": {} for pattern in [*in_float, *experts]},
         "meta": {"quantizer": ["quark_fx"]},
     }
 

@@ -61,7 +61,7 @@ def model_card(qmodel: QuantizedModel, base: str, form: str) -> str:
 def _recipe(config: QuantConfig) -> str:
     try:
         return config.to_yaml().rstrip()
-    except ConfigError as error:  # a pass with an option that is no plain data
+    except ConfigError as error:  # a pass with an option that is not plain data
         return f"# {error}"
 
 

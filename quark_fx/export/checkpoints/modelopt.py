@@ -28,7 +28,7 @@ _NAMES = {
     "weight_global_scale": "weight_scale_2",
     "input_global_scale": "input_scale",
 }
-"""Names of tensors that differ from those of compressed-tensors."""
+"""Names of tensors that differ from the names in compressed-tensors."""
 
 _IN_FLOAT = ("vision_tower", "vision_model", "visual")
 """Parts of names of layers that vLLM never quantizes."""
@@ -50,9 +50,9 @@ def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     def write(layer: Layer) -> dict[str, Tensor]:
         scheme = schemes.add(layer)
         chosen[_algorithm(layer, scheme)] = None
-        first, *others = chosen
-        if others:
-            raise ExportError(f"{others[-1]}, beside {first}; a checkpoint has one algorithm for all layers")
+        first, *rest = chosen
+        if rest:
+            raise ExportError(f"{rest[-1]}, beside {first}; a checkpoint has one algorithm for all layers")
         require_read(layer.name, checkpoint.left)
         tensors = parts(layer, scheme)
         if (blocks := block_scales(layer.weight)) is not None:
@@ -81,8 +81,10 @@ def _algorithm(layer: Layer, scheme: Mapping[str, Any]) -> str:
     algorithm, other = _ALGORITHMS.get(key, ""), layer.stack or not layer.is_linear
     blocks = weights.get("block_structure") or [_BLOCK, _BLOCK]
     if not algorithm or other or blocks != [_BLOCK, _BLOCK] or (algorithm == "FP8" and inputs["dynamic"]):
-        held = ", ".join(_ALGORITHMS.values())
-        raise ExportError(f"{' '.join(filter(None, key))}; ModelOpt's layout holds {held} of linear layers but experts")
+        algorithms = ", ".join(_ALGORITHMS.values())
+        raise ExportError(
+            f"{' '.join(filter(None, key))}; ModelOpt's layout holds {algorithms} of linear layers but experts"
+        )
     return algorithm
 
 

@@ -60,16 +60,16 @@ def require_plain(model: Any) -> None:
                 built = type(model)(copy.deepcopy(model.config))
         except Exception as error:  # any error of the model's code
             raise ExportError(
-                f"{name} cannot be built from its configuration, as readers of a checkpoint do: "
+                f"{name} cannot be built from its configuration by readers of a checkpoint: "
                 f"{type(error).__name__}: {error}; use qmodel.save(directory)"
             ) from error
-    if found := list(_differences(model, built)):
-        more = f"\n  and {len(found) - _LISTED} more" * (len(found) > _LISTED)
+    if differences := list(_differences(model, built)):
+        more = f"\n  and {len(differences) - _LISTED} more" * (len(differences) > _LISTED)
         raise ExportError(
             f"readers of a checkpoint build {name} from config.json, and this model differs:\n  "
-            + "\n  ".join(found[:_LISTED])
+            + "\n  ".join(differences[:_LISTED])
             + f"{more}\nUndo that and quantize again (merge adapters: model.merge_and_unload(); change the "
-            "configuration instead of a module), or use qmodel.save or export.onnx, which store what it computes"
+            "configuration instead of a module), or use qmodel.save or export.onnx, which store its computation"
         )
 
 

@@ -149,16 +149,16 @@ def _write(tensors: list[Stored], writer: Any) -> list[tuple[str, str]]:
     """Write the data of all tensors after the header; return all errors, and write nothing after the first."""
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
-    found = dict[tuple[str, str], None]()
+    errors = dict[tuple[str, str], None]()
     for tensor in tensors:
         try:
             for piece in tensor.pieces():
-                if not found:
+                if not errors:
                     file.write(piece.contiguous().numpy().data)
             writer.write_padding(file, tensor.nbytes)
         except ExportError as error:
-            found[tensor.source, str(error)] = None
-    return list(found)
+            errors[tensor.source, str(error)] = None
+    return list(errors)
 
 
 def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list[Stored], list[tuple[str, str]]]:
@@ -194,7 +194,7 @@ def _floats(name: str, tensor: Tensor, reader: Reader, package: Any) -> Iterator
 
 
 def _float_rows(tensor: Tensor, place: Place) -> Callable[[slice], Tensor]:
-    return lambda some: place.values(tensor, some).view(torch.uint8)
+    return lambda rows: place.values(tensor, rows).view(torch.uint8)
 
 
 def _quantized(
@@ -223,7 +223,7 @@ def _quantized(
 
 def _block_rows(make: Callable[[], QuantizedTensor], place: Place, kind: str) -> Callable[[slice], Tensor]:
     matrix = make()
-    return lambda some: blocks_of(_rows(matrix, place.rows[some]), kind)
+    return lambda rows: blocks_of(_rows(matrix, place.rows[rows]), kind)
 
 
 def _rows(matrix: QuantizedTensor, rows: Tensor) -> QuantizedTensor:

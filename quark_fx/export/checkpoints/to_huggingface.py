@@ -169,17 +169,21 @@ def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> No
     """
     with quiet(), redirect_stderr(StringIO()), warnings.catch_warnings(action="ignore"):
         try:
-            found = type(shell).from_pretrained(directory, device_map="meta", output_loading_info=True)[1]
+            info = type(shell).from_pretrained(directory, device_map="meta", output_loading_info=True)[1]
         except ImportError:
             return  # compressed-tensors or accelerate is missing, so transformers cannot load the checkpoint here
         except Exception as error:  # any error of the reader's code
             why = f"{type(error).__name__}: {error}{_reader(error)}"
         else:
-            missing = sorted(found["missing_keys"])
+            missing = sorted(info["missing_keys"])
             why = f"it does not find {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}" * bool(missing)
-    left = [f"{path}.{leaf}" for path, module in shell.named_modules() for leaf in sorted(computed_leaves(module))]
+    parametrized = [
+        f"{path}.{leaf}" for path, module in shell.named_modules() for leaf in sorted(computed_leaves(module))
+    ]
     remedy = f"the class has to construct {', '.join([*computed][:3])} without parametrizations; or " * bool(computed)
-    remedy += f"remove the parametrizations of {', '.join(left[:3])} before quantizing; or " * bool(left)
+    remedy += f"remove the parametrizations of {', '.join(parametrized[:3])} before quantizing; or " * bool(
+        parametrized
+    )
     if why:
         raise ExportError(
             f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; {remedy}leave these "
@@ -191,9 +195,12 @@ def _reader(error: Exception) -> str:
     """Name the modules whose code reads a weight that a quantized layer lacks, if the traceback shows it."""
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     models = [
-        v for found in frames for v in found.values() if hasattr(v, "save_pretrained") and isinstance(v, nn.Module)
+        v
+        for variables in frames
+        for v in variables.values()
+        if hasattr(v, "save_pretrained") and isinstance(v, nn.Module)
     ]
-    reader = next((m for found in reversed(frames) if isinstance(m := found.get("module"), nn.Module)), None)
+    reader = next((m for variables in reversed(frames) if isinstance(m := variables.get("module"), nn.Module)), None)
     if not models or reader is None:
         return ""
     names = [name for name, module in models[0].named_modules() if type(module) is type(reader)]

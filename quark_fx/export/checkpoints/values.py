@@ -118,13 +118,15 @@ class Checkpoint:
     @property
     def left(self) -> list[str]:
         """All names of the modules, except experts, that stay in float and may be linear layers to a reader."""
-        quantized, found = {layer.name for layer in self.layers}, dict[str, Tensor]()
+        quantized, weights = {layer.name for layer in self.layers}, dict[str, Tensor]()
         for name, module in self.shell.named_modules():
             weight = self.tensors.get(f"{name}.weight")
             if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
-                found |= {} if name in quantized else {f"{name}.weight": weight}
+                weights |= {} if name in quantized else {f"{name}.weight": weight}
         unread = [name for name in self.unread if name.endswith(".weight")]
-        names = dict.fromkeys(name.removesuffix(".weight") for name in (*found, *as_saved(self.shell, found), *unread))
+        names = dict.fromkeys(
+            name.removesuffix(".weight") for name in (*weights, *as_saved(self.shell, weights), *unread)
+        )
         return [*names, *fused_names(names, self.fused)]
 
     @property
@@ -157,26 +159,26 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
             not from transformers.
     """
     try:
-        given = qmodel.source if model is None else model
-        if given is not None:
-            require_reader(given)
+        float_model = qmodel.source if model is None else model
+        if float_model is not None:
+            require_reader(float_model)
         require_no_hooks(qmodel, model)
-        source, found = placed(qmodel, model, at_readers=True)
+        source, correspondence = placed(qmodel, model, at_readers=True)
     except QuarkError as error:
         raise ExportError(str(error)) from error
-    if branched := sorted(found.rounding.branches):
+    if branched := sorted(correspondence.rounding.branches):
         raise ExportError(
             "checkpoints have no place for the branches in float that LowRank computes beside "
             f"{', '.join(branched)}; save() the quantized model, export it to ONNX, or quantize without LowRank"
         )
     files = qmodel.config.target.checkpoints
-    layers = _layers(source, found, head=_head(source), unrotated=files.unrotated)
+    layers = _layers(source, correspondence, head=_head(source), unrotated=files.unrotated)
     require_plain(source)
-    read = found.rounding.inputs.items()
+    read = correspondence.rounding.inputs.items()
     rotations = {path: _whole(activation.factors[0]) for path, activation in read if activation.factors}
     shell: Any = copy.deepcopy(source)
     state = shell.state_dict(keep_vars=True)
-    taken = {n: c.value() for n, c in found.constants.items() if c.is_float and n in state}
+    taken = {n: c.value() for n, c in correspondence.constants.items() if c.is_float and n in state}
     tensors = {n: t for n, t in state.items() if not t.is_meta} | taken
     tied = _tied(shell)
     if any(layer.name in tied for layer in layers):
@@ -184,24 +186,38 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     tensors = _apart_unless_declared(shell, tensors)
     apart = {name: list(taken_apart(shell, name, tensor)) for name, tensor in tensors.items()}
     stacks = {name: names for name, names in apart.items() if names}
-    rows = {layer.stack: partial(stacked_rows, found.constants[layer.stack]) for layer in layers if layer.stack}
+    rows = {
+        layer.stack: partial(stacked_rows, correspondence.constants[layer.stack]) for layer in layers if layer.stack
+    }
     floats = [row.name for row in qmodel.report() if row.kind == ATTENTION.kind and row.reason]
-    computed = {name: stored.sources for name, stored in found.stored.items()}
+    computed = {name: stored.sources for name, stored in correspondence.stored.items()}
     if computed:
         shown = [f"{name} for {', '.join(sources)}" for name, sources in computed.items()]
         warn(
-            f"the checkpoint stores computed weights, not what they are computed from: {some_of(shown)}; it loads into "
+            f"the checkpoint stores computed weights, not their sources: {some_of(shown)}; it loads into "
             "the class without these parametrizations"
         )
     left_out = {name for sources in computed.values() for name in sources}
     unread = {name: read for name, read in _unread(shell, state).items() if name not in left_out}
     return Checkpoint(
-        *(shell, layers, tensors, stacks, rows, rotations, found.attentions, floats, files.fused, unread, computed)
+        *(
+            shell,
+            layers,
+            tensors,
+            stacks,
+            rows,
+            rotations,
+            correspondence.attentions,
+            floats,
+            files.fused,
+            unread,
+            computed,
+        )
     )
 
 
 def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """Return tensors of the source that the class lacks; warn about those that are lost."""
+    """Return tensors of the source that the class lacks; warn about lost ones."""
     if (opened := unread_tensors(shell)) is not None:
         return {name: partial(opened.tensor, name) for name in opened.files if name not in state}
     directory = _directory_of(shell)
@@ -226,8 +242,8 @@ def _directory_of(model: Any) -> Path | None:
     if name and not Path(name, "config.json").is_file():
         hub = importlib.import_module("huggingface_hub")
         with suppress(ValueError):  # `name` is not a repository
-            found = hub.try_to_load_from_cache(name, "config.json")
-            return Path(found).parent if isinstance(found, str) else None
+            file = hub.try_to_load_from_cache(name, "config.json")
+            return Path(file).parent if isinstance(file, str) else None
     return Path(name) if name and Path(name, "config.json").is_file() else None
 
 
@@ -276,7 +292,7 @@ def require_weights_alone(checkpoint: Checkpoint, form: str) -> None:
     """Raise `ExportError` if keys or values are rounded, or activations rotated: the format does not support it."""
     errors = [f"{path}: {form} has no place for quantized keys and values" for path in checkpoint.caches]
     errors += [
-        f"{path}: {form} has no place for a matrix that rotates what it reads; use format='compressed-tensors'"
+        f"{path}: {form} has no place for a matrix that rotates its input; use format='compressed-tensors'"
         for path in checkpoint.rotations
     ]
     if errors:
@@ -285,16 +301,16 @@ def require_weights_alone(checkpoint: Checkpoint, form: str) -> None:
 
 def _whole(factor: Factor) -> Tensor:
     """Return the matrix of a rotation, in float32."""
-    left, right = factor.tensors
-    return torch.kron(left.float(), right.float())
+    first, second = factor.tensors
+    return torch.kron(first.float(), second.float())
 
 
-def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Unrotated | None) -> list[Layer]:
+def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unrotated: Unrotated | None) -> list[Layer]:
     """Return the modules with quantized weights; raise one error about all that no format supports.
 
     Args:
         model: Original model.
-        found: Constants and rounding of its modules.
+        correspondence: Constants and rounding of its modules.
         head: Path of the module that projects to the vocabulary.
         unrotated: Value of `CheckpointFiles.unrotated`.
     """
@@ -303,20 +319,25 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
 
     @lru_cache(maxsize=1)  # the matrices of a stack are copies, and are requested one after another
     def apart(name: str) -> dict[str, QuantizedTensor]:
-        return matrices(model, name, found.constants[name])
+        return matrices(model, name, correspondence.constants[name])
 
     def of_expert(name: str, key: str) -> QuantizedTensor:
         return apart(name)[key]
 
-    paths = {path: name for name, c in found.constants.items() if not c.is_float for path in [name.rpartition(".")[0]]}
-    for name, constant in found.constants.items():
+    paths = {
+        path: name
+        for name, c in correspondence.constants.items()
+        if not c.is_float
+        for path in [name.rpartition(".")[0]]
+    }
+    for name, constant in correspondence.constants.items():
         if constant.is_float:
             continue
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         try:
             if experts := apart(name):
-                if path in found.rounding.inputs:
+                if path in correspondence.rounding.inputs:
                     raise ExportError("the activations of experts are quantized or rotated; keep them in float")
                 layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
                 continue
@@ -337,7 +358,7 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
                     f"{leaf} of a {type(module).__name__}, {shape}"
                 )
             matrix_of(constant)  # raise early for weights that are not matrices
-            read = found.rounding.inputs.get(path)
+            read = correspondence.rounding.inputs.get(path)
             rounded = read if read is not None and read.rounds else None
             layers.append(Layer(path, module, partial(matrix_of, constant), rounded))
         except ExportError as error:
@@ -347,29 +368,31 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
             )
     errors += [
         f"{p}: its activation is quantized and its weight is not"
-        for p, activation in found.rounding.inputs.items()
+        for p, activation in correspondence.rounding.inputs.items()
         if activation.rounds and p not in paths
     ]
-    for p, activation in found.rounding.outputs.items():
+    for p, activation in correspondence.rounding.outputs.items():
         what = "quantized" if activation.rounds else f"multiplied by a pass at run time; {_UNROTATED}"
         errors.append(f"{p or 'the model'}: its result is {what}")
-    errors += [f"{p}: a pass rewrote what it computes" for p in found.slices.keys() - found.computed.keys()]
-    for p, sources in found.computed.items():
-        why = "its code multiplies or adds what fold_batch_norm folded into its weights; quantize without that pass"
+    errors += [
+        f"{p}: a pass rewrote its computation" for p in correspondence.slices.keys() - correspondence.computed.keys()
+    ]
+    for p, sources in correspondence.computed.items():
+        why = "its code multiplies or adds a value that fold_batch_norm folded into weights; quantize without that pass"
         if sources:
             why = (
                 f"its weight is computed from {', '.join(sources)}; before quantizing, store it as the module's "
                 "weight: torch.nn.utils.parametrize.remove_parametrizations, or merge the adapter"
             )
         errors.append(f"{p or 'the model'}: {why}")
-    errors += [f"{p}: it is folded into its neighbor" for p in found.identities]
+    errors += [f"{p}: it is folded into its neighbor" for p in correspondence.identities]
     errors += [
         f"{p}: fold_batch_norm gave it a factor or offset that the model's code applies; quantize without that pass"
-        for p, _, _ in found.maps
+        for p, _, _ in correspondence.maps
     ]
     errors += [
         f"{p}: {why}"
-        for p, activation in found.rounding.inputs.items()
+        for p, activation in correspondence.rounding.inputs.items()
         if activation.factors
         and (why := _unrotatable(model.get_submodule(p), activation, unrotated, is_head=p == head))
     ]
@@ -387,19 +410,19 @@ def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated
     """Return the reason why a checkpoint does not support the factors of a module's input; empty if it does."""
     rotations = [factor for factor in activation.factors if factor.by_rows]
     if len(activation.factors) > len(rotations):
-        return "a pass multiplies what it reads; quantize without explicit=True of that pass"
+        return "a pass multiplies its input; quantize without explicit=True of that pass"
     if unrotated is None:
         return (
-            f"a pass rotates what it reads at run time; {UNROTATED}, or quantize for target='vllm' and "
+            f"a pass rotates its input at run time; {UNROTATED}, or quantize for target='vllm' and "
             "format='compressed-tensors'"
         )
     if len(rotations) > 1:
-        return f"what it reads is rotated more than once; {_UNROTATED}"
+        return f"its input is rotated more than once; {_UNROTATED}"
     kinds = ["linear"] * isinstance(module, nn.Linear) + [HEAD] * is_head
     bias: Tensor | None = getattr(module, "bias", None)
     size = math.prod(len(tensor) for tensor in rotations[0].tensors)
     why = unrotated(kinds, bias is not None, size)
-    return f"what it reads is rotated, but {why}; {_UNROTATED}" if why else ""
+    return f"its input is rotated, but {why}; {_UNROTATED}" if why else ""
 
 
 _EXCLUDE = "config.replace(exclude=(*config.exclude, {}))"
@@ -434,12 +457,12 @@ def _apart_unless_declared(shell: Any, tensors: dict[str, Tensor]) -> dict[str, 
     """Copy tensors that share memory unless readers tie them, so that each name has its values."""
     ties = getattr(shell.config.get_text_config(), "tie_word_embeddings", False)
     declared = dict(shell.all_tied_weights_keys) if ties else {}
-    tied, known, found = {*declared, *declared.values()}, set[int](), dict[str, Tensor]()
+    tied, places, separate = {*declared, *declared.values()}, set[int](), dict[str, Tensor]()
     for name, tensor in tensors.items():
         place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.detach().clone() if place in known and name not in tied else tensor
-        known.add(place)
-    return found
+        separate[name] = tensor.detach().clone() if place in places and name not in tied else tensor
+        places.add(place)
+    return separate
 
 
 def _tied(model: nn.Module) -> set[str]:
