@@ -56,11 +56,11 @@ class CacheScales:
                 if not value.dim():
                     continue  # the window of a layer
                 if value.dim() != 4 or not value.is_floating_point():
-                    raise ExportError(f"{name} is no cache of keys or values: {value.dtype}, {tuple(value.shape)}")
-                found = value.float().abs().amax((0, 2), keepdim=True)
-                largest[name] = torch.maximum(largest.get(name, found), found)
+                    raise ExportError(f"{name} is not a cache of keys or values: {value.dtype}, {tuple(value.shape)}")
+                magnitudes = value.float().abs().amax((0, 2), keepdim=True)
+                largest[name] = torch.maximum(largest.get(name, magnitudes), magnitudes)
         if not largest:
-            raise CalibrationError("there are no batches to measure the cache on; pass at least one")
+            raise CalibrationError("measuring the cache needs batches; pass at least one")
         if bad := [name for name, value in largest.items() if not value.isfinite().all()]:
             raise CalibrationError(f"values that are not finite in {', '.join(bad)}")
         return cls({name: torch.where(value > 0, value, 127.0) / 127 for name, value in largest.items()})
@@ -82,7 +82,7 @@ class CacheScales:
                 layer = getattr(module, "layer_idx", None)
                 if not _is_of_a_cache(entering):
                     raise ExportError(
-                        f"{path} rounds its {name} otherwise than an int8 cache does; set kv_cache=TensorSpec("
+                        f"{path} rounds its {name} differently from an int8 cache; set kv_cache=TensorSpec("
                         "format=INT8, granularity='channel'), symmetric and without rotated keys"
                     )
                 if layer is None:
@@ -97,8 +97,8 @@ class CacheScales:
         """Read the scales from a graph that `GenerationQuantizer` wrote; empty for a float cache."""
         from quark_fx.export.to_onnx.edit import array_of
 
-        found = {_SCALE.fullmatch(name): array_of(value) for name, value in program.graph.initializers.items()}
-        scales = {m[1]: torch.from_numpy(array.copy()) for m, array in found.items() if m and array is not None}
+        arrays = {_SCALE.fullmatch(name): array_of(value) for name, value in program.graph.initializers.items()}
+        scales = {m[1]: torch.from_numpy(array.copy()) for m, array in arrays.items() if m and array is not None}
         return cls(scales)
 
     def cache(self, *, prompt_in_float: bool = True) -> Any:

@@ -40,25 +40,25 @@ def name_cache(graph: ir.Graph) -> int:
     """
     _drop_windows(graph)
     cut = cut_layers(graph)
-    found: dict[tuple[str, int], dict[str, ir.Value]] = {}
+    pairs: dict[tuple[str, int], dict[str, ir.Value]] = {}
     unknown = []
     for value in (*graph.inputs, *graph.outputs):
         match = _TRACED.fullmatch(value.name or "")
         if match is not None:
             side, layer, kind = match.groups()
-            found.setdefault((side, int(layer)), {})[kind] = value
+            pairs.setdefault((side, int(layer)), {})[kind] = value
         elif value.name not in (*_FED, "logits"):
             unknown.append(value.name)
-    layers = sorted({layer for _, layer in found})
+    layers = sorted({layer for _, layer in pairs})
     halves = [("input", layer) for layer in layers] + [("output", layer) for layer in layers]
-    odd = [f"layer {n}" for side, n in halves if n in cut or not _one_size(found.get((side, n), {}))]
+    odd = [f"layer {n}" for side, n in halves if n in cut or not _one_size(pairs.get((side, n), {}))]
     if unknown or odd or not layers:
         what = ", ".join([*map(str, unknown), *dict.fromkeys(odd)]) or "no cache"
         raise ExportError(
             f"GenAI generates with tokens and with keys and values of one size for each layer; this model has {what}; "
             "use GenerationQuantizer and generator"
         )
-    for (side, layer), pair in found.items():
+    for (side, layer), pair in pairs.items():
         for kind, value in pair.items():
             value.name = _CACHE[side] % layer + kind
             value.shape = _with_sizes(value)
@@ -143,8 +143,8 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
 
 def token_of(model: Any, name: str) -> Any:
     """Return the begin or end token, or tokens, of a model; `None` if it has none."""
-    found = getattr(model.generation_config, name, None)
-    return getattr(model.config.get_text_config(decoder=True), name, None) if found is None else found
+    token = getattr(model.generation_config, name, None)
+    return getattr(model.config.get_text_config(decoder=True), name, None) if token is None else token
 
 
 def require_context_length(model: Any) -> int:
@@ -153,13 +153,13 @@ def require_context_length(model: Any) -> int:
     Raises:
         ExportError: If its configuration does not contain it.
     """
-    found = context_length(model.config)
-    if found is None:
+    length = context_length(model.config)
+    if length is None:
         raise ExportError(
             f"the configuration of {type(model).__name__} does not say how many tokens it reads; set "
             "model.config.max_position_embeddings"
         )
-    return found
+    return length
 
 
 def _templates(prefix: str, side: str) -> dict[str, str]:

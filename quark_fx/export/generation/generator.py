@@ -84,7 +84,9 @@ def _run(exported: Any, inputs: dict[str, Any]) -> Any:
             "export_for_generation(..., multi_token_decode=True)"
         )
     if mask is not None and "attention_mask" not in shapes and not mask.all():
-        raise ExportError("these graphs read no attention mask, and this batch is padded; export with a padded example")
+        raise ExportError(
+            "these graphs do not read an attention mask, and this batch is padded; export with a padded example"
+        )
     if mask is None:  # `generate` drops a mask of ones, but a graph with a mask reads it
         inputs["attention_mask"] = tokens.new_ones(len(tokens), past + tokens.shape[1])
     output = runner(**inputs)

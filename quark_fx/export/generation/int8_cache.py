@@ -20,10 +20,10 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
     Raises:
         ExportError: If the graph has another cache than the measured one, or does more than append to it.
     """
-    taken, given = cache_of(model.graph.inputs), cache_of(model.graph.outputs)
-    if unknown := sorted((taken.keys() | given.keys()) ^ cache.scales.keys()):
+    taken, returned = cache_of(model.graph.inputs), cache_of(model.graph.outputs)
+    if unknown := sorted((taken.keys() | returned.keys()) ^ cache.scales.keys()):
         raise ExportError(f"the graph and the measured cache differ in {', '.join(unknown)}; measure this model's")
-    for name, output in given.items():
+    for name, output in returned.items():
         scale = add_array(model, f"{name}_scale", cache.scales[name].numpy(force=True).astype(np.float32))
         if output.dtype != ir.DataType.FLOAT:
             raise ExportError(f"{name} is {output.dtype}; an int8 cache is for float32 models: quantize model.float()")
@@ -39,7 +39,7 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
             _append_codes(node, past, output, scale)
         else:
             raise ExportError(f"{name} is made by {node.op_type}; an int8 cache is for caches that grow")
-    return len(given)
+    return len(returned)
 
 
 def _appends(node: ir.Node) -> bool:

@@ -56,7 +56,7 @@ class GenerationQuantizer:
 
     def __post_init__(self) -> None:
         if self.cache is not None and not isinstance(self.cache, CacheScales):
-            raise ExportError(f"cache is what CacheScales.measure or CacheScales.of returns, not {self.cache!r}")
+            raise ExportError(f"cache must be a result of CacheScales.measure or CacheScales.of, not {self.cache!r}")
         _hook_into_transformers()
         self._chosen()
 
@@ -82,18 +82,18 @@ class GenerationQuantizer:
 
         if not any(node.op_type in ("DequantizeLinear", "DequantizeBlocks") for node in model.graph):
             raise ExportError(
-                "this graph has no quantized weights: export `qmodel.eager()`, where `qmodel` is what quantize() "
-                "returned for a configuration with integers or 8-bit floats"
+                "this graph has no quantized weights: export `qmodel.eager()`, where `qmodel` is the result of "
+                "quantize() for a configuration with integers or 8-bit floats"
             )
         for prepare in PREPARATIONS:
             prepare(model)
         chosen, options = self._chosen()
-        kept = write_in_format(model, chosen, options, ONNX.onnx)
+        parts = write_in_format(model, chosen, options, ONNX.onnx)
         look_up_codes(model)
         if self.cache is not None:
             use_int8_cache(model, self.cache)
-        for left in kept:
-            logger.info("%s (%s) stays in pairs: %s", left.name, left.operator, left.reason)
+        for part in parts:
+            logger.info("%s (%s) stays in pairs: %s", part.name, part.operator, part.reason)
         opset = model.opset_imports[""]
         require_types(model, opset)
         model.ir_version = ir_version(opset)

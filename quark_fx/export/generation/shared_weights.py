@@ -72,11 +72,11 @@ def _plain_name(name: object) -> str:
         ValueError: If it leads out of the folder.
     """
     if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name or "\0" in name:
-        raise ValueError(f"{brief(name)} is no file beside it")
+        raise ValueError(f"{brief(name)} is not a file in its folder")
     return name
 
 
-def _loaded(path: Path, known: set[str]) -> ir.Model:
+def _loaded(path: Path, data_files: set[str]) -> ir.Model:
     """Return a graph; all its tensors must be in the data files of the export."""
     import onnx_ir as ir
 
@@ -85,9 +85,9 @@ def _loaded(path: Path, known: set[str]) -> ir.Model:
     try:
         model = ir.load(path)
         tensors = list(external_tensors(model))
-        sizes = {name: (path.parent / name).stat().st_size for name in known if (path.parent / name).exists()}
+        sizes = {name: (path.parent / name).stat().st_size for name in data_files if (path.parent / name).exists()}
     except Exception as error:  # protobuf and onnx_ir raise various errors for files that are not graphs
-        raise ExportError(f"{path} is no ONNX graph: {type(error).__name__}: {brief(str(error))}") from error
+        raise ExportError(f"{path} is not an ONNX graph: {type(error).__name__}: {brief(str(error))}") from error
     for tensor in tensors:
         if str(tensor.location) not in sizes:
             raise ExportError(
@@ -113,38 +113,38 @@ def _rewrite(path: Path, model: ir.Model, places: Places) -> int:
         raise ExportError(
             f"{path} holds tensors in inner graphs ({inner[0]}), which cannot be shared; leave it as it is"
         )
-    shared, own = 0, []
+    shared, values = 0, []
     for value in model.graph.initializers.values():
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor):
             continue
         digest = hashlib.sha256(tensor.tobytes()).digest()
-        known = places.get(digest)
-        if known is None:
-            own.append((digest, value))
+        tensor_there = places.get(digest)
+        if tensor_there is None:
+            values.append((digest, value))
         else:
-            value.const_value = relocated(tensor, known.location, known, known.base_dir)
+            value.const_value = relocated(tensor, tensor_there.location, tensor_there, tensor_there.base_dir)
             shared += 1
     before = data.stat().st_size if data.exists() else 0
     if shared:
-        _save(model, path, data, [value for _, value in own])
-    for digest, value in own:
+        _save(model, path, data, [value for _, value in values])
+    for digest, value in values:
         assert isinstance(value.const_value, ir.ExternalTensor)
         places[digest] = value.const_value
     return before - (data.stat().st_size if data.exists() else 0)
 
 
-def _save(model: ir.Model, path: Path, data: Path, own: list[ir.Value]) -> None:
+def _save(model: ir.Model, path: Path, data: Path, values: list[ir.Value]) -> None:
     """Write a graph, and its own tensors to `data`, which is created even if empty because readers require it."""
     import onnx_ir as ir
 
     from quark_fx.export.whole_files import put_in_place, relocated
 
-    tensors = [value.const_value for value in own if value.const_value is not None]
+    tensors = [value.const_value for value in values if value.const_value is not None]
     with writing(path), new_folder(path.parent, f".{path.name}-") as staging:
         (staging / data.name).touch()
         written = ir.external_data.convert_tensors_to_external(tensors, staging, data.name)
-        for value, tensor in zip(own, written, strict=True):
+        for value, tensor in zip(values, written, strict=True):
             assert isinstance(tensor, ir.ExternalTensor)
             value.const_value = relocated(tensor, data.name, tensor, path.parent)
         ir.save(model, staging / path.name)

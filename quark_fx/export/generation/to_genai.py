@@ -104,12 +104,12 @@ def require_generator(model: nn.Module) -> None:
     except (KeyError, AttributeError, ValueError) as error:
         raise ExportError(f"{name} has a cache that is not known here ({error!r})") from error
     # The exporters trace sliding layers as layers that keep all tokens; the window is in the mask.
-    known = (DynamicLayer, DynamicSlidingWindowLayer)
-    kinds = [type(layer).__name__ for layer in layers if type(layer) not in known]
+    supported = (DynamicLayer, DynamicSlidingWindowLayer)
+    kinds = [type(layer).__name__ for layer in layers if type(layer) not in supported]
     if kinds or not layers:
-        found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "no layers"
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "no layers"
         raise ExportError(
-            f"{name} has a cache of other layers than keys and values of all tokens: {found} of {len(layers)}; use "
+            f"{name} has a cache of other layers than keys and values of all tokens: {counts} of {len(layers)}; use "
             "GenerationQuantizer and generator"
         )
 

@@ -19,10 +19,10 @@ def name_codes(model: ir.Model) -> int:
     named = 0
     for node in model.graph:
         codes, scale = node.inputs[:2] if node.op_type == "DequantizeLinear" else (None, None)
-        found = _SCALE.fullmatch(scale.name or "") if scale is not None else None
-        if codes is None or not codes.is_initializer() or scale is None or found is None:
+        match = _SCALE.fullmatch(scale.name or "") if scale is not None else None
+        if codes is None or not codes.is_initializer() or scale is None or match is None:
             continue
-        name = ".".join(filter(None, found.groups()))
+        name = ".".join(filter(None, match.groups()))
         for value, new in ((codes, f"{name}_codes"), (scale, f"{name}_scale")):
             if new not in model.graph.initializers:
                 value.name = new
