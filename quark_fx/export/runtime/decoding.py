@@ -157,8 +157,8 @@ def _of_genai(path: Path) -> _Folder:
             mask = np.ones((1, length), np.int64)
             feed = {"input_ids": new[None].numpy(), "position_ids": positions, "attention_mask": mask}
             feed = {name: value for name, value in feed.items() if name in inputs} | dict(zip(past, cache, strict=True))
-            found, *cache = session.run(["logits", *present], feed)
-            logits.append(torch.from_numpy(found[0, -1]))
+            scores, *cache = session.run(["logits", *present], feed)
+            logits.append(torch.from_numpy(scores[0, -1]))
         return torch.stack(logits)
 
     def decode(prompt: dict[str, Tensor], tokens: Tensor) -> Sequence[Tensor]:
@@ -180,16 +180,16 @@ def _in_torch(model: nn.Module, config: Any) -> nn.Module:
     """Return the transformers module to compare with."""
     if isinstance(model, QuantizedModel):
         try:
-            known = model.source is not None or config is None
-            model = model.eager(None if known else _of_the_same_class(config))
+            has_class = model.source is not None or config is None
+            model = model.eager(None if has_class else _of_the_same_class(config))
         except QuarkError as error:
             raise ExportError(
                 f"the quantized model does not decode in torch: {error}; pass the exported module instead"
             ) from error
     if not callable(getattr(model, "generate", None)):
         raise ExportError(
-            f"a {type(model).__name__} does not generate; give the exported transformers model, or what quantize() "
-            "returned"
+            f"a {type(model).__name__} does not generate; give the exported transformers model, or the result "
+            "of quantize()"
         )
     if model.training:
         raise ExportError(
@@ -210,8 +210,10 @@ def _of_the_same_class(config: Any) -> nn.Module:
 def _prompt(batch: Any, number: int) -> dict[str, Tensor]:
     """Return the arguments of `generate` in a batch."""
     args, kwargs = split_batch(batch)
-    given = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
-    prompt = {name: given[name] for name in ("input_ids", "attention_mask") if isinstance(given.get(name), Tensor)}
+    arguments = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
+    prompt = {
+        name: arguments[name] for name in ("input_ids", "attention_mask") if isinstance(arguments.get(name), Tensor)
+    }
     tokens = prompt.get("input_ids")
     if tokens is None or tokens.dim() != 2 or not tokens.numel() or tokens.is_floating_point():
         raise ExportError(f"batch {number} lacks prompts: pass input_ids of shape (batch, tokens)")

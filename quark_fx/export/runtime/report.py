@@ -154,7 +154,9 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), not_run: tuple[NotR
         raise ExportError("the report needs onnxruntime: pip install 'quark_fx[onnx]'")
     original = ir.load(path)
     if not unloaded and (vendor := PREFIXES.keys() & original.opset_imports.keys()):
-        raise ExportError(f"ONNX Runtime has no kernels for {', '.join(vendor)}; the vendor's tools say what they run")
+        raise ExportError(
+            f"ONNX Runtime has no kernels for {', '.join(vendor)}; the vendor's tools report their support"
+        )
     nodes, conversions = ((), 0) if unloaded else _optimized(path, original, None)
     size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
     return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size, not_run)
@@ -325,8 +327,8 @@ def _reason(node: ir.Node) -> str:
         return "nothing it reads is quantized"
     wide = [d.inputs[0].dtype for d in dequantized if d is not None and d.inputs[0] is not None]
     if any(not _is_eight_bit(dtype) for dtype in wide):
-        known = ", ".join(sorted({str(dtype).lower() for dtype in wide if dtype is not None}))
-        return f"there is no kernel for {known or 'codes of unknown type'}"
+        types = ", ".join(sorted({str(dtype).lower() for dtype in wide if dtype is not None}))
+        return f"there is no kernel for {types or 'codes of unknown type'}"
     if not all(dequantized):
         return "not all it reads is quantized"
     readers = [use.node.op_type for output in node.outputs for use in output.uses()]

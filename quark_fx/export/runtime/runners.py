@@ -237,8 +237,8 @@ class OpenVinoRunner(FileRunner):
         self.metadata = {}
         if model is not None:
             self.metadata = dict(model.metadata_props)
-            own = tuple(str(value.name) for value in model.graph.outputs)  # OpenVINO may have several names for one
-            self.outputs = own if len(own) == len(self.outputs) else self.outputs
+            names = tuple(str(value.name) for value in model.graph.outputs)  # OpenVINO may have several names for one
+            self.outputs = names if len(names) == len(self.outputs) else self.outputs
 
     def run_arrays(self, feed: Mapping[str, np.ndarray]) -> list[Any]:
         self._request.infer(dict(feed))

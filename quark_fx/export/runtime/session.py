@@ -72,8 +72,8 @@ def adds_pairs_in_16_bits() -> bool:
     graph = ir.Graph([codes], product.outputs, nodes=[product], initializers=[constant], opset_imports={"": 21})
     source = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
     session = onnxruntime.InferenceSession(source, session_options(optimize=False), providers=["CPUExecutionProvider"])
-    (made,) = session.run(None, {"codes": np.full((1, 2), 255, np.uint8)})
-    return int(np.asarray(made).item()) < 2 * 255 * 127
+    (total,) = session.run(None, {"codes": np.full((1, 2), 255, np.uint8)})
+    return int(np.asarray(total).item()) < 2 * 255 * 127
 
 
 def open_session(

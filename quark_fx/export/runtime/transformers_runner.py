@@ -102,10 +102,17 @@ def _numbers(text: str) -> list[int]:
 def _results(path: Path, batches: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[dict[str, Tensor]]:
     """Return the named outputs of a checkpoint in a separate process for each batch of arguments and keywords."""
     with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder) / "given.pt", Path(folder) / "made.pt"
-        torch.save(batches, given)
+        batches_file, results_file = Path(folder) / "given.pt", Path(folder) / "made.pt"
+        torch.save(batches, batches_file)
         # -P: the folder of the script must not hide other packages.
-        command = [sys.executable, "-P", checkpoint_process.__file__, str(path.absolute()), str(given), str(made)]
+        command = [
+            sys.executable,
+            "-P",
+            checkpoint_process.__file__,
+            str(path.absolute()),
+            str(batches_file),
+            str(results_file),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
@@ -121,8 +128,8 @@ def _results(path: Path, batches: list[tuple[tuple[Any, ...], dict[str, Any]]]) 
                     "defaults, such as the size of Qwen3's heads."
                 )
             raise ExportError("\n".join([f"transformers does not load or run {path}:", *said, *hint]))
-        found: list[dict[str, Tensor]] = torch.load(made, weights_only=True)
-    return found
+        results: list[dict[str, Tensor]] = torch.load(results_file, weights_only=True)
+    return results
 
 
 __all__ = ["TransformersRunner", "is_checkpoint"]

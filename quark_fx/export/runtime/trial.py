@@ -92,7 +92,7 @@ def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> Not
             + _dtype_hint(gm)
         ) from error
     if vendor:
-        return NotRun(name, f"it has no kernels for {', '.join(vendor)}; the vendor's tools say what they run")
+        return NotRun(name, f"it has no kernels for {', '.join(vendor)}; the vendor's tools report their support")
     reason = _run(runner, f"{path.name} fails in {name} {onnxruntime.__version__}", model, qmodel)
     return NotRun(name, reason, loads=True) if reason else None
 
@@ -173,8 +173,8 @@ def _where(error: Exception, model: ir.Model, gm: GraphModule) -> str:
     failing = [node for node in nodes if node.op_type in unknown]
     failing = failing or [node for node in nodes if names & {node.name, *(value.name for value in node.outputs)}]
     failing = failing or [node for node in nodes if node.op_type in kinds]
-    found = dict.fromkeys(source for node in failing if (source := _made_for(node, sources)) is not None)
-    return "".join(f"\n  {describe(node)}" for node in found)
+    lines = dict.fromkeys(source for node in failing if (source := _made_for(node, sources)) is not None)
+    return "".join(f"\n  {describe(node)}" for node in lines)
 
 
 def _sources(model: ir.Model, gm: GraphModule) -> dict[str | None, Node]:

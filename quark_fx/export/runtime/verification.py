@@ -117,9 +117,9 @@ class Verification:
             return f"not comparable: {drawn}"
         if self.wrong:
             return f"wrong, from {self.wrong} on"
-        found = "correct" if self.first_wrong is None else "correct up to rounding in a deep network"
-        others = [d.name for d in self.differences if d.name in self.draws]
-        return f"{found}; not comparable are {', '.join(others)}: {drawn}" if others else found
+        verdict = "correct" if self.first_wrong is None else "correct up to rounding in a deep network"
+        random = [d.name for d in self.differences if d.name in self.draws]
+        return f"{verdict}; not comparable are {', '.join(random)}: {drawn}" if random else verdict
 
     @property
     def max_steps(self) -> float:
@@ -158,7 +158,7 @@ class Verification:
                 f"{self.decode_steps} decode steps after the prompts: {first} by more than a quantization step"
             )
         skipped = [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
-        skipped += ["nothing resembles what torch computes: the file may be of another model"] * self.unrelated
+        skipped += ["nothing resembles the results of torch: the file may be of another model"] * self.unrelated
         left_out = [
             f"{d.name}: {d.uncompared} values not compared, NaN in both" for d in self.differences if d.uncompared
         ]
@@ -276,14 +276,14 @@ def verify(
         with torch.no_grad():
             follower = _Follower(qmodel.graph_module, codes)
             expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
-        for name, (own, theirs) in follower.compared.items():
-            compared.add(name, own, theirs)
-        for name, own in zip(names, expected, strict=True):
-            compared.add(name, own, results[name])
+        for name, (ours, theirs) in follower.compared.items():
+            compared.add(name, ours, theirs)
+        for name, ours in zip(names, expected, strict=True):
+            compared.add(name, ours, results[name])
         if per_node:
-            own_run = _run(as_it_is, feed, count)
-            for name, own in zip(names, expected, strict=True):
-                shipped.add(name, own, own_run[name])
+            shipped_results = _run(as_it_is, feed, count)
+            for name, ours in zip(names, expected, strict=True):
+                shipped.add(name, ours, shipped_results[name])
         count += 1
     if not count:
         raise ExportError(_NO_BATCH)
@@ -311,10 +311,10 @@ def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: list[st
     gm = qmodel.graph_module
     moved = _Comparison({}, _joined_parts(qmodel))
     with torch.no_grad():
-        own = [value for value in gm(*leaves) if isinstance(value, Tensor)]
+        ours = [value for value in gm(*leaves) if isinstance(value, Tensor)]
     for seed in range(_ROUNDINGS):
         for name, one, other in zip(
-            names, own, (v for v in disturbed_outputs(gm, leaves, seed) if isinstance(v, Tensor)), strict=True
+            names, ours, (v for v in disturbed_outputs(gm, leaves, seed) if isinstance(v, Tensor)), strict=True
         ):
             moved.add(name, one, other)
     return {difference.name: difference for difference in moved.differences()}
@@ -338,10 +338,10 @@ def _first_batch_by_node(
             expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
     except ExportError:  # codes of other sizes: the file is of another model, which its outputs show
         return ()
-    for name, (own, theirs) in follower.compared.items():
-        compared.add(name, own, theirs)
-    for name, own in zip([name for name in results if name not in shown], expected, strict=True):
-        compared.add(name, own, results[name])
+    for name, (ours, theirs) in follower.compared.items():
+        compared.add(name, ours, theirs)
+    for name, ours in zip([name for name in results if name not in shown], expected, strict=True):
+        compared.add(name, ours, results[name])
     return compared.differences()
 
 
@@ -393,13 +393,13 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
     for number, leaves in enumerate(flat):  # before starting a process
         _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], number)
     compared = _Comparison(_known_steps(qmodel))
-    for batch, found in zip(batches, TransformersRunner(path).results(batches), strict=True):
-        for name, own in named_tensors(qmodel.run_batch(batch)).items():
-            if name not in found:
+    for batch, results in zip(batches, TransformersRunner(path).results(batches), strict=True):
+        for name, ours in named_tensors(qmodel.run_batch(batch)).items():
+            if name not in results:
                 raise ExportError(
                     f"the model of {path} returns no {name or 'lone tensor'}: it was made of another model"
                 )
-            compared.add(name or "output", own, found[name])
+            compared.add(name or "output", ours, results[name])
     gm, names = qmodel.graph_module, list(compared.pairs)
     draws = random_draws(gm, qmodel.signature.output_names)
     result = Verification(compared.differences(), runtime="transformers", draws=draws)
@@ -416,8 +416,8 @@ def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decod
     first = None
     for pairs, disturbed in decoded_steps(model, path, batches, decode_steps):
         first = first or (pairs, disturbed)
-        for name, (own, theirs) in pairs.items():
-            compared.add(name, own, theirs)
+        for name, (ours, theirs) in pairs.items():
+            compared.add(name, ours, theirs)
     if first is None:
         raise ExportError(_NO_BATCH)
     result = Verification(compared.differences(), decode_steps=decode_steps)
@@ -425,8 +425,8 @@ def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decod
         return result
     pairs, disturbed = first
     for seed in range(_ROUNDINGS):
-        for (name, (own, _)), other in zip(pairs.items(), disturbed(seed), strict=True):
-            moved.add(name, own, other)
+        for (name, (ours, _)), other in zip(pairs.items(), disturbed(seed), strict=True):
+            moved.add(name, ours, other)
     return _judged(result, {difference.name: difference for difference in moved.differences()}, ())
 
 
@@ -441,19 +441,19 @@ def _verify_saved(qmodel: QuantizedModel, path: Path, batches: Iterable[Any]) ->
     for batch in batches:
         leaves = qmodel.signature.leaves_of(batch)
         _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], count)
-        own, outputs = _values(gm, leaves)
+        ours, outputs = _values(gm, leaves)
         try:
-            theirs, found = _values(saved, leaves)
+            theirs, saved_outputs = _values(saved, leaves)
         except Exception as error:  # any error of an operator in another model's graph
             raise ExportError(f"{path} does not run on batch {count}: {error}; {_SAVE_AGAIN}") from error
-        if outputs.keys() != found.keys():
-            raise ExportError(f"{path} has {len(found)} outputs, the model {len(outputs)}; {_SAVE_AGAIN}")
+        if outputs.keys() != saved_outputs.keys():
+            raise ExportError(f"{path} has {len(saved_outputs)} outputs, the model {len(outputs)}; {_SAVE_AGAIN}")
         for place, value in outputs.items():
-            compared.add(qmodel.signature.output_names[place], value, found[place])
+            compared.add(qmodel.signature.output_names[place], value, saved_outputs[place])
         if not count:
             for name in named:
-                if name in own and name in theirs and own[name].shape == theirs[name].shape:
-                    by_node.add(name, own[name], theirs[name])
+                if name in ours and name in theirs and ours[name].shape == theirs[name].shape:
+                    by_node.add(name, ours[name], theirs[name])
         count += 1
     if not count:
         raise ExportError(_NO_BATCH)
@@ -555,33 +555,33 @@ def _require_output_names(
     results = zip(
         named_apart(signature.output_names, signature.input_names), results_of(qmodel.graph_module), strict=True
     )
-    own = [name for name, node in results if isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)]
-    if len(names) != len(own):
+    expected = [name for name, node in results if isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)]
+    if len(names) != len(expected):
         raise ExportError(
-            f"{path} has {len(names)} outputs, the model {len(own)}: it is not this model's export; {_AGAIN}"
+            f"{path} has {len(names)} outputs, the model {len(expected)}: it is not this model's export; {_AGAIN}"
         )
     try:
-        chosen = json.loads(metadata[CHOSEN_NAMES]) if CHOSEN_NAMES in metadata else own
+        chosen = json.loads(metadata[CHOSEN_NAMES]) if CHOSEN_NAMES in metadata else expected
     except ValueError as error:
         raise ExportError(f"{path} has damaged metadata {CHOSEN_NAMES!r}; {_AGAIN}") from error
     if list(names) != chosen:
-        raise ExportError(f"{path} has the outputs {', '.join(names)}, the model {', '.join(own)}; {_AGAIN}")
+        raise ExportError(f"{path} has the outputs {', '.join(names)}, the model {', '.join(expected)}; {_AGAIN}")
 
 
 def _require_shapes(
     inputs: Sequence[FileInput], feed: Sequence[Tensor], path: str | os.PathLike[str], batch: int
 ) -> None:
     """Raise if an input does not have the sizes in the file, even if torch accepts it."""
-    for value, given in zip(inputs, feed, strict=True):
+    for value, tensor in zip(inputs, feed, strict=True):
         if value.shape is None:
             continue
-        fits = len(value.shape) == given.dim()
-        if not fits or any(f not in (None, size) for f, size in zip(value.shape, given.shape, strict=True)):
+        fits = len(value.shape) == tensor.dim()
+        if not fits or any(f not in (None, size) for f, size in zip(value.shape, tensor.shape, strict=True)):
             sizes = ", ".join("any" if size is None else str(size) for size in value.shape)
             raise ExportError(
                 f"batch {batch}: {path} has an input {value.name!r} of shape ({sizes}), and is given one of shape "
-                f"{tuple(given.shape)}: it is the export of another model, or of this one with fixed sizes; {_AGAIN}, "
-                "or give it batches of its own sizes"
+                f"{tuple(tensor.shape)}: it is the export of another model, or of this one with fixed sizes; {_AGAIN}, "
+                "or give it batches of the file's sizes"
             )
 
 
@@ -618,17 +618,17 @@ class _Follower(Interpreter):
             raise ExportError(f"{n.name} has shape {shapes}: the file is not this model's export; {_AGAIN}")
         if _in_blocks(n):
             step, (_, scale, zero_point, *layout) = self._steps(n, value), n.args
-            own = dequantize(value, self.env[scale], self.env[zero_point], *layout)  # type: ignore[index]
-            self.compared[n.name] = (own / step, theirs / step)
+            ours = dequantize(value, self.env[scale], self.env[zero_point], *layout)  # type: ignore[index]
+            self.compared[n.name] = (ours / step, theirs / step)
             return value
         self.compared[n.name] = (value, theirs)
         return theirs.to(value)
 
-    def _rounded(self, n: Node, own: Tensor) -> Tensor:
+    def _rounded(self, n: Node, ours: Tensor) -> Tensor:
         """Return the values that ONNX Runtime rounded to blocks, without showing codes; or else the node's value."""
         source = n.all_input_nodes[0]
         theirs = self.codes.get(source.name) if _in_blocks(source) else None
-        return own if theirs is None else theirs.to(own)
+        return ours if theirs is None else theirs.to(ours)
 
     def _scale(self, n: Node, codes: Tensor) -> Tensor:
         scale, axis, block = self.env[n.args[1]], n.args[4], n.args[5]  # type: ignore[index]
@@ -660,8 +660,8 @@ class _Comparison:
         dim, sizes = self.parts.get(name, (0, expected.shape[:1] if expected.dim() else ()))
         both = [(value,) if not expected.dim() else value.split(list(sizes), dim) for value in (expected, got)]
         parts = self.pairs.setdefault(name, [[] for _ in both[0]])
-        for part, own, theirs in zip(parts, *both, strict=True):
-            part.append((own.detach().cpu().double().flatten(), theirs.cpu().double().flatten()))
+        for part, ours, theirs in zip(parts, *both, strict=True):
+            part.append((ours.detach().cpu().double().flatten(), theirs.cpu().double().flatten()))
 
     def differences(self) -> tuple[Difference, ...]:
         return tuple(
@@ -673,8 +673,8 @@ class _Comparison:
         a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
         # Equal infinities (of a mask) do not differ.
         # If only one is NaN, the difference is infinite rather than NaN, which a maximum would drop.
-        known = ~(a.isnan() & b.isnan())
-        uncompared, a, b = int((~known).sum()), a[known], b[known]
+        comparable = ~(a.isnan() & b.isnan())
+        uncompared, a, b = int((~comparable).sum()), a[comparable], b[comparable]
         gap = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
         finite = a[a.isfinite()]
         spread = (
@@ -725,19 +725,19 @@ def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
 
 def _joined_parts(qmodel: QuantizedModel) -> dict[str, tuple[int, list[int]]]:
     """Return the dimension and sizes of the parts that each output concatenates, such as boxes in pixels and scores."""
-    found: dict[str, tuple[int, list[int]]] = {}
+    parts: dict[str, tuple[int, list[int]]] = {}
     for name, node in zip(qmodel.signature.output_names, results_of(qmodel.graph_module), strict=True):
         if isinstance(node, Node) and target_name(node) == "aten.cat.default":
             dim = argument(node, 1) or 0
             sizes = [static_size(part.meta["val"].shape[dim]) for part in argument(node, 0)]
-            known = [size for size in sizes if size is not None]
-            if len(known) == len(sizes):
-                found[name] = (dim, known)
-    return found
+            lengths = [size for size in sizes if size is not None]
+            if len(lengths) == len(sizes):
+                parts[name] = (dim, lengths)
+    return parts
 
 
 def _show_codes(quantizers: list[str], shown: set[str], model: ir.Model) -> None:
-    """Make the codes of `quantizers` outputs of a graph; add those that exist and have a numpy type to `shown`.
+    """Make the codes of `quantizers` outputs of a graph; add the ones that exist and have a numpy type to `shown`.
 
     An output with such a name does not count as codes.
     """
