@@ -104,15 +104,15 @@ def _power_of(do: _Body, amax: ir.Value, threshold: float, powers: np.ndarray[An
         amax: Values, float32. Zero gives 1, NaN gives NaN. Subnormal numbers count as the smallest normal number.
         threshold: Factor from 1 to 2.
     """
-    known = do("Greater", amax, 0.0)
-    size = do("Max", do("Where", known, amax, 1.0), _TINY)
+    positive = do("Greater", amax, 0.0)
+    size = do("Max", do("Where", positive, amax, 1.0), _TINY)
     place = do("Mul", do("Log", size), float(np.float32(1 / math.log(2))))
     place = do("Cast", do("Add", place, float(-_LOWEST - math.log2(threshold) - _MARGIN)), to=ir.DataType.INT32)
     with np.errstate(over="ignore"):
         following = (threshold * 2.0 ** (_EXPONENTS + 1)).astype(np.float32)
     above = do("GreaterOrEqual", size, do("Gather", following, place))
     place = do("Add", place, do("Cast", above, to=ir.DataType.INT32))
-    return do("Where", known, do("Gather", powers.astype(np.float32), place), do("Add", amax, 1.0))
+    return do("Where", positive, do("Gather", powers.astype(np.float32), place), do("Add", amax, 1.0))
 
 
 def _e8m0_scale(do: _Body, amax: ir.Value, high: ir.Value, scheme: Scheme) -> ir.Value:
@@ -153,9 +153,9 @@ def _two_level_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:
 def _times_unit(do: _Body, amax: ir.Value, unit: ir.Value, scheme: Scheme) -> ir.Value:
     """Return the E4M3 floats nearest to the scales of ranges, in units of a number, times that number."""
     ratio = do("Div", amax, do("Mul", unit, float(scheme.largest)))
-    held = do("Clip", ratio, 2.0**-9, FP8_E4M3.max)
-    held = do("Cast", do("Cast", held, to=ir.DataType.FLOAT8E4M3FN), to=ir.DataType.FLOAT)
-    return do("Mul", do("Where", do("Greater", amax, 0.0), held, do("Add", do("Mul", amax, 0.0), 1.0)), unit)
+    clipped = do("Clip", ratio, 2.0**-9, FP8_E4M3.max)
+    clipped = do("Cast", do("Cast", clipped, to=ir.DataType.FLOAT8E4M3FN), to=ir.DataType.FLOAT)
+    return do("Mul", do("Where", do("Greater", amax, 0.0), clipped, do("Add", do("Mul", amax, 0.0), 1.0)), unit)
 
 
 def _round(do: _Body, x: ir.Value, scheme: Scheme) -> ir.Value:

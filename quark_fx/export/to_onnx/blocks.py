@@ -159,20 +159,20 @@ def fuse_block_rounding(model: ir.Model) -> int:
 def _fuse(model: ir.Model, node: ir.Node, quantizer: ir.Node, measured: ir.Node) -> ir.Value:
     """Replace a `DequantizeBlocks` by a `RoundBlocks`; return its output."""
     fused = ir.Node(DOMAIN, "RoundBlocks", [quantizer.inputs[0]], measured.attributes.values(), name=node.name)
-    real, made = _before_cast(quantizer.inputs[0]), fused.outputs[0]
+    real, output = _before_cast(quantizer.inputs[0]), fused.outputs[0]
     # `verify` finds a quantized value by the name of its codes, which no longer exist.
-    made.name, quantizer.outputs[0].name = quantizer.outputs[0].name, None
-    made.dtype, made.shape = ir.DataType.FLOAT, real.shape if real is not None else None
+    output.name, quantizer.outputs[0].name = quantizer.outputs[0].name, None
+    output.dtype, output.shape = ir.DataType.FLOAT, real.shape if real is not None else None
     model.graph.insert_before(node, [fused])
-    replace_node(node, made)
-    return made
+    replace_node(node, output)
+    return output
 
 
 def _require_fused(model: ir.Model) -> None:
-    left = [str(node.name) for node in model.graph.all_nodes() if node.op_type in ("QuantizeBlocks", "BlockScale")]
-    if left:
+    unfused = [str(node.name) for node in model.graph.all_nodes() if node.op_type in ("QuantizeBlocks", "BlockScale")]
+    if unfused:
         raise ExportError(
-            f"codes in blocks are read by other operators than dequantize: {', '.join(left)}\n"
+            f"codes in blocks are read by other operators than dequantize: {', '.join(unfused)}\n"
             "ONNX has no type for them: dequantize them first, or leave those operators in float with "
             "QuantConfig(exclude=...)."
         )
@@ -198,8 +198,8 @@ def spell_out_blocks(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type == "RoundBlocks":
             spell_out_rounding(model, node)
-        elif found := stored_weight(node):
-            _spell_out_weight(model, node, *found)
+        elif weight := stored_weight(node):
+            _spell_out_weight(model, node, *weight)
         else:
             continue
         done += 1
@@ -223,8 +223,8 @@ def look_up_values(model: ir.Model, wanted: Callable[[ir.Node, ir.Value], bool])
         if len(gathers) < len(node.inputs) or len({gather.inputs[1] for gather in gathers}) > 1:
             continue
         table = gathers[0].inputs[0]
-        known = all(array_of(g.inputs[0]) is not None and not g.attributes.get_int("axis", 0) for g in gathers)
-        if known and table is not None and wanted(node, table):
+        constant = all(array_of(g.inputs[0]) is not None and not g.attributes.get_int("axis", 0) for g in gathers)
+        if constant and table is not None and wanted(node, table):
             _dequantize_before(model, node, gathers)
             done += 1
     return done
@@ -284,14 +284,14 @@ def spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
     rounding, do, x, dims = Rounding.of(node), _Before(model, node), operand(node), shape_of(node.outputs[0])
     axis, each, shared = rounding.axis % len(dims), rounding.alone, bool(rounding.group_size)
     size, inner = dims[axis], axis < len(dims) - 1
-    known = size if isinstance(size, int) else None
-    whole = known is not None and known % each == 0
-    length = do.length(x, axis) if known is None else do.integers(known)
-    padded = x if whole else do("Pad", x, _pads(do, length, known, each), None, do.integers(axis))
+    fixed = size if isinstance(size, int) else None
+    whole = fixed is not None and fixed % each == 0
+    length = do.length(x, axis) if fixed is None else do.integers(fixed)
+    padded = x if whole else do("Pad", x, _pads(do, length, fixed, each), None, do.integers(axis))
     before, within = [0] * axis, (each // rounding.block_size, rounding.block_size) if shared else (each,)
     behind = (*within, -1) if inner else within
-    if known is not None:
-        shape = do.integers(*before, -(-known // each), *behind)
+    if fixed is not None:
+        shape = do.integers(*before, -(-fixed // each), *behind)
     else:
         count = do("Div", do.length(padded, axis), do.integers(each))
         shape = do("Concat", do.integers(*before), count, do.integers(*behind), axis=0)
@@ -304,10 +304,10 @@ def spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
         put_node(node, ir.node("Slice", [do("Reshape", *together), do.integers(0), length, do.integers(axis)]))
 
 
-def _pads(do: _Before, length: ir.Value, known: int | None, each: int) -> ir.Value:
+def _pads(do: _Before, length: ir.Value, fixed: int | None, each: int) -> ir.Value:
     """Return the padding before and after; `-length mod each` values complete the last block."""
-    if known is not None:
-        return do.integers(0, -known % each)
+    if fixed is not None:
+        return do.integers(0, -fixed % each)
     return do("Concat", do.integers(0), do("Mod", do("Neg", length), do.integers(each)), axis=0)
 
 
@@ -319,12 +319,12 @@ _PLAIN = (INT8, FP8_E4M3, FP8_E5M2)
 
 def stored_weight(node: ir.Node) -> tuple[StoredCodes, QuantizedTensor] | None:
     """Return the weight that the node dequantizes and its stored tensor; `None` if this module does not rewrite it."""
-    own = node.domain == DOMAIN and node.op_type == "DequantizeBlocks"
-    if not own and (node.domain or node.op_type != "DequantizeLinear" or len(node.inputs) > 2):
+    in_domain = node.domain == DOMAIN and node.op_type == "DequantizeBlocks"
+    if not in_domain and (node.domain or node.op_type != "DequantizeLinear" or len(node.inputs) > 2):
         return None
     weight = dequantized(node)
     stored = weight.read() if weight is not None else None
-    if own and stored is None:
+    if in_domain and stored is None:
         raise ExportError(
             f"{node.name} reads codes without an ONNX type that are not constant; quantize that weight to 2, 4, 8 or "
             "16 bits, or leave its operator in float with QuantConfig(exclude=...)"
@@ -332,7 +332,7 @@ def stored_weight(node: ir.Node) -> tuple[StoredCodes, QuantizedTensor] | None:
     if weight is None or stored is None:
         return None
     in_blocks = stored.block_size and stored.format in _PLAIN and _are_exponents(stored.scale)
-    return (weight, stored) if own or in_blocks else None
+    return (weight, stored) if in_domain or in_blocks else None
 
 
 def _spell_out_weight(model: ir.Model, node: ir.Node, weight: StoredCodes, stored: QuantizedTensor) -> None:
@@ -374,10 +374,10 @@ def _values(do: _Before, weight: StoredCodes, codes: Tensor) -> ir.Value:
     if fmt.bits == 8 and (fmt.is_integer or fmt.is_float):
         dtype = ir.DataType.INT8 if fmt.is_integer else float_type(fmt)
         return do("Cast", add_array(model, name, codes.numpy().astype(dtype.numpy())), to=ir.DataType.FLOAT)
-    function, found = values_function(fmt, do.opset), fmt.patterns(codes)
+    function, patterns = values_function(fmt, do.opset), fmt.patterns(codes)
     if fmt.bits == 4:
-        return do.function(function, add_array(model, name, found.numpy().astype(ir.DataType.UINT4.numpy())))
-    return do.function(function, _packed(model, name, found, fmt.bits), do.integers(*codes.shape))
+        return do.function(function, add_array(model, name, patterns.numpy().astype(ir.DataType.UINT4.numpy())))
+    return do.function(function, _packed(model, name, patterns, fmt.bits), do.integers(*codes.shape))
 
 
 def _scales(do: _Before, weight: StoredCodes, scale: Tensor, groups: int | None = None) -> ir.Value:

@@ -91,7 +91,7 @@ def _dequantized_by_arithmetic(model: ir.Model, source: ir.Node, shape: list[int
 
 def recurrent_weights(node: ir.Node) -> list[ir.Node]:
     """Return the nodes that dequantize the 8-bit weights of a recurrent layer."""
-    found = []
+    dequantizers = []
     for value in node.inputs[1:3]:
         shaped = made_by(value, "Reshape")
         source = made_by(shaped.inputs[0], "DequantizeLinear") if shaped is not None else None
@@ -99,8 +99,8 @@ def recurrent_weights(node: ir.Node) -> list[ir.Node]:
             continue
         codes = array_of(source.inputs[0])
         if codes is not None and array_of(source.inputs[1]) is not None and codes.dtype.name in ("int8", "uint8"):
-            found.append(source)
-    return found
+            dequantizers.append(source)
+    return dequantizers
 
 
 def dequantize_once(model: ir.Model, node: ir.Node) -> None:
@@ -137,14 +137,14 @@ def repeat_pair(model: ir.Model, node: ir.Node) -> None:
         again = ir.node("QuantizeLinear", [moved, *parameters])
         pair = ir.node("DequantizeLinear", [again.outputs[0], *parameters])
         again.outputs[0].shape, again.outputs[0].type = moved.shape, codes.type
-        made = pair.outputs[0]
-        made.shape, made.type = moved.shape, moved.type
+        dequantized = pair.outputs[0]
+        dequantized.shape, dequantized.type = moved.shape, moved.type
         for use in list(moved.uses()):
             if use.node is not again:
-                use.node.replace_input_with(use.idx, made)
+                use.node.replace_input_with(use.idx, dequantized)
         if moved.is_graph_output():
-            made.name, moved.name = moved.name, f"{moved.name}_moved"
-            model.graph.outputs[list(model.graph.outputs).index(moved)] = made
+            dequantized.name, moved.name = moved.name, f"{moved.name}_moved"
+            model.graph.outputs[list(model.graph.outputs).index(moved)] = dequantized
         mover.append([again, pair])
         repeat_pair(model, pair)
 
@@ -441,8 +441,8 @@ def _spread_scale(model: ir.Model, node: ir.Node) -> None:
         return
     channels = int(sizes[0]) if node.op_type == "ConvTranspose" else int(sizes[1]) * node.attributes.get_int("group", 1)
     constants = []
-    for given in source.inputs[1:]:
-        array = stored_array(given)
+    for parameter in source.inputs[1:]:
+        array = stored_array(parameter)
         constants.append(add_array(model, f"{node.name}_channel_scale", np.broadcast_to(array.reshape(1), channels)))
     codes, new = operand(source), []
     if value.producer() is not source:

@@ -60,14 +60,14 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
             if any(made_by(value, "DequantizeLinear", "RoundBlocks") for value in read):
                 reasons[node] = declined.reason
     erase_unread(model)
-    kept = [Kept(node.name or "", node.op_type, why) for node, why in reasons.items() if node.graph is not None]
+    parts = [Kept(node.name or "", node.op_type, why) for node, why in reasons.items() if node.graph is not None]
     if not done and not any(node.op_type == "MatMulInteger" for node in model.graph):
-        why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in kept) or " no activation is quantized"
+        why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in parts) or " no activation is quantized"
         raise ExportError(
             f"format='qoperator' is for 8-bit weights and activations; of this model:{why}\n"
             "Use format='qdq' or, for weights alone, format='matmul_nbits'; or the preset 'int8_static'."
         )
-    return tuple(kept)
+    return tuple(parts)
 
 
 _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Shape"})
@@ -192,8 +192,8 @@ class Result:
 
 def _result(model: ir.Model, node: ir.Node) -> Result:
     reader, clamp, bounds = only_reader(node.outputs[0]), None, (-np.inf, np.inf)
-    if reader is not None and reader.op_type in ("Relu", "Clip") and (found := _bounds(reader)) is not None:
-        reader, clamp, bounds = only_reader(reader.outputs[0]), reader, found
+    if reader is not None and reader.op_type in ("Relu", "Clip") and (limits := _bounds(reader)) is not None:
+        reader, clamp, bounds = only_reader(reader.outputs[0]), reader, limits
     if reader is None or reader.op_type != "QuantizeLinear":
         raise Declined("its output is not quantized")
     codes = _codes(model, reader, reader.outputs[0])

@@ -54,8 +54,8 @@ def _state(x: Tensor, w: Tensor, r: Tensor, b: Any, h: Any, directions: int, *_:
 def _states(
     x: Tensor, w: Tensor, r: Tensor, b: Any, h: Any, c: Any, directions: int, measured: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made, state = _state(x, w, r, b, h, directions)
-    return made, state, torch.empty_like(state)
+    output, state = _state(x, w, r, b, h, directions)
+    return output, state, torch.empty_like(state)
 
 
 torch.library.register_fake("quark_fx::onnx_lstm", _states, lib=_LIBRARY)
@@ -112,8 +112,8 @@ def spell_out_layers(gm: GraphModule, node: Node) -> tuple[Node, ...]:
         start = layer * directions * width
         parts = [_Direction(*params[i : i + width]) for i in range(start, start + directions * width, width)]
         begin = [_of_layer(gm, state, layer, layers, directions, node) for state in states]
-        made = call(gm, kind.target, x, *_weights(gm, parts, kind, node), *begin, directions, *options, like=node)
-        results = [_result(gm, made, i) for i in range(1 + len(states))]
+        outputs = call(gm, kind.target, x, *_weights(gm, parts, kind, node), *begin, directions, *options, like=node)
+        results = [_result(gm, outputs, i) for i in range(1 + len(states))]
         for end, state in zip(ends, results[1:], strict=True):
             end.append(state)
         if two:
@@ -135,10 +135,10 @@ def _is_measured(x: Node) -> bool:
     return measure.args[1:5] == ("uint8", str(Symmetry.ASYMMETRIC), None, 0)  # type: ignore[no-any-return]
 
 
-def _result(gm: GraphModule, made: Node, index: int) -> Node:
-    node = gm.graph.call_function(operator.getitem, (made, index))
-    node.meta |= {key: made.meta[key] for key in ("nn_module_stack", "stack_trace") if key in made.meta}
-    node.meta["val"] = made.meta["val"][index]
+def _result(gm: GraphModule, outputs: Node, index: int) -> Node:
+    node = gm.graph.call_function(operator.getitem, (outputs, index))
+    node.meta |= {key: outputs.meta[key] for key in ("nn_module_stack", "stack_trace") if key in outputs.meta}
+    node.meta["val"] = outputs.meta["val"][index]
     return node
 
 
@@ -200,13 +200,13 @@ def _joined_codes(stored: list[QuantizedTensor], rows: Tensor) -> QuantizedTenso
 
 def _kept(gm: GraphModule, like: Node, value: Tensor) -> Node:
     """Return a node that reads `value`, named after `like`; layers with equal values share one parameter."""
-    known = gm.meta.setdefault("rearranged", {})
+    tensors = gm.meta.setdefault("rearranged", {})
     name = str(like.target)
     name = f"{tensor_names(gm).get(name) or name}_onnx"
-    same = (n for n, tensor in known.items() if n.startswith(name) and _equal(tensor, value))
+    same = (n for n, tensor in tensors.items() if n.startswith(name) and _equal(tensor, value))
     stored = next(same, None)
     if stored is None:
-        known[stored := fresh_name(gm, name)] = value
+        tensors[stored := fresh_name(gm, name)] = value
         set_parameter(gm, stored, value)
     node = gm.graph.get_attr(stored)
     value_of(gm, node)

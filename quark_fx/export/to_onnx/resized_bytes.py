@@ -45,7 +45,7 @@ def interpolate_bytes(gm: GraphModule, node: Node) -> Node:
 
 
 def round_interpolation(gm: GraphModule, node: Node) -> Node:
-    """Interpolate bytes in float32, where weights depend on sizes that vary; round after each axis, as torch does."""
+    """Interpolate bytes in float32, where weights depend on sizes that vary; round after each axis like torch."""
     value = cast(gm, argument(node, 0), torch.float32, node)
     is_vec = target_name(node).endswith(".vec")
     sizes = argument(node, 1)

@@ -146,7 +146,7 @@ _ON_INTEGERS: dict[str, Rule] = {
     "aten.isnan.default": _everywhere(False),
     "aten.isfinite.default": _everywhere(True),
 }
-"""Operators that ONNX or ONNX Runtime has for floats alone, and what they compute on integers."""
+"""Operators that ONNX or ONNX Runtime has for floats alone, and their replacements on integers."""
 
 _FOR_FLOATS = (*_ON_INTEGERS, "aten.special_")
 """Beginnings of the names of operators whose lowerings take floats; torch promotes integers for other operators."""
@@ -191,8 +191,8 @@ def _refuse(reason: str) -> Rule:
 
 
 def _has_mask_beside_others(gm: GraphModule, node: Node) -> bool:
-    given = [value_of(gm, index) for index in argument(node, 1) if index is not None]
-    return len(given) > 1 and any(index.dtype == torch.bool for index in given)
+    indices = [value_of(gm, index) for index in argument(node, 1) if index is not None]
+    return len(indices) > 1 and any(index.dtype == torch.bool for index in indices)
 
 
 def _is_projected(gm: GraphModule, node: Node) -> bool:
@@ -225,15 +225,15 @@ def _zero_where_forbidden(gm: GraphModule, attended: Node, mask: Node, node: Nod
 
 
 def _attention_in_float32(gm: GraphModule, node: Node) -> Node:
-    """Compute attention in float32, as torch's kernels do: products of queries and keys may overflow float16."""
+    """Compute attention in float32 like torch's kernels: products of queries and keys may overflow float16."""
     *values, mask = (argument(node, position) for position in range(4))
     values = [cast(gm, value, torch.float32, node) for value in values]
     if mask is not None and value_of(gm, mask).is_floating_point():
         mask = cast(gm, mask, torch.float32, node)
     attended = _attend(gm, node, values, mask)
     rule = _rule_of_attention(gm, attended)
-    made = attended if rule is None else rule(gm, attended)
-    return cast(gm, made, value_of(gm, node).dtype, node)
+    attention = attended if rule is None else rule(gm, attended)
+    return cast(gm, attention, value_of(gm, node).dtype, node)
 
 
 def _attend(gm: GraphModule, node: Node, values: list[Node], mask: Node | None) -> Node:
@@ -291,12 +291,12 @@ def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
     for size, wide, step, pad in zip(sizes, kernel, stride, padding, strict=True):
         beyond = 0
         if ceil_mode:
-            known = static_size(size)
-            if known is None:
+            length = static_size(size)
+            if length is None:
                 raise ExportError(f"{describe(node)}: ceil_mode with divisor_override needs a size that does not vary")
-            windows = -(-(known + 2 * pad - wide) // step) + 1
-            windows -= (windows - 1) * step >= known + pad  # no window begins in the padding after the values
-            beyond = max((windows - 1) * step + wide - known - 2 * pad, 0)
+            windows = -(-(length + 2 * pad - wide) // step) + 1
+            windows -= (windows - 1) * step >= length + pad  # no window begins in the padding after the values
+            beyond = max((windows - 1) * step + wide - length - 2 * pad, 0)
         pads = [pad, pad + beyond, *pads]
     if any(pads):
         value = call(gm, aten.constant_pad_nd.default, value, pads, 0.0, like=node)
@@ -337,10 +337,10 @@ def _transposed_convolution(gm: GraphModule, node: Node) -> Node:
 def _in_float32(gm: GraphModule, node: Node) -> Node | tuple[Node, ...]:
     dtype = value_of(gm, argument(node, 0)).dtype
     wide = cast(gm, argument(node, 0), torch.float32, node)
-    made = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
+    wide_result = call(gm, node.target, wide, *node.args[1:], like=node, **node.kwargs)
     if "mean" not in target_name(node):
-        return cast(gm, made, dtype, node)
-    parts = (call(gm, operator.getitem, made, place, like=node) for place in (0, 1))
+        return cast(gm, wide_result, dtype, node)
+    parts = (call(gm, operator.getitem, wide_result, place, like=node) for place in (0, 1))
     return tuple(cast(gm, part, dtype, node) for part in parts)
 
 
@@ -349,7 +349,7 @@ def _has_number_first(node: Node) -> bool:
 
 
 def _division(gm: GraphModule, node: Node) -> Node:
-    """Turn a number in the first place into a tensor, and compute in float32 for 16-bit operands, as torch does.
+    """Turn a number in the first place into a tensor, and compute in float32 for 16-bit operands like torch.
 
     torch rounds each operand to 16 bits first, except for a number as the divisor of `div`.
     """
@@ -366,16 +366,16 @@ def _division(gm: GraphModule, node: Node) -> Node:
         operands[place] = cast(gm, rounded, torch.float32, node) if dtype in _HALVES else rounded
     if divides:
         mode = node.kwargs.get("rounding_mode", "floor")  # floor_divide has none
-        made = call(gm, aten.div.Tensor_mode, *operands, like=node, rounding_mode=mode)
+        quotient = call(gm, aten.div.Tensor_mode, *operands, like=node, rounding_mode=mode)
     else:
-        made = call(gm, aten.fmod.Tensor if "fmod" in name else aten.remainder.Tensor, *operands, like=node)
-    return cast(gm, made, dtype, node)
+        quotient = call(gm, aten.fmod.Tensor if "fmod" in name else aten.remainder.Tensor, *operands, like=node)
+    return cast(gm, quotient, dtype, node)
 
 
 def _truth_as_number(gm: GraphModule, node: Node) -> Node:
     truth = call(gm, aten.ne.Scalar, argument(node, 0), 0, like=node)
-    made = call(gm, node.target, truth, *node.args[1:], like=node, **node.kwargs)
-    return cast(gm, made, torch.uint8, node)
+    number = call(gm, node.target, truth, *node.args[1:], like=node, **node.kwargs)
+    return cast(gm, number, torch.uint8, node)
 
 
 def _mean_of_all(gm: GraphModule, node: Node) -> Node:
@@ -409,12 +409,12 @@ def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
     """Multiply each value by the one 1, 2, 4, … positions earlier; log2(size) products collect all factors."""
     value: Node = argument(node, 0)
     dim = argument(node, 1)
-    made = value_of(gm, node)
-    if value_of(gm, value).dtype != made.dtype:
-        value = cast(gm, value, made.dtype, node)
-    if not made.dim():
+    product = value_of(gm, node)
+    if value_of(gm, value).dtype != product.dtype:
+        value = cast(gm, value, product.dtype, node)
+    if not product.dim():
         return call(gm, aten.mul.Tensor, value, 1, like=node)
-    dim, size = dim % made.dim(), static_size(made.shape[dim % made.dim()])
+    dim, size = dim % product.dim(), static_size(product.shape[dim % product.dim()])
     if size is None:
         raise ExportError(f"{describe(node)}: cumprod needs a size that does not vary along its dimension")
     shift = 1

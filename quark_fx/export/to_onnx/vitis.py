@@ -150,17 +150,17 @@ def use_block_nodes(model: ir.Model, domain: str) -> int:
         ExportError: If the vendor's nodes cannot express a rounding; all values are listed.
     """
     look_up_values(model, lambda node, table: True)
-    known = [Rounding.of(node) for node in model.graph if _is_rounding(node)]
+    roundings = [Rounding.of(node) for node in model.graph if _is_rounding(node)]
     done, bad = 0, []
     for node in list(model.graph):
         if _is_rounding(node):
             x, reason = operand(node), _described(Rounding.of(node))
             rounding: Rounding | None = Rounding.of(node)
-        elif found := stored_weight(node):
-            weight, stored = found
+        elif weight_and_tensor := stored_weight(node):
+            weight, stored = weight_and_tensor
             x, reason = add_array(model, weight.name, _to_round(stored).numpy()), _why(stored)
-            rounding = _weight_rounding(stored, known)
-            known += [rounding] if rounding is not None else []
+            rounding = _weight_rounding(stored, roundings)
+            roundings += [rounding] if rounding is not None else []
         else:
             continue
         written = _vendor_node(rounding, x, domain)
@@ -190,10 +190,10 @@ def _is_rounding(node: ir.Node) -> bool:
 
 def _vendor_node(rounding: Rounding | None, x: ir.Value, domain: str) -> ir.Node | None:
     """Return the vendor's node that rounds `x` this way; `None` if there is none."""
-    found = vendor_attributes(rounding) if rounding is not None else None
-    if found is None:
+    node_attributes = vendor_attributes(rounding) if rounding is not None else None
+    if node_attributes is None:
         return None
-    kind, attributes = found
+    kind, attributes = node_attributes
     return ir.node(BLOCK_NODES[domain][kind], [x], attributes, domain=domain, version=1)
 
 
@@ -221,11 +221,11 @@ def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
 # Weights -------------------------------------------------------------------------------------------------------------
 
 
-def _weight_rounding(weight: QuantizedTensor, known: list[Rounding]) -> Rounding | None:
+def _weight_rounding(weight: QuantizedTensor, roundings: list[Rounding]) -> Rounding | None:
     """Return a rounding that the vendor has a node for and that reproduces the weight; `None` if there is none."""
-    given, values = _to_round(weight), weight.dequantize()
-    for rounding in _candidates(weight, known):
-        if vendor_attributes(rounding) is not None and torch.equal(rounding.of_tensor(given), values):
+    floats, values = _to_round(weight), weight.dequantize()
+    for rounding in _candidates(weight, roundings):
+        if vendor_attributes(rounding) is not None and torch.equal(rounding.of_tensor(floats), values):
             return rounding
     return None
 
@@ -242,12 +242,12 @@ def _to_round(weight: QuantizedTensor) -> Tensor:
     return replace(weight, codes=nearer).dequantize()
 
 
-def _candidates(weight: QuantizedTensor, known: list[Rounding]) -> Iterator[Rounding]:
+def _candidates(weight: QuantizedTensor, roundings: list[Rounding]) -> Iterator[Rounding]:
     """Yield roundings that may have made the codes: roundings of other values, then the usual ones of the format."""
     if weight.axis is None or not weight.block_size:
         return
     length = weight.codes.shape[weight.axis]
-    for rounding in dict.fromkeys(known):
+    for rounding in dict.fromkeys(roundings):
         # All blocks that cover the whole length are equivalent.
         same = min(rounding.block_size, length) == min(weight.block_size, length)
         if rounding.scheme.format == weight.format and same:
@@ -311,10 +311,10 @@ def _rounding_of(node: ir.Node) -> Rounding:
         sub = int(number("sub_block_size", 2) or 0) if text("bfp_method", "to_bfp") == "to_bfp_prime" else 0
     scale = scale_format(str(rule), block // sub if sub else None)
     rounding = Rounding(Scheme(format=fmt, scale=scale), axis, sub or block)
-    found = vendor_attributes(rounding)
-    if found is None or found[1] != {name: attribute.value for name, attribute in node.attributes.items()}:
+    expected = vendor_attributes(rounding)
+    if expected is None or expected[1] != {name: attribute.value for name, attribute in node.attributes.items()}:
         raise ExportError(
-            f"{node.name}: this {node.op_type} has other attributes than those that export.onnx writes; "
+            f"{node.name}: this {node.op_type} has other attributes than export.onnx writes; "
             "run the file with the vendor's library"
         )
     return rounding

@@ -91,7 +91,7 @@ _VANISHING = np.float32(1e-30)
 
 
 def _lacks_bias(node: ir.Node) -> bool:
-    """Tell whether a convolution has no bias, or one of zeros, as a folded batch norm may leave it."""
+    """Tell whether a convolution lacks a bias, or has one of zeros, as a folded batch norm may leave it."""
     shape, bias = node.outputs[0].shape, node.inputs[2] if len(node.inputs) > 2 else None
     source = made_by(bias, "DequantizeLinear")
     values = array_of(source.inputs[0] if source is not None else bias)
@@ -179,7 +179,7 @@ def _pads_in_circles(node: ir.Node) -> bool:
 
 
 def _slice_and_join(model: ir.Model, node: ir.Node) -> None:
-    value, pads, made = operand(node), stored_array(node.inputs[1]), node.outputs[0]
+    value, pads, output = operand(node), stored_array(node.inputs[1]), node.outputs[0]
     axes = constant_of(node.inputs[3]) if len(node.inputs) > 3 else None
     for axis, (before, after) in enumerate(pads.reshape(2, -1).T.tolist()):
         along = axis if axes is None else int(axes[axis])
@@ -187,10 +187,10 @@ def _slice_and_join(model: ir.Model, node: ir.Node) -> None:
         parts += [value] + ([_slice(model, node, value, 0, after, along)] if after else [])
         if len(parts) > 1:
             joined = ir.node("Concat", parts, attributes={"axis": along})
-            joined.outputs[0].type = made.type
+            joined.outputs[0].type = output.type
             node.prepend(joined)
             value = joined.outputs[0]
-    value.shape = made.shape
+    value.shape = output.shape
     replace_node(node, value)
 
 
