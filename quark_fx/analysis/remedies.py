@@ -32,7 +32,7 @@ from quark_fx.passes.rotate import Rotating
 from quark_fx.plan.placement import Coded, Plan, Quantized, names_of, plan_quantization
 from quark_fx.plan.siblings import siblings
 from quark_fx.plan.weights import quantize_tensor
-from quark_fx.rescale.rotation_sites import RotationAnalysis, find_rotation_sites
+from quark_fx.rescale.rotation_sites import RotationAnalysis, RotationSite, find_rotation_sites
 from quark_fx.rescale.scale_sites import SiteAnalysis, find_scale_sites
 
 _ENOUGH = 0.8
@@ -178,7 +178,7 @@ class Estimates:
                 yield from remedy("SmoothQuant", trial.smoothed, passes=(SmoothQuant(only=only),))
         rotates = any(isinstance(p, Rotating) for p in self.config.passes)
         for turned in self.rotation_sites.sites if plain and not trial.linear.kernel and not rotates else ():
-            if any(linear.node is op.node for linear in turned.readers):
+            if any(linear.node is op.node for linear in turned.readers) and _covers(turned, trial.linear):
                 rotation = turned.draw(torch.Generator().manual_seed(0))
                 only = tuple(dict.fromkeys(names[r.node] for r in turned.readers if r.node in names))
                 if turned.overhead(rotation) <= Rotate().overhead:
@@ -193,6 +193,12 @@ class Estimates:
         for node, rounded in self.plan.outputs.items():
             if rounded is value and not spec.dynamic:
                 yield Override(pattern=self._pattern(node), output=spec)
+
+
+def _covers(site: RotationSite, linear: Linear) -> bool:
+    """Tell whether a site rotates all inputs of an operator; a trial rotates the whole activation."""
+    inputs, weight = linear.shape[linear.input_axis], linear.stored.node
+    return any(absorber.parameter is weight and absorber.runs.numel() == inputs for absorber in site.absorbers)
 
 
 @dataclass(frozen=True, eq=False)

@@ -114,18 +114,24 @@ class SwitchedGraph:
             if source is not None and source.op == "call_function" and source.name not in self._float:
                 self._add(value, source)  # an embedding of codes, or a value that is rounded twice
             else:
-                source = self._original(value, rounded)
+                source = self._original(value)
             self._pairs[rounded] = _Pair(value, source, rounded, [])
         return self._pairs[rounded]
 
-    def _original(self, value: Node, near: Node) -> Node:
+    def _original(self, value: Node) -> Node:
         """Return the float value in the converted graph; its computation is added if the graph lacks it."""
         if value.name not in self._nodes:
-            inputs = {node: self._original(node, near) for node in value.all_input_nodes}
+            inputs = {node: self._original(node) for node in value.all_input_nodes}
             if is_parameter(value):
                 set_parameter(self._gm, str(value.target), parameter(self._float_graph, value))
-            with self._gm.graph.inserting_before(near):
-                self._nodes[value.name] = self._gm.graph.node_copy(value, lambda node: inputs[node])
+            graph = self._gm.graph
+            # As early as possible: the next reader may be an earlier one.
+            with (
+                graph.inserting_after(max(inputs.values()))
+                if inputs
+                else graph.inserting_before(next(iter(graph.nodes)))
+            ):
+                self._nodes[value.name] = graph.node_copy(value, lambda node: inputs[node])
         return self._nodes[value.name]
 
     def _insert(self, pair: _Pair, name: str) -> Node:

@@ -174,7 +174,7 @@ def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
     def holds(size: int) -> bool:
         try:
             return bool(guard.xreplace({symbol: sympy.Integer(size)}) == sympy.true)
-        except ZeroDivisionError:  # the guard divides by zero at this size
+        except (ZeroDivisionError, AssertionError):  # the guard has no value at this size, such as a negative dividend
             return False
 
     for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):

@@ -480,3 +480,45 @@ def test_a_function_called_like_a_metric_has_another_unit(name: str) -> None:
     assert (called := metric_of(own)[0]) == f"{name}()"
     assert format_error(0.25, called) == f"0.25 ({name}())"
     assert format_error(0.25, name) == {"error": "0.25 of the outputs' square, 6.0 dB", "kl": "0.25 nats"}[name]
+
+
+class Tabular(nn.Module):
+    """Embeddings and numbers, concatenated: only the embeddings' channels can be rotated in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, 8) for n in (10, 20, 30))
+        self.norm, self.first, self.last = nn.BatchNorm1d(5), nn.Linear(29, 32), nn.Linear(32, 3)
+
+    def forward(self, categories: Tensor, numbers: Tensor) -> Tensor:
+        rows = [table(categories[:, i]) for i, table in enumerate(self.tables)]
+        y: Tensor = self.last(torch.relu(self.first(torch.cat([*rows, self.norm(numbers)], 1))))
+        return y
+
+
+class Translator(nn.Module):
+    """One table for both inputs; the second input is looked up before the first in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 32)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.decoder = nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        y: Tensor = self.head(self.decoder(self.table(target), self.encoder(self.table(source))))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "batches"),
+    [
+        (Tabular, [(torch.randint(0, 10, (16, 3)), rand(16, 5)) for _ in range(2)]),
+        (Translator, [(torch.randint(0, 50, (2, 7)), torch.randint(0, 50, (2, 5))) for _ in range(2)]),
+    ],
+)
+def test_what_is_measured_of_each_proposal_is_what_it_gives(model: type[nn.Module], batches: list[Any]) -> None:
+    analysis = analyze(seeded(model()), "int8_static", batches, progress=False)
+    assert math.isfinite(analysis.error)
+    assert analysis.error > 0

@@ -973,3 +973,20 @@ def test_a_decoder_with_a_configuration_of_its_own_returns_no_cache_that_nobody_
     captured = qfx.capture_graph(model, {"input_ids": tokens, "decoder_input_ids": tokens})
     assert captured.signature.output_names == ("logits", "encoder_last_hidden_state")
     assert model.decoder.config.use_cache
+
+
+class Audio(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = nn.Sequential(nn.Conv1d(1, 4, 9, 4), nn.ReLU(), nn.Conv1d(4, 4, 5, 2))
+        self.recur = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.recur(self.convolve(x[:, None]).transpose(1, 2))[0].mean(1)
+        return y
+
+
+def test_sizes_at_which_a_guard_has_no_value_are_no_multiples() -> None:
+    """Guards of strided convolutions have negative dividends at small sizes, where torch's functions assert."""
+    captured = qfx.capture_graph(Audio().eval(), torch.randn(4, 800))
+    assert captured.signature.output_names
