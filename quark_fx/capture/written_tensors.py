@@ -42,7 +42,7 @@ class WrittenTensors(TorchDispatchMode):
         """Tell whether a tensor was written or has other memory now."""
         return bool(self._copies) or not all(tensor.is_set_to(alias) for tensor, alias in self._aliases)
 
-    def keep(self, tensors: dict[str, Tensor]) -> None:
+    def keep(self, tensors: dict[str, Any]) -> None:
         """Replace tensors by copies if `restore` would change them."""
         changing = {memory_of(tensor) for tensor, alias in self._aliases if not tensor.is_set_to(alias)}
         changing |= {memory_of(alias) for alias, _ in self._copies}

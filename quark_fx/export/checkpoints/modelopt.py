@@ -76,11 +76,11 @@ def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 def _algorithm(layer: Layer, scheme: Mapping[str, Any]) -> str:
     """Return the name of the scheme; raise `ExportError` if ModelOpt has none."""
-    weights, inputs = scheme["weights"], scheme["input_activations"]
-    key = scheme["format"], weights["strategy"], "" if inputs is None else inputs["strategy"]
+    weights, inputs = scheme["weights"], scheme["input_activations"] or {}
+    key = scheme["format"], weights["strategy"], inputs.get("strategy", "")
     algorithm, other = _ALGORITHMS.get(key, ""), layer.stack or not layer.is_linear
     blocks = weights.get("block_structure") or [_BLOCK, _BLOCK]
-    if not algorithm or other or blocks != [_BLOCK, _BLOCK] or (algorithm == "FP8" and inputs["dynamic"]):
+    if not algorithm or other or blocks != [_BLOCK, _BLOCK] or (algorithm == "FP8" and inputs.get("dynamic")):
         algorithms = ", ".join(_ALGORITHMS.values())
         raise ExportError(
             f"{' '.join(filter(None, key))}; ModelOpt's layout holds {algorithms} of linear layers but experts"
