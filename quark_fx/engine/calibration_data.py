@@ -140,13 +140,16 @@ class CalibrationData:
             raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
         self._given = len(self.batches)
         if self.batches:
-            shapes = [f"{name} of shape {tuple(s)}" for name, s in zip(self.names, self.shapes[0], strict=False) if s]
-            self.described = f"Batches: {self.batches[-1][0] + 1}; the first holds {', '.join(shapes)}"
+            self._describe(self.batches[-1][0] + 1, self.shapes[0])
         if learns and not self.has_validation:
             warn(
                 "the calibration data is one sample, or one batch that cannot be divided: passes are "
                 "validated on the data that they learn from; pass more batches"
             )
+
+    def _describe(self, count: int, shapes: BatchShape) -> None:
+        inputs = [f"{name} of shape {tuple(shape)}" for name, shape in zip(self.names, shapes, strict=False) if shape]
+        self.described = f"Batches: {count}; the first holds {', '.join(inputs)}"
 
     def _keep_validation_samples(self) -> None:
         """Make the last eighth of the samples validation data, however they are divided into batches."""
@@ -246,7 +249,11 @@ class CalibrationData:
         Batches that are not kept can be read only once, and are not moved.
         """
         if not self.batches:
-            yield from self.unread
+            first: BatchShape | None = None
+            for count, leaves in enumerate(self.unread, 1):
+                first = batch_shape(leaves) if first is None else first
+                self._describe(count, first)
+                yield leaves
         for index in range(len(self.batches)):
             yield [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.inputs(index)]
 
@@ -289,12 +296,12 @@ def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> N
     """
     for position, leaf in _floats(leaves):
         name = names[position] if names else position
-        accelerator.require(~leaf.isnan().any(), partial(_holds_nan, f"{batch}: input {name}", leaf))
+        sample = first_sample(leaf.isnan())  # a check that is deferred must not hold the batch
+        accelerator.require(sample < 0, partial(_holds_nan, f"{batch}: input {name}", sample))
 
 
-def _holds_nan(name: str, leaf: Tensor) -> CalibrationError:
-    sample = int(first_sample(leaf.isnan()))
-    return CalibrationError(f"{name} holds NaN in sample {sample}; remove such samples")
+def _holds_nan(name: str, sample: Tensor) -> CalibrationError:
+    return CalibrationError(f"{name} holds NaN in sample {int(sample)}; remove such samples")
 
 
 def first_sample(marks: Tensor) -> Tensor:

@@ -411,7 +411,9 @@ def eager(
 
 
 def _compute_with(module: nn.Module, rewritten: Rewritten) -> None:
-    """Let a module with computed weights call a piece of the quantized graph, without the weights' parameters."""
+    """Let a module call a piece of the quantized graph, which includes its hooks, without parameters of the piece."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        hooks.clear()
     for inner in module.modules():
         for leaf, value in inner._parameters.items():
             if value is not None and value.is_meta:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -352,3 +353,28 @@ def test_ranks_that_saw_ranges_which_do_not_go_together_are_told_where() -> None
         match=r"aten\.embedding\.default at .*the observations of the ranks cannot.*first batches differed",
     ):
         calibration._merge([node], [observer.observe(first)], [observer.observe(2 * first)])
+
+
+def test_checked_batches_are_not_held_and_a_reused_buffer_is_named_right() -> None:
+    """Checks of all batches are read together, after the loader has filled its buffer again."""
+    buffer, alive = torch.empty(4, 8), list[weakref.ref[Tensor]]()
+
+    def refilled() -> Iterator[Tensor]:
+        for index in range(4):
+            buffer.normal_()
+            buffer[2, 3] = float("nan") if index == 1 else 0.0
+            yield buffer
+
+    def fresh() -> Iterator[Tensor]:
+        for _ in range(12):
+            batch = torch.randn(4, 8)
+            alive.append(weakref.ref(batch))
+            most.append(sum(one() is not None for one in alive))
+            yield batch
+            del batch
+
+    model, most = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), list[int]()
+    with pytest.raises(qfx.CalibrationError, match="calibration batch 1: input input holds NaN in sample 2"):
+        quantize(model, "w4a16_gptq", refilled())
+    quantize(model, "w4a16_gptq", fresh())
+    assert max(most) <= 4

@@ -282,6 +282,8 @@ def test_the_card_names_recipe_data_and_errors(tmp_path: Path) -> None:
         least = min(row.sqnr for row in qmodel.report() if row.sqnr is not None)
         assert f"{least:.1f} dB or more" in text
     assert "base_model: owner/model" in model_card(qmodel, "owner/model", "gptq")
+    calibrated = model_card(quantize(captured(), FP8_STATIC.replace(exclude=FLOAT_ENDS)), "", "compressed-tensors")
+    assert "Batches: 1; the first holds input_ids of shape (2, 10)" in calibrated
 
 
 def test_a_card_of_somebody_else_stays(tmp_path: Path) -> None:

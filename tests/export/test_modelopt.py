@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.export.checkpoints.modelopt import require_read
-from quark_fx.numbers.formats import FP8_E4M3
+from quark_fx.numbers.formats import FP8_E4M3, INT8
 from quark_fx.presets import FP8_BLOCK, FP8_STATIC, INT8_DYNAMIC, SCHEMES, preset
 
 IDS = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(0))
@@ -60,9 +60,9 @@ ALGORITHMS: dict[str, tuple[QuantConfig, dict[str, Any]]] = {
 
 
 def llama(**sizes: Any) -> Any:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2} | sizes
-    config = transformers.LlamaConfig(num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, **sizes)
-    return seeded(transformers.LlamaForCausalLM(config))
+    usual = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    usual |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
+    return seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**usual | sizes)))
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,38 @@ def value(algorithm: str, parts: dict[str, Tensor]) -> Tensor:
     return weight.float() * (scale if scale.numel() != len(weight) else scale.reshape(-1, 1))
 
 
+def shape(algorithm: str, rows: int, columns: int) -> tuple[int, ...]:
+    """Return the shape of `weight_scale` that vLLM allocates (`create_weights`); one scale may have any rank."""
+    return {
+        "FP8": (1,),
+        "FP8_PER_CHANNEL_PER_TOKEN": (rows,),
+        "FP8_PB_WO": (rows // 128, 1, columns // 128, 1),
+        "MXFP8": (rows, columns // 32),
+    }.get(algorithm, (rows, columns // 16))
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "FP8"])
+def test_a_layer_of_zeros_has_scales_of_the_same_shape(algorithm: str, tmp_path: Path) -> None:
+    model = llama()
+    torch.nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
+    qmodel = quantize(model, ALGORITHMS[algorithm][0], [{"input_ids": IDS}])
+    stored = load_file(qfx.export.huggingface(qmodel, tmp_path, format="modelopt") / "model.safetensors")
+    scale = stored["model.layers.0.self_attn.o_proj.weight_scale"]
+    assert tuple(scale.shape) == shape(algorithm, 128, 128)
+
+
+def test_blocks_at_an_edge_and_integer_caches_are_refused(session: qfx.Session, tmp_path: Path) -> None:
+    model = llama(num_key_value_heads=1)
+    with pytest.raises(qfx.ExportError, match=r"blocks at the edge of \(64, 128\)"):
+        qfx.export.huggingface(
+            quantize(model, ALGORITHMS["FP8_PB_WO"][0], [{"input_ids": IDS}]), tmp_path / "out", format="modelopt"
+        )
+    cache = TensorSpec(format=INT8, granularity=Granularity.TENSOR)
+    qmodel = quantize(session, ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(kv_cache=cache))
+    with pytest.raises(qfx.ExportError, match="caches in fp8_e4m3 alone"):
+        qfx.export.huggingface(qmodel, tmp_path / "out", format="modelopt")
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_values_are_those_of_the_model(algorithm: str, session: qfx.Session, tmp_path: Path) -> None:
     config, dtypes = ALGORITHMS[algorithm]
@@ -99,6 +131,7 @@ def test_values_are_those_of_the_model(algorithm: str, session: qfx.Session, tmp
         parts = {n.rpartition(".")[2]: t for n, t in stored.items() if n.startswith(f"{name}.")}
         assert {leaf: tensor.dtype for leaf, tensor in parts.items()} == dtypes
         assert torch.equal(value(algorithm, parts), module.weight.detach().float())
+        assert tuple(parts["weight_scale"].shape) == shape(algorithm, *module.weight.shape)
     qkv = [stored.get(f"model.layers.0.self_attn.{x}_proj.weight_scale_2") for x in "qkv"]
     assert len({float(unit) for unit in qkv if unit is not None}) <= 1, "vLLM fuses them under the largest"
 

@@ -924,3 +924,15 @@ def test_a_list_or_dict_is_copied_with_what_it_holds(how: str) -> None:
             qmodel.eager()
     else:
         torch.testing.assert_close(qmodel.eager()(rand(2, 8)), qmodel(rand(2, 8)))
+
+
+@pytest.mark.parametrize("place", ["0", "2", "", "1"])
+@pytest.mark.parametrize("name", ["int8_static", "int8_weight_only"])
+def test_a_hook_that_is_folded_into_an_operator_runs_once(place: str, name: str) -> None:
+    """The piece that a module computes instead of its code includes its hooks."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    model.get_submodule(place).register_forward_hook(lambda _, args, result: result * 1.5 + 0.25)
+    x = rand(16, 8)
+    qmodel = quantize(model, name, [x])
+    assert torch.equal(qmodel.eager()(x), qmodel(x))
+    assert (qmodel(x) - model(x)).abs().max() < 0.1

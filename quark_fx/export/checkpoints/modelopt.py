@@ -1,4 +1,4 @@
-"""Checkpoints in the layout of NVIDIA ModelOpt, which vLLM, SGLang, and TensorRT-LLM read."""
+"""Checkpoints in the layout of NVIDIA ModelOpt, as vLLM reads it from `config.json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoints.compressed_tensors import Schemes, cache_of, parts, share_global_scales
 from quark_fx.export.checkpoints.values import Checkpoint, Layer, Written, each_layer, unholdable
-from quark_fx.export.packing import block_scales
 
 _ALGORITHMS = {
     ("float-quantized", "tensor", "tensor"): "FP8",
@@ -54,14 +53,19 @@ def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         if rest:
             raise ExportError(f"{rest[-1]}, beside {first}; a checkpoint has one algorithm for all layers")
         require_read(layer.name, checkpoint.left)
-        tensors = parts(layer, scheme)
-        if (blocks := block_scales(layer.weight)) is not None:
-            tensors["weight_scale"] = blocks[:, None, :, None]
+        tensors, strategy = parts(layer, scheme), scheme["weights"]["strategy"]
+        if strategy == "block":
+            tensors["weight_scale"] = tensors["weight_scale"][:, None, :, None]
+        elif strategy == "channel":
+            tensors["weight_scale"] = tensors["weight_scale"].flatten()
         return tensors
 
     tensors = each_layer(checkpoint.layers, write, shelf)
     share_global_scales(tensors)
     scales, cache = cache_of(checkpoint)
+    if cache is not None and cache["type"] != "float":
+        remedy = "set kv_cache=TensorSpec(format='fp8_e4m3')"
+        raise ExportError(f"ModelOpt's layout holds caches in fp8_e4m3 alone; {remedy}")
     (algorithm,) = chosen
     named = {f"{path}.{_NAMES.get(leaf, leaf)}": x for n, x in tensors.items() for path, _, leaf in [n.rpartition(".")]}
     return named | scales, {
@@ -83,8 +87,11 @@ def _algorithm(layer: Layer, scheme: Mapping[str, Any]) -> str:
     if not algorithm or other or blocks != [_BLOCK, _BLOCK] or (algorithm == "FP8" and inputs.get("dynamic")):
         algorithms = ", ".join(_ALGORITHMS.values())
         raise ExportError(
-            f"{' '.join(filter(None, key))}; ModelOpt's layout holds {algorithms} of linear layers but experts"
+            f"{' '.join(filter(None, key))}; ModelOpt's layout holds {algorithms} of linear layers but experts, as the "
+            "presets fp8_dynamic, fp8_block, nvfp4, nvfp4_weight_only, and mxfp8_e4m3 make them"
         )
+    if algorithm == "FP8_PB_WO" and any(size % _BLOCK for size in layer.weight.codes.shape):
+        raise ExportError(f"blocks at the edge of {tuple(layer.weight.codes.shape)}; vLLM reads whole blocks alone")
     return algorithm
 
 

@@ -83,8 +83,10 @@ class TransformersRunner(Runner):
 
 
 def _require_version(config: dict[str, Any], path: Path) -> None:
-    """Raise `ExportError` if the installed compressed-tensors is older than a checkpoint needs."""
+    """Raise `ExportError` if transformers does not read the layout, or only with a newer compressed-tensors."""
     told = config.get("quantization_config")
+    if isinstance(told, dict) and told.get("quant_method") == "modelopt":
+        raise ExportError(f"{path} has ModelOpt's layout, which vLLM reads and transformers does not")
     with suppress(PackageNotFoundError):  # transformers says that it is missing
         if isinstance(told, dict) and told.get("quant_method") == "compressed-tensors":
             needed, installed = str(told.get("version") or "0"), version("compressed-tensors")
