@@ -251,6 +251,29 @@ def test_a_model_on_the_device_waits_for_operators_not_for_batches_or_checks(
     assert waits(3) == waits(5) <= (8 if name == "w4a16_rtn" else 8 + 3 * 3)
 
 
+class Raised(nn.Module):
+    """A layer whose output is raised by ones on its device, which the code names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        y: Tensor = self.b(torch.relu(x * 2 + torch.ones_like(x, device=x.device)))
+        return y
+
+
+def test_maps_of_a_model_on_the_device_fold(pretend_gpu: PretendGPU) -> None:
+    x = rand(8, 32)
+    expected = qfx.quantize(seeded(Raised()), PRESETS["int8_static"], [x], progress=False)(x)
+    model = seeded(Raised()).to(DEVICE)
+    qmodel = qfx.quantize(model, PRESETS["int8_static"], [x.to(DEVICE)], progress=False)
+    assert torch.equal(qmodel(x.to(DEVICE)).cpu(), expected)
+    names = [str(node.target) for node in qmodel.graph_module.graph.nodes]
+    assert not any(name.startswith(("aten.mul", "aten.add", "aten.ones_like")) for name in names)
+
+
 def configurations() -> dict[str, QuantConfig]:
     """Return every preset, and a configuration with each pass that no preset has."""
     static, w4 = PRESETS["int8_static"], PRESETS["w4a16_rtn"]

@@ -73,8 +73,8 @@ _ALONG_A_DIMENSION = {
 }
 """Data movement along the dimension that the argument `dim` names."""
 
-_NORMS = {"aten.batch_norm.default": 7, "aten.instance_norm.default": 7}
-"""Norms with stored statistics, and the position of epsilon; their channels are dimension 1."""
+_NORMS = {"aten.batch_norm.default", "aten.instance_norm.default"}
+"""Norms with stored statistics; their channels are dimension 1."""
 
 _NATIVE_NORM = "aten._native_batch_norm_legit_no_training.default"
 
@@ -205,9 +205,11 @@ def _computed(gm: GraphModule, node: Node, inputs: Mapping[Node, Tensor], consta
     if any(operand is None for operand in operands.values()):
         return None
 
+    kwargs = {name: value for name, value in node.kwargs.items() if name not in ("device", "layout", "pin_memory")}
+
     def result(component: Callable[[Tensor], Tensor]) -> Tensor:
         args = map_arg(node.args, {**operands, **{n: component(part) for n, part in inputs.items()}}.__getitem__)
-        output: Tensor = node.target(*args, **node.kwargs)  # type: ignore[operator]
+        output: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
         return output.double().expand_as(origin)
 
     factor, offset = result(lambda part: part[0]) - result(lambda part: 0 * part[0]), result(lambda part: part[1])
