@@ -973,6 +973,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help="make the page of the results")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not options.work and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA GPU here; --device pretend --small runs the script without one")
     place, results = Place(options.device, options.small), options.results.absolute()
     if options.work:
         work(place, options.work, results)
