@@ -148,7 +148,7 @@ def quantize(
             kept=unchanged,
             parameter_names=parameters,
             sample=sample,
-            data=context.data.described,
+            data=context.data.described if needs_data(config) else "",
         )
         if output_dir is not None:
             del gm.meta["shelf"]

@@ -21,7 +21,7 @@ class WrittenTensors(TorchDispatchMode):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # An alias keeps the memory that a tensor has now: a forward may assign another to `tensor.data`.
-        self._aliases = [(x, x.data) for x in tensors if x.layout == torch.strided]
+        self._aliases = [(x, x.data) for x in tensors if x.layout == torch.strided and not x.is_meta]
         self._by_memory: dict[int, list[Tensor]] = {}
         for _, alias in self._aliases:
             self._by_memory.setdefault(memory_of(alias), []).append(alias)

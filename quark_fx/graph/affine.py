@@ -119,6 +119,8 @@ def affine_step(
         keeps_shape = _keeps_shape(gm, node, value)
         if keeps_shape and not pending and torch.equal(part[2], order):
             factor, offset, _, varies, *statistics = part.flatten(1)
+            if not bool(factor.any()):
+                return None  # the result does not depend on the value
             varies = varies.any() or (factor != factor[:1]).any() or (offset != offset[:1]).any()
             of_norm = None if bool(statistics[0].isnan().any()) else (statistics[0], statistics[1])
             return Step(tuple(parts)[1:], value, factor, offset, bool(varies), of_norm)

@@ -405,11 +405,11 @@ def run_passes(
             if type(rewrites) is not int or rewrites < 0:
                 raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
             weights.check(name)
-            if promise.stage == Stage.FLOAT:
-                erase_dead(gm)  # later passes and the report look at every operator
             _lint(gm, name)
             if notes is not None:
                 notes.take(gm, name)
+            if promise.stage == Stage.FLOAT and erase_dead(gm):  # later passes and the report look at every operator
+                gm.recompile()
             for check in promise.ensures:
                 check(gm)
         except Exception as error:

@@ -73,7 +73,8 @@ def _replaced_definitions(model: nn.Module) -> Iterator[str]:
 
 
 def _is_of_packages(defined: Any) -> bool:
-    return _owner(defined) in _REBUILT_BY
+    owner = _owner(defined)
+    return owner in _REBUILT_BY or owner in sys.stdlib_module_names  # transformers takes some functions from there
 
 
 def bound_elsewhere(model: nn.Module, original: nn.Module) -> list[str]:

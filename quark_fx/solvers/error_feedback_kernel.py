@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"columns": COLUMNS, "rows": _ROWS, "enable_fp_fusion"
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _quantize_block(
-    targets: tl.tensor,
+    wanted: tl.tensor,
     real: tl.tensor,
     scale: tl.tensor,
     zero: tl.tensor,
@@ -45,12 +45,12 @@ def _quantize_block(
     group = tl.program_id(1).to(tl.int64)
     k = tl.arange(0, columns)
     o = tl.program_id(0) * rows + tl.arange(0, rows)
-    inside = (k[:, None] < count) & (o[None, :] < outputs)
+    known = (k[:, None] < count) & (o[None, :] < outputs)
     at = group * stride + k[:, None] * outputs + o[None, :]
-    w = tl.load(targets + at, inside, 0.0)
-    s = tl.load(scale + at, inside, 1.0)
-    z = tl.load(zero + at, inside, 0.0)
-    b = tl.load(real + at, inside, 0.0) + z * s
+    w = tl.load(wanted + at, known, 0.0)
+    s = tl.load(scale + at, known, 1.0)
+    z = tl.load(zero + at, known, 0.0)
+    b = tl.load(real + at, known, 0.0) + z * s
     i = tl.div_rn(1.0, s)
     c = tl.zeros_like(w)
     e = tl.zeros_like(w)
@@ -64,13 +64,13 @@ def _quantize_block(
         far = tl.minimum(tl.maximum(power, lowest_power), highest_power) * shift
         code = (code + far) - far
         code = tl.expand_dims(code, 0)
-        error = tl.expand_dims(tl.sum(tl.where(this, b - code * s, 0.0), 0), 0)
+        left = tl.expand_dims(tl.sum(tl.where(this, b - code * s, 0.0), 0), 0)
         c = tl.where(this, code, c)
-        e = tl.where(this, error, e)
+        e = tl.where(this, left, e)
         row = tl.load(feedback + group * columns * columns + j * columns + k)
-        w += row[:, None] * error
-    tl.store(targets + at, e, inside)
-    tl.store(real + at, c, inside)
+        w += row[:, None] * left
+    tl.store(wanted + at, e, known)
+    tl.store(real + at, c, known)
 
 
 def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:

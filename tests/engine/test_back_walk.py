@@ -134,7 +134,7 @@ ENDS: dict[str, tuple[Any, tuple[bool, ...]]] = {
     "the last rows of each class": (lambda y: y[:, -6:].transpose(1, 2), (False,)),
     "classes before positions": (lambda y: y.transpose(1, 2), (False,)),
     "heads": (lambda y: y.unflatten(-1, (2, 3)).transpose(1, 2), (False,)),
-    "masked": (lambda y: y.masked_fill(torch.arange(6) > 4, torch.finfo(torch.float32).min), (False,)),
+    "masked": (lambda y: y.masked_fill(torch.arange(6) > 4, torch.finfo(torch.float32).min), (True,)),
     "probabilities": (lambda y: y.softmax(-1), (False,)),
     "logits and values": (lambda y: (y, y.unflatten(-1, (2, 3)).transpose(1, 2)), (True, False)),
 }

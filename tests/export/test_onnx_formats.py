@@ -333,7 +333,7 @@ BETWEEN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "softmax": (lambda x: torch.softmax(x, -1), "QLinearSoftmax"),
     "average": (lambda x: F.avg_pool2d(x, 2), "QLinearAveragePool"),
     "global_average": (lambda x: F.adaptive_avg_pool2d(x, 1), "QLinearGlobalAveragePool"),
-    "add": (lambda x: x + x, "QLinearAdd"),
+    "add": (lambda x: x + x.flip(-1), "QLinearAdd"),
     "mul": (lambda x: x * x, "QLinearMul"),
     "relu6": (F.relu6, "Clip"),
     "transpose": (lambda x: x.transpose(2, 3), "Transpose"),
