@@ -30,8 +30,10 @@ class WrittenTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = [*zip(func._schema.arguments, args, strict=False)]
         arguments += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in (kwargs or {})]
-        every = "batch_norm" in func._schema.name  # its schemas leave out that it writes to statistics
-        written = [x for one, x in arguments if every or (one.alias_info is not None and one.alias_info.is_write)]
+        written = [x for one, x in arguments if one.alias_info is not None and one.alias_info.is_write]
+        named = {one.name: x for one, x in arguments}
+        if named.get("training"):  # the schemas of batch norms leave out that these write to their statistics
+            written += [named.get("running_mean"), named.get("running_var")]
         for x in pytree.tree_leaves(written):
             if isinstance(x, Tensor) and x.layout == torch.strided:
                 alias = self._by_memory.pop(memory_of(x), [])

@@ -269,7 +269,7 @@ def plan(
 _WEIGHT, _BIAS = ".weight", ".bias"
 
 _TRANSPOSED = (
-    "its matrix is stored as (inputs, outputs), which biases of layers with this name tell (Conv1D of GPT-2); servers "
+    "its matrix is stored as (inputs, outputs), as the biases of layers with this name show (Conv1D of GPT-2); servers "
     "would read groups and scales along the wrong axis; load the model with transformers and call quark_fx.quantize"
 )
 

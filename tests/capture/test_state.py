@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.capture.capture import Captured
 from quark_fx.capture.capture_errors import require_repeats
+from quark_fx.capture.written_tensors import WrittenTensors
 
 
 class Writes(nn.Module):
@@ -831,3 +832,16 @@ def test_a_failed_call_leaves_the_parameters_that_it_wrote() -> None:
 def test_a_lazy_module_is_refused_before_its_first_call() -> None:
     with pytest.raises(qfx.CaptureError, match=r"first 0.weight, of lazy modules have no shape yet; run the"):
         qfx.capture_graph(nn.Sequential(nn.LazyLinear(4)).eval(), rand(2, 4))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norms_write_to_their_statistics_only_in_training(training: bool) -> None:
+    mean, variance, weight, bias = torch.zeros(4), torch.ones(4), torch.ones(4), torch.zeros(4)
+    tensors = [mean, variance, weight, bias]
+    before = [x.clone() for x in tensors]
+    with WrittenTensors(tensors) as writes:
+        nn.functional.batch_norm(torch.randn(8, 4) + 3, mean, variance, weight, bias, training)
+    assert torch.equal(mean, before[0]) != training
+    assert writes.happened() == training
+    writes.restore()
+    assert all(map(torch.equal, before, tensors))

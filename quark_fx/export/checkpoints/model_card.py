@@ -31,8 +31,8 @@ def model_card(qmodel: QuantizedModel, base: str, form: str) -> str:
     Source:
         https://huggingface.co/docs/hub/model-cards
     """
-    report, totals = qmodel.report(), qmodel.report().totals
-    about = report.about
+    report = qmodel.report()
+    about, totals = report.about, report.totals
     passes = [replace(record, seconds=math.nan).summary for record in report.passes if record.changes]
     of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).exists()
     metadata = {"library_name": "transformers", "tags": [_TAG, form]}
@@ -66,7 +66,7 @@ def _recipe(config: QuantConfig) -> str:
 
 
 def is_own(card: Path) -> bool:
-    """Tell whether `model_card` wrote a file; a card of somebody else is not replaced."""
+    """Tell whether `model_card` wrote a file. Other cards are not replaced."""
     try:
         head = card.read_text(encoding="utf-8").split("---")[1]
         return _TAG in (yaml.safe_load(head) or {}).get("tags", ())

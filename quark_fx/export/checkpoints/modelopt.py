@@ -20,7 +20,7 @@ _ALGORITHMS = {
     ("nvfp4-pack-quantized", "tensor_group", ""): "W4A16_NVFP4",
     ("mxfp8-quantized", "group", "group"): "MXFP8",
 }
-"""Algorithm by form, and by strategies of weights and activations, of the equal scheme of compressed-tensors."""
+"""Algorithms, by format and by the strategies of weights and activations in compressed-tensors."""
 
 _NAMES = {
     "weight_packed": "weight",
@@ -33,7 +33,7 @@ _IN_FLOAT = ("vision_tower", "vision_model", "visual")
 """Parts of names of layers that vLLM never quantizes."""
 
 _BLOCK = 128
-"""Rows and columns of a block that readers take for granted."""
+"""Rows and columns of a block; readers support no other size."""
 
 
 def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
@@ -91,7 +91,9 @@ def _algorithm(layer: Layer, scheme: Mapping[str, Any]) -> str:
             "presets fp8_dynamic, fp8_block, nvfp4, nvfp4_weight_only, and mxfp8_e4m3 make them"
         )
     if algorithm == "FP8_PB_WO" and any(size % _BLOCK for size in layer.weight.codes.shape):
-        raise ExportError(f"blocks at the edge of {tuple(layer.weight.codes.shape)}; vLLM reads whole blocks alone")
+        raise ExportError(
+            f"blocks at the edge of {tuple(layer.weight.codes.shape)}; vLLM reads only whole blocks; exclude this layer"
+        )
     return algorithm
 
 
