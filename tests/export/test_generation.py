@@ -304,7 +304,7 @@ def test_an_int8_cache_has_the_scales_of_the_configuration() -> None:
 def test_scales_of_other_caches_are_refused() -> None:
     spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
     for other, message in (
-        (spec.replace(format=INT4), "rounds its keys otherwise"),
+        (spec.replace(format=INT4), "rounds its keys differently"),
         (spec.replace(symmetry="asymmetric"), "symmetric and without rotated keys"),
         (None, "rounds no keys"),
     ):
