@@ -38,12 +38,12 @@ def add_array(model: ir.Model, name: str, array: np.ndarray[Any, Any]) -> ir.Val
     """Store an array as `name`, or `name_1`, … if another array has that name; equal arrays are shared."""
     array = np.asarray(array, order="C")  # ascontiguousarray would turn a scalar into a vector
     for candidate in (name if not i else f"{name}_{i}" for i in range(1 << 20)):
-        known = model.graph.initializers.get(candidate)
-        if known is None:
+        initializer = model.graph.initializers.get(candidate)
+        if initializer is None:
             return add_initializer(model, candidate, ir.Tensor(array, name=candidate))
-        stored = array_of(known)
+        stored = array_of(initializer)
         if stored is not None and stored.dtype == array.dtype and np.array_equal(stored, array):
-            return known
+            return initializer
     raise AssertionError("unreachable")
 
 
@@ -80,10 +80,10 @@ def put_same_behind(value: ir.Value) -> ir.Value:
 
 def without_trailing_none(inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
     """Return the inputs without omitted optional ones at the end."""
-    kept = list(inputs)
-    while kept and kept[-1] is None:
-        kept.pop()
-    return kept
+    result = list(inputs)
+    while result and result[-1] is None:
+        result.pop()
+    return result
 
 
 def erase_unread(model: ir.Model) -> None:

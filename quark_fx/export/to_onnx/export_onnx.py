@@ -188,12 +188,12 @@ def _lowered(
     if any(node.graph is not model.graph for node in model.graph.all_nodes()):
         # torch lowers a few operators (such as embedding_bag) to loops that ONNX Runtime accepts only once simplified.
         onnxscript.optimizer.optimize(model)
-    kept = write_in_format(model, chosen, options, files, rules)
+    left_alone = write_in_format(model, chosen, options, files, rules)
     require_types(model, opset)
     model = convert(model, opset)
     model.ir_version = ir_version(opset)
     model.graph.name = type(gm).__name__
-    return model, kept
+    return model, left_alone
 
 
 def _write(model: ir.Model, path: Path, external_data: bool | None, qmodel: QuantizedModel) -> tuple[NotRun, ...]:
@@ -269,8 +269,8 @@ def _name_tensors(gm: GraphModule, model: ir.Model) -> None:
     """Give the tensors of a loaded graph the names that they had when the model was captured."""
     taken = {value.name for node in model.graph.all_nodes() for value in node.outputs}
     taken |= {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
-    for own, name in tensor_names(gm).items():
-        value = model.graph.initializers.get(own)
+    for stored_name, name in tensor_names(gm).items():
+        value = model.graph.initializers.get(stored_name)
         if value is not None and name and name not in taken:
             value.name = name
             taken.add(name)
@@ -390,11 +390,11 @@ def _is_built(node: Node, fmt: Format) -> bool:
 
     A wider integer type stores narrow integers; for activations, it must have 8 bits.
     """
-    if (held := fmt.onnx_container) != fmt and held.bits <= 16:
+    if (container := fmt.onnx_container) != fmt and container.bits <= 16:
         return fmt.activation_container.bits == 8 or target_name(node) == DEQUANTIZE
     grouped = target_name(node) == QUANTIZE and len(node.args) > 5 and node.args[5]
     constant = target_name(node) == DEQUANTIZE
-    return bool(grouped or constant) and held == fmt and fmt.vector == 1
+    return bool(grouped or constant) and container == fmt and fmt.vector == 1
 
 
 def _unmeasured(node: Node) -> str:
@@ -427,12 +427,12 @@ def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str])
 
 def named_apart(names: Sequence[str], taken: Sequence[str]) -> list[str]:
     """Return `names`, with `_out` appended to those in `taken`."""
-    made: list[str] = []
+    result: list[str] = []
     for name in names:
-        while name in (*taken, *made):
+        while name in (*taken, *result):
             name += "_out"
-        made.append(name)
-    return made
+        result.append(name)
+    return result
 
 
 def _require_apart(names: Sequence[str]) -> None:

@@ -129,18 +129,18 @@ def write_in_format(
         if row.before_formats:
             row(model)
     _strip_notes(model)
-    kept = chosen.rewrite(model, options)
+    left_alone = chosen.rewrite(model, options)
     spell_out_blocks(model)
     for row in rows:
         if chosen.runs and not row.before_formats:
             row(model)
-    declined = [left for rule in (*files.rules, *rules) for left in apply_rule(rule, model)]
+    declined = [part for rule in (*files.rules, *rules) for part in apply_rule(rule, model)]
     keep_names_apart(model)
     if chosen.runs and files.runtime == "onnxruntime":
         halve_scales(model)
     for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
         model.opset_imports.setdefault(domain, 1)
-    return (*kept, *declined)
+    return (*left_alone, *declined)
 
 
 def _settle_sizes(model: ir.Model) -> None:

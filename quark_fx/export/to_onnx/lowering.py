@@ -120,13 +120,13 @@ def dequantize(
     elif not whole:
         y = op.DequantizeLinear(codes, scale, **attributes)
     else:
-        held = onnx_type(format)
+        container = onnx_type(format)
         if codes.producer() is not None:
-            held = _activation_type(format)
+            container = _activation_type(format)
         elif fmt.onnx_container.bits < 8 and codes.const_value is None:
-            codes = op.Cast(codes, to=held)
+            codes = op.Cast(codes, to=container)
         source = _measurement(scale)
-        zero_point = op.Cast(zero_point, to=held) if source is None else source.outputs[2]
+        zero_point = op.Cast(zero_point, to=container) if source is None else source.outputs[2]
         y = op.DequantizeLinear(codes, scale, zero_point, **attributes)
     return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)
 
@@ -368,9 +368,9 @@ def _antialiased(x: Any, output_size: Any, scales: tuple[Any, ...], **kind: Any)
 @lowers("quark_fx.onnx_lstm.default")
 def lstm(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, directions: int, measured: bool) -> Any:
     """Write `LSTM` for one layer, with a note whether its inputs are quantized at run time."""
-    made = op.LSTM(x, *_by_direction(w, r, directions), b, None, h, c, **_recurrent(r, directions))
-    made[0].producer().meta[MEASURED] = measured
-    return made
+    outputs = op.LSTM(x, *_by_direction(w, r, directions), b, None, h, c, **_recurrent(r, directions))
+    outputs[0].producer().meta[MEASURED] = measured
+    return outputs
 
 
 @lowers("quark_fx.onnx_gru.default")
@@ -417,8 +417,8 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
         where = columns[0] if width == 1 else op.Concat(*columns, axis=-1)
     first, rank = chosen[0], len(x.shape)
     dims = list(range(first, first + width)) if masked else chosen
-    others = [dim for dim in range(rank) if dim not in dims]
-    order = [*dims, *others]
+    rest_dims = [dim for dim in range(rank) if dim not in dims]
+    order = [*dims, *rest_dims]
     moved = x if order == sorted(order) else op.Transpose(x, perm=order)
     tail = op.Shape(moved, start=width)
     heads = op.Shape(where, start=0, end=-1)
@@ -428,9 +428,9 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
             op.Shape(moved, start=width, end=width + before), heads, op.Shape(moved, start=width + before), axis=0
         )
         values = op.Expand(values, sizes)
-        rest = range(before + broadcast, broadcast + len(others))
+        rest = range(before + broadcast, broadcast + len(rest_dims))
         values = op.Transpose(values, perm=[*range(before, before + broadcast), *range(before), *rest])
     else:
         values = op.Expand(values, op.Concat(heads, tail, axis=0))
-    made = op.ScatterND(moved, where, values, reduction="add" if accumulate else "none")
-    return made if moved is x else op.Transpose(made, perm=[order.index(dim) for dim in range(rank)])
+    result = op.ScatterND(moved, where, values, reduction="add" if accumulate else "none")
+    return result if moved is x else op.Transpose(result, perm=[order.index(dim) for dim in range(rank)])

@@ -49,10 +49,10 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
         ExportError: If no weight can be rewritten, the group size of one is not supported, or `accuracy_level` does not
             apply because no product is written.
     """
-    kept, done = [], 0
+    left_alone, done = [], 0
     for node in list(model.graph):
         if (beyond := _beyond(node)) is not None:
-            kept.append(beyond)
+            left_alone.append(beyond)
             continue
         table = _looked_up(node)
         weight = table or _multiplied(node)
@@ -65,19 +65,19 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
                 _use_product(model, node, weight, accuracy_level)
             done += 1
         except Declined as declined:
-            kept.append(Kept(weight.name, node.op_type, declined.reason))
+            left_alone.append(Kept(weight.name, node.op_type, declined.reason))
     _share_tables(model)
     erase_unread(model)
     if not done:
-        why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in kept)
+        why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in left_alone)
         raise ExportError(
             "format='matmul_nbits' is for weights of 2, 4 or 8 bits and float activations; of this model's weights"
             f"{why or ' none is in integers (see qmodel.report())'}\n"
             "Use format='qdq', or a weight-only configuration such as 'int4_weight_only'."
         )
     if accuracy_level and not any(node.op_type == "MatMulNBits" for node in model.graph):
-        raise ExportError(f"accuracy_level={accuracy_level} is of products, of which none is written; drop it")
-    return tuple(kept)
+        raise ExportError(f"accuracy_level={accuracy_level} applies to MatMulNBits, and this model has none; drop it")
+    return tuple(left_alone)
 
 
 def _beyond(node: ir.Node) -> Kept | None:
@@ -187,7 +187,7 @@ def _multiplied(node: ir.Node) -> StoredCodes | None:
     """Return the dequantized weight that `node` reads, past transposes and casts."""
     if node.op_type in ("Transpose", "Cast"):
         return None
-    return next((found for value in node.inputs if (found := _constant_behind(value)) is not None), None)
+    return next((weight for value in node.inputs if (weight := _constant_behind(value)) is not None), None)
 
 
 def _constant_behind(value: ir.Value | None) -> StoredCodes | None:

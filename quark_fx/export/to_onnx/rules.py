@@ -54,7 +54,7 @@ class OnnxRule:
 
     def __call__(self, model: ir.Model) -> tuple[Kept, ...]:
         """Rewrite every matching node of the main graph; return the nodes that the rule declined, and why."""
-        done, kept = 0, list[Kept]()
+        done, left_alone = 0, list[Kept]()
         for node in list(model.graph):
             if node.op_type not in self.operators or node.graph is None:
                 continue
@@ -62,7 +62,7 @@ class OnnxRule:
                 rewrote = self.rewrite(model, node)
             except Declined as declined:
                 logger.debug("%s declines %s (%s): %s", self.name, node.name, node.op_type, declined.reason)
-                kept.append(Kept(str(node.name), node.op_type, declined.reason, self.name))
+                left_alone.append(Kept(str(node.name), node.op_type, declined.reason, self.name))
                 continue
             if not isinstance(rewrote, bool):
                 raise ExportError(
@@ -72,7 +72,7 @@ class OnnxRule:
             done += rewrote
         if done:
             erase_unread(model)
-        return tuple(kept)
+        return tuple(left_alone)
 
 
 def onnx_rule(*operators: str) -> Callable[[Rewrite], OnnxRule]:
@@ -138,10 +138,10 @@ def fold_initializer_cast(model: ir.Model, node: ir.Node) -> bool:
         return False
     if not dtype.is_integer():
         raise Declined("a float16 weight would become a float32 one")
-    name, own = str(source.name), f"{source.name}_{dtype.name.lower()}"
+    name, cast_name = str(source.name), f"{source.name}_{dtype.name.lower()}"
     values = source.const_value.numpy().astype(dtype.numpy())
-    if len(source.uses()) > 1 or own in model.graph.initializers:
-        stored = add_array(model, own, values)  # shared by several casts of one constant
+    if len(source.uses()) > 1 or cast_name in model.graph.initializers:
+        stored = add_array(model, cast_name, values)  # shared by several casts of one constant
     else:
         stored = add_initializer(model, name, ir.Tensor(values, dtype=dtype, name=name))
     replace_node(node, stored)
@@ -179,15 +179,15 @@ def type_codes(model: ir.Model, node: ir.Node) -> bool:
 
     This includes codes from a cast, which quantizes with one scale per row.
     """
-    made, zero_point = node.outputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+    output, zero_point = node.outputs[0], node.inputs[2] if len(node.inputs) > 2 else None
     if node.op_type == "Cast":
         dtype = ir.DataType(node.attributes["to"].as_int())
     elif zero_point is None or zero_point.dtype is None:
         return False
     else:
         dtype = zero_point.dtype
-    changes = bool(made.dtype != dtype)
-    made.dtype = dtype
+    changes = bool(output.dtype != dtype)
+    output.dtype = dtype
     return changes
 
 

@@ -45,8 +45,8 @@ def lowers(name: str) -> Callable[[F], F]:
 def translation_table() -> dict[Any, Callable[..., Any]]:
     """Return the table for `torch.onnx.export(custom_translation_table=...)`, limited to operators that exist here."""
     _fill()
-    found = {_overload(name): function for name, function in LOWERINGS.items()}
-    return {overload: function for overload, function in found.items() if overload is not None}
+    rows = {_overload(name): function for name, function in LOWERINGS.items()}
+    return {overload: function for overload, function in rows.items() if overload is not None}
 
 
 def _fill() -> None:
