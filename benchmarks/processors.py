@@ -217,7 +217,7 @@ def verified_on(processor: Processor, folder: Path) -> Iterator[None]:
     """Let `verify` run files on another processor."""
     import onnx_ir as ir
 
-    from quark_fx.export.to_onnx.vitis import with_standard_nodes
+    from quark_fx.vendors.amd.vitis import with_standard_nodes
 
     count = itertools.count()
 

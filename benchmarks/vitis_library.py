@@ -29,8 +29,8 @@ import quark_fx as qfx
 from benchmarks.common import environment, publish, table
 from quark_fx import block_formats, formats
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
-from quark_fx.export.to_onnx.vitis import PREFIXES
 from quark_fx.presets import XINT8
+from quark_fx.vendors.amd.formats import PREFIXES
 
 WIDTH = 64
 """Channels of the matrices: two blocks of 32."""

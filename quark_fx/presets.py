@@ -13,23 +13,14 @@ from quark_fx.numbers.formats import BF16 as BFLOAT16
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
 from quark_fx.numbers.formats import FP16 as FLOAT16
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.numbers.scales import CALIBRATED_E4M3_SCALES, POWER_OF_TWO
-from quark_fx.observers import Adjusted, Mse, PowerOfTwoMinMse
+from quark_fx.numbers.scales import CALIBRATED_E4M3_SCALES
+from quark_fx.observers import Adjusted, Mse
 from quark_fx.passes.awq import AWQ
-from quark_fx.passes.dpu.align_shifts import AlignShifts
-from quark_fx.passes.dpu.average import use_dpu_averages
-from quark_fx.passes.dpu.hard_sigmoid import use_dpu_hard_sigmoids
-from quark_fx.passes.dpu.leaky_relu import use_dpu_slopes
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
-from quark_fx.passes.global_mean import pool_means
 from quark_fx.passes.gptq import GPTQ
-from quark_fx.passes.large_pool import SplitLargePools
 from quark_fx.passes.rotate import Rotate
 from quark_fx.passes.smooth_quant import SmoothQuant
-from quark_fx.passes.split_to_slice import slice_splits
-from quark_fx.passes.swish import spell_out_swish
-from quark_fx.targets import DPU
 
 _FUSE = (fold_constants, fold_batch_norm)
 _WEIGHT = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
@@ -76,29 +67,6 @@ FP16 = QuantConfig(weight=TensorSpec(format=FLOAT16), input=TensorSpec(format=FL
 
 BF16 = QuantConfig(weight=TensorSpec(format=BFLOAT16), input=TensorSpec(format=BFLOAT16), passes=_FUSE)
 """Weights and inputs of weighted operators rounded to bfloat16; needs no data."""
-
-_POWER_OF_TWO = TensorSpec(format=INT8, scale=POWER_OF_TWO, observer=PowerOfTwoMinMse())
-
-XINT8 = QuantConfig(
-    weight=_POWER_OF_TWO,
-    input=_POWER_OF_TWO,
-    output=_POWER_OF_TWO,
-    bias=_POWER_OF_TWO,
-    passes=(
-        *_FUSE,
-        pool_means,
-        SplitLargePools(),
-        slice_splits,
-        spell_out_swish,
-        use_dpu_averages,
-        use_dpu_slopes,
-        use_dpu_hard_sigmoids,
-        AlignShifts(),
-    ),
-    target=DPU,
-)
-"""int8 everywhere, per tensor, with power-of-two scales that minimize the squared error, for accelerators that shift
-instead of multiply. Values are rounded, and scales shared, by the rules of AMD's DPU (`docs/dpu.md`)."""
 
 _IN_FLOAT = ("op:embedding", "op:head", "op:router", "op:depthwise")
 """Operators that stay in float in language models, by the conventions of inference servers."""
@@ -289,3 +257,8 @@ SCHEMES.update(
 for _name, _value in list(globals().items()):
     if isinstance(_value, QuantConfig):
         PRESETS.add(_value, _name.lower())
+
+
+def __getattr__(name: str) -> QuantConfig:
+    """Return a preset that another module registers."""
+    return PRESETS.attribute(name)

@@ -31,6 +31,7 @@ from quark_fx.errors import CalibrationError, ConfigError, ExportError, PassErro
 from quark_fx.export import gguf, huggingface, onnx, pt2e
 from quark_fx.export.checkpoints.plain_model import require_reader
 from quark_fx.export.checkpoints.to_huggingface import FORMATS as CHECKPOINTS
+from quark_fx.export.to_onnx.formats import FORMATS
 from quark_fx.graph.nodes import own_tensors, stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import (
     PassRecord,
@@ -281,8 +282,8 @@ def check(
         config: Same as in `quantize`.
         calibration_data: Batches; only the first one is used.
         export: Format: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"`, `"awq"`, or `"modelopt"`
-            (`quark_fx.export.huggingface`); `"gguf"`; `"qdq"`, `"qoperator"`, `"matmul_nbits"`, or `"vitis"`
-            (`quark_fx.export.onnx`); or `"pt2e"`.
+            (`quark_fx.export.huggingface`); `"gguf"`; a format of `quark_fx.export.onnx`, such as
+            `"qdq"`; or `"pt2e"`.
         resources: Same as in `quantize`; only `device` and `cache` apply.
         dynamic_shapes: Same as in `quantize`.
 
@@ -295,8 +296,9 @@ def check(
     >>> model = nn.Sequential(nn.Linear(8, 4)).eval()
     >>> check(model, "int8_static", [torch.ones(2, 8)], export="qdq")
     """
-    if export not in [*_EXPORTS]:
-        raise unknown("export", export, _EXPORTS)
+    exports = _exports()
+    if export not in [*exports]:
+        raise unknown("export", export, exports)
     require_usable(resources, "check", OF_SESSION)
     config = resolve(config)
     if export in _WITHOUT_BRANCHES and (
@@ -316,19 +318,21 @@ def check(
             model = open_checkpoint(model, scratch=folder)
         batches = None if first is None else [first]
         qmodel = quantize(model, config, batches, resources=resources, dynamic_shapes=dynamic_shapes, progress=False)
-        _EXPORTS[export](qmodel, Path(folder, "checked"))
+        exports[export](qmodel, Path(folder, "checked"))
 
 
 _WITHOUT_BRANCHES = (*CHECKPOINTS, "gguf")
 """Formats that hold only weights of layers, without float branches next to them."""
 
-_EXPORTS: dict[str, Callable[..., Any]] = {
-    **{name: partial(huggingface, format=name) for name in CHECKPOINTS},
-    "gguf": gguf,
-    **{name: partial(onnx, format=name) for name in ("qdq", "qoperator", "matmul_nbits", "vitis")},
-    "pt2e": lambda qmodel, _: pt2e(qmodel),
-}
-"""Functions that write a quantized model to a path, by format."""
+
+def _exports() -> dict[str, Callable[..., Any]]:
+    """Return the functions that write a quantized model to a path, by format."""
+    return {
+        **{name: partial(huggingface, format=name) for name in CHECKPOINTS},
+        "gguf": gguf,
+        **{name: partial(onnx, format=name) for name in FORMATS},
+        "pt2e": lambda qmodel, _: pt2e(qmodel),
+    }
 
 
 def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:

@@ -24,9 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import quark_fx as qfx
 from quark_fx import block_formats, observers, passes
 from quark_fx.numbers import qparams
-from quark_fx.passes.dpu import align_shifts
 from quark_fx.presets import PRESETS
 from quark_fx.solvers.schedule import Schedule
+from quark_fx.vendors.amd import passes as dpu_passes
+from quark_fx.vendors.amd.passes import align_shifts
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -36,7 +37,7 @@ PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 NAMES: dict[str, Any] = {
     **{
         name: getattr(module, name)
-        for module in (qparams, block_formats, passes, observers, qfx)
+        for module in (qparams, block_formats, dpu_passes, passes, observers, qfx)
         for name in dir(module)
     },
     **PRESETS,
@@ -46,7 +47,12 @@ NAMES: dict[str, Any] = {
 _TAKE_OPTIONS = (
     *(qfx.TensorSpec, qfx.QuantConfig, qfx.quantize, qfx.export.onnx),
     *(getattr(observers, name) for name in observers.__all__ if inspect.isclass(getattr(observers, name))),
-    *(getattr(passes, name) for name in passes.__all__ if inspect.isclass(getattr(passes, name))),
+    *(
+        getattr(room, name)
+        for room in (passes, dpu_passes)
+        for name in room.__all__
+        if inspect.isclass(getattr(room, name))
+    ),
 )
 OPTIONS = {name for one in _TAKE_OPTIONS for name in inspect.signature(one).parameters}
 OPTIONS |= {name for name in dir(observers.Observer) if not name.startswith("_")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from functools import cache
@@ -45,6 +46,7 @@ ROOMS = (
     "from_pretrained",
     "analysis",
     "mixed_precision",
+    "vendors",
     "__init__",
     "command_line",
     "__main__",
@@ -93,6 +95,15 @@ def test_every_part_has_a_floor() -> None:
 def test_imports_go_down(part: str) -> None:
     upward = {other for other in parts()[part] if FLOOR[other] > FLOOR[part]}
     assert not upward, f"{part} (floor {FLOOR[part]}) imports {', '.join(sorted(upward))} from above"
+
+
+def test_rooms_of_vendors_register_themselves() -> None:
+    """Nothing but `quark_fx` imports them, and none imports another."""
+    assert {part for part, imported in parts().items() if "vendors" in imported} == {"__init__"}
+    for file in (PACKAGE / "vendors").glob("*/**/*.py"):
+        vendor = file.relative_to(PACKAGE / "vendors").parts[0]
+        others = {name for name in re.findall(r"quark_fx\.vendors\.(\w+)", file.read_text()) if name != vendor}
+        assert not others, f"{file} imports {others}"
 
 
 @pytest.mark.parametrize(

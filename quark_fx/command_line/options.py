@@ -13,6 +13,8 @@ import typer
 
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.config.target import TARGETS
+from quark_fx.export.checkpoints.to_huggingface import FORMATS as CHECKPOINTS
+from quark_fx.export.to_onnx.formats import FORMATS
 from quark_fx.presets import PRESETS, preset
 
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
@@ -56,8 +58,8 @@ Formats = Annotated[
     list[str] | None,
     typer.Option(
         "--format",
-        help="Formats of outputs. ONNX: qdq (the default), qoperator, matmul_nbits, vitis. "
-        "Checkpoints: compressed-tensors, gptq, gptq_v2, awq, modelopt.",
+        help=f"Formats of outputs. ONNX: {', '.join(FORMATS)}; by default the first that the target reads. "
+        f"Checkpoints: {', '.join(CHECKPOINTS)}.",
     ),
 ]
 

@@ -16,12 +16,13 @@ from quark_fx.checkpoints.open_checkpoint import require_no_weights
 from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoints.to_huggingface import FORMATS as CHECKPOINTS
+from quark_fx.export.to_onnx.formats import FORMATS
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.names import unknown
 from quark_fx.system.writable import require_file_place, require_possible, require_writable, writing
 
 _FORMATS = {
-    "ONNX": ("qdq", "qoperator", "matmul_nbits", "vitis"),
+    "ONNX": tuple(FORMATS),
     "checkpoint": CHECKPOINTS,
 }
 """Formats by kind of output."""

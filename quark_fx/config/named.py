@@ -7,7 +7,7 @@ from quark_fx.numbers.formats import LONG_NAMES
 from quark_fx.system.options import checked_call
 from quark_fx.system.registry import Registry
 
-PRESETS: Registry[QuantConfig, QuantConfig] = Registry("preset")
+PRESETS: Registry[QuantConfig, QuantConfig] = Registry("preset", spelled=str.lower)
 """Every preset by its name in lower case."""
 
 SCHEMES: dict[str, QuantConfig] = {}

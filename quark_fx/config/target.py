@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from torch.fx import Node
 
@@ -115,7 +115,8 @@ class OnnxFiles:
     """Options of the backend's ONNX files.
 
     Attributes:
-        formats: Formats of `quark_fx.export.onnx` that the backend reads, its default first.
+        formats: Formats of `quark_fx.export.onnx` that the backend reads, its default first. Default: every format, and
+            `"qdq"` first.
         opset: Default opset.
         opsets: Oldest and newest opset that the backend reads.
         runtime: Runtime whose defects the file works around. `quark_fx.export.to_onnx.workarounds` has rows for
@@ -129,7 +130,7 @@ class OnnxFiles:
         ConfigError: If `formats` is empty, or the backend does not read the default opset.
     """
 
-    formats: tuple[str, ...] = ("qdq", "qoperator", "matmul_nbits", "vitis")
+    formats: tuple[str, ...] | None = None
     opset: int = 21
     opsets: tuple[int, int] = (14, 25)
     runtime: str = ""
@@ -137,7 +138,7 @@ class OnnxFiles:
     check: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
-        if not self.formats:
+        if self.formats == ():
             raise ConfigError("formats of OnnxFiles is empty; name at least one, such as 'qdq'")
         oldest, newest = self.opsets
         if not oldest <= self.opset <= newest:
@@ -176,10 +177,32 @@ class CheckpointFiles:
     unrotated: Unrotated | None = None
 
 
+DEFAULT: Final = "onnx"
+"""Name of the default target."""
+
+TARGETS: Final[Registry[Target, Target]] = Registry(
+    "target",
+    by_name=True,
+    spelled=str.lower,
+    answers={"refusal": lambda *_: None, "checkpoints": CheckpointFiles()},
+    remedy=f", or replace it: qmodel.config = qmodel.config.replace(target={DEFAULT!r})",
+)
+"""Every registered target by its name."""
+
+
+class _Named(type):
+    """Class of `Target`, whose attributes include the registered targets, such as `Target.ONNX`."""
+
+    def __getattr__(cls, name: str) -> Target:
+        return TARGETS.attribute(name)
+
+
 @checked
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Target:
+class Target(metaclass=_Named):
     """A backend: the specs it supports, its placement of quantizers, its integer limits, and its files.
+
+    Every registered target is an attribute in upper case, such as `Target.ONNX`.
 
     Attributes:
         name: Name in configurations. Targets with the same name are equal.
@@ -201,25 +224,6 @@ class Target:
     checkpoints: CheckpointFiles = field(default=CheckpointFiles(), compare=False)
     latency_runtime: str = field(default="", compare=False)
 
-    ONNX: ClassVar[Target]
-    """ONNX Runtime on any x64 or ARM processor: int8 weights are limited so that sums of two products fit 16 bits."""
-    ONNX_VNNI: ClassVar[Target]
-    """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
-    OPENVINO: ClassVar[Target]
-    """OpenVINO on any x64 or ARM processor, which reads ONNX files and sums calibrated operators in integers."""
-    TENSORRT: ClassVar[Target]
-    """TensorRT: ONNX files in int8 or with int4 weights; its `onnx.check` compares any file with the documentation."""
-    EXECUTORCH: ClassVar[Target]
-    """ExecuTorch's XNNPACK kernels, which return quantized outputs; see `quark_fx.export.pt2e`."""
-    VLLM: ClassVar[Target]
-    """vLLM, which loads checkpoints of `quark_fx.export.huggingface` and fuses layers with a common input."""
-    SGLANG: ClassVar[Target]
-    """SGLang, which loads checkpoints of `quark_fx.export.huggingface` and fuses layers with a common input."""
-    TORCH: ClassVar[Target]
-    """PyTorch, which runs every graph."""
-    DPU: ClassVar[Target]
-    """AMD's DPU, by way of ONNX: it scales by shifts, and rounds the output of every operator."""
-
     def refusal(self, spec: TensorSpec | None, operand: Operand) -> str | None:
         """Return why the backend does not support a spec; `None` if it does, or if `spec` is `None`."""
         reasons = (r.why.format(spec=spec) for r in self.refuses if spec is not None and r.when(spec, operand))
@@ -238,16 +242,6 @@ class Target:
         return stored_target, (self.name,)  # functions of a target are not pickled
 
 
-DEFAULT: Final = "onnx"
-"""Name of the default target."""
-
-TARGETS: Final[Registry[Target, Target]] = Registry(
-    "target",
-    by_name=True,
-    answers={"refusal": lambda *_: None, "checkpoints": CheckpointFiles()},
-    remedy=f", or replace it: qmodel.config = qmodel.config.replace(target={DEFAULT!r})",
-)
-"""Every registered target by its name."""
 _add = TARGETS.add
 
 

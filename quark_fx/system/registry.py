@@ -95,6 +95,16 @@ class Registry(dict[str, E], Generic[E, V]):
             raise self.unknown(name)
         return self[name]
 
+    def attribute(self, name: str) -> E:
+        """Return the entry with a Python name: `__getattr__` of a module or class whose attributes are entries.
+
+        Raises:
+            AttributeError: If there is none.
+        """
+        if (key := self.spelled(name)) in self:
+            return self[key]
+        raise AttributeError(str(self.unknown(name)))
+
     def unknown(self, name: Any, also: str = "") -> Exception:
         """Return the error for a name that is not registered."""
         return unknown(self.what, name, self, also=also, error=self.error)

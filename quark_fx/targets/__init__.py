@@ -11,7 +11,6 @@ from quark_fx.config.target import (
     find_target,
     register_target,
 )
-from quark_fx.targets.dpu import DPU
 from quark_fx.targets.executorch import EXECUTORCH
 from quark_fx.targets.inductor import INDUCTOR, INDUCTOR_VNNI
 from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
@@ -21,11 +20,16 @@ from quark_fx.targets.sglang import SGLANG
 from quark_fx.targets.tensorrt import TENSORRT
 from quark_fx.targets.vllm import VLLM
 
-for target in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH, DPU):
-    setattr(Target, target.name.upper(), register_target(target))
+for target in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH):
+    register_target(target)
+
+
+def __getattr__(name: str) -> Target:
+    """Return a target that another module registers."""
+    return TARGETS.attribute(name)
+
 
 __all__ = [
-    "DPU",
     "EXECUTORCH",
     "INDUCTOR",
     "INDUCTOR_VNNI",

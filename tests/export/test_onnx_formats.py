@@ -27,12 +27,12 @@ from quark_fx.export.runtime.report import runtime_report
 from quark_fx.export.to_onnx.edit import Kept
 from quark_fx.export.to_onnx.formats import FORMATS
 from quark_fx.export.to_onnx.matmul_nbits import block_size
-from quark_fx.export.to_onnx.vitis import PREFIXES
 from quark_fx.numbers.formats import INT2, INT4, INT8, INT16, INT32, UINT2, UINT4, UINT8, IntFormat
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.scales import FLOAT16, POWER_OF_TWO
 from quark_fx.presets import BFP16 as BFP16_PRESET
 from quark_fx.presets import FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
+from quark_fx.vendors.amd.formats import PREFIXES
 
 ROUNDING = 255 * 128 * 2**-24
 """What sums of 128 terms in another order may differ by, in steps of a 255th of the range."""

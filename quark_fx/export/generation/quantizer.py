@@ -102,7 +102,7 @@ class GenerationQuantizer:
     def _chosen(self) -> Any:
         from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, find_format
 
-        if self.format in FORMATS and not FORMATS[self.format].runs:
+        if self.format in FORMATS and FORMATS[self.format].standard is not None:
             raise ExportError(f"ONNX Runtime has no kernels for format={self.format!r}; choose another")
         return find_format(self.format, FormatOptions(accuracy_level=self.accuracy_level), ONNX)
 

@@ -23,7 +23,7 @@ from quark_fx.errors import ExportError
 from quark_fx.export.runtime.session import code_type, open_session
 from quark_fx.export.runtime.trial import NotRun
 from quark_fx.export.to_onnx.edit import Kept
-from quark_fx.export.to_onnx.vitis import PREFIXES
+from quark_fx.export.to_onnx.formats import vendor_formats
 from quark_fx.export.whole_files import data_files
 from quark_fx.plan.pair_sums import LARGEST_SUM, PairBound
 from quark_fx.plan.table import Column, Table
@@ -153,7 +153,7 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), not_run: tuple[NotR
     if not unloaded and importlib.util.find_spec("onnxruntime") is None:
         raise ExportError("the report needs onnxruntime: pip install 'quark_fx[onnx]'")
     original = ir.load(path)
-    if not unloaded and (vendor := PREFIXES.keys() & original.opset_imports.keys()):
+    if not unloaded and (vendor := vendor_formats(original)):
         raise ExportError(
             f"ONNX Runtime has no kernels for {', '.join(vendor)}; the vendor's tools report their support"
         )

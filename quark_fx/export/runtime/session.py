@@ -96,16 +96,17 @@ def open_session(
     import onnx_ir as ir
     import onnxruntime
 
-    from quark_fx.export.to_onnx.vitis import PREFIXES, with_standard_nodes
+    from quark_fx.export.to_onnx.formats import vendor_formats
 
     providers = ["CPUExecutionProvider"]
     path = path.resolve()  # the target of a link, whose folder has the external data
     model = ir.load(path)
-    edited = edit is not None or bool(PREFIXES.keys() & model.opset_imports.keys())
+    vendors = vendor_formats(model)
+    edited = edit is not None or bool(vendors)
     if edit is not None:
         edit(model)
-    if edited:
-        model = with_standard_nodes(model)
+    for standard in {row.standard for row in vendors.values() if row.standard is not None}:
+        model = standard(model)
     if options is None:
         options = session_options(optimize=may_optimize(model.graph) if optimize is None else optimize)
     if configure is not None:

@@ -66,7 +66,7 @@ def run_once(path: Path, model: ir.Model, qmodel: QuantizedModel) -> tuple[NotRu
 
 
 def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun | None:
-    from quark_fx.export.to_onnx.vitis import PREFIXES
+    from quark_fx.export.to_onnx.formats import vendor_formats
 
     name = OnnxRuntimeRunner.title
     try:
@@ -75,7 +75,7 @@ def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> Not
         return NotRun(name, "it is not installed; pip install 'quark_fx[onnx]'")
     gm = qmodel.graph_module
     functions = {function.domain for function in model.functions.values()}
-    vendor = PREFIXES.keys() & model.opset_imports.keys()
+    vendor = vendor_formats(model).keys()
     if custom := model.opset_imports.keys() - _KNOWN_DOMAINS - functions - vendor:
         operators = ", ".join(sorted(custom))
         return NotRun(name, f"it has no kernels for the operators of {operators}; run the file where they are defined")

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.target import OnnxFiles
 from quark_fx.errors import ExportError
 from quark_fx.export.program import to_exported_program
+from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, OnnxFormat, find_format, write_in_format
 from quark_fx.export.to_onnx.respelling import respelled
 from quark_fx.export.to_onnx.translation import translate, translation_table
 from quark_fx.graph.nodes import (
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from quark_fx.export.runtime.report import OnnxFile
     from quark_fx.export.runtime.trial import NotRun
     from quark_fx.export.to_onnx.edit import Kept
-    from quark_fx.export.to_onnx.formats import FormatOptions, OnnxFormat
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +91,11 @@ def onnx(
             `"qdq"`: pairs of `QuantizeLinear` and `DequantizeLinear` around float operators, which runtimes fuse.
             `"qoperator"`: integer operators (`QLinearConv`, `QGemm`, `MatMulInteger`, …).
             `"matmul_nbits"`: weights of 2, 4, or 8 bits for ONNX Runtime's `MatMulNBits` and `GatherBlockQuantized`.
-            `"vitis"`: pairs of the vendor's nodes with static scales, and one node per tensor in blocks, for AMD's
-            compilers.
+            Vendors register further formats (`quark_fx.vendors`, docs/onnx.md).
         opset: Opset from 14 to 25. The default of the built-in targets, 21, is the first with 4- and 16-bit codes and
             scales per block; 25 adds 2-bit codes.
         domain: Domain of the pairs or of the vendor's nodes: `"com.microsoft"` for 4- and 16-bit codes in any opset
-            (`"qdq"`), `"com.amd.quark"` or `"com.vai.quantize"` (`"vitis"`).
+            (`"qdq"`), or one of those that a vendor's format has.
         accuracy_level: Option of `"matmul_nbits"`: 0 to 3 compute in float; 4 rounds activations to int8 and is faster.
         input_names: Names of the inputs; default: the names of the model's inputs.
         output_names: Names of the outputs; default: the keys of the model's result, or `output`, followed by `_out`
@@ -119,7 +118,6 @@ def onnx(
         import onnx_ir  # noqa: F401
 
         from quark_fx.export.runtime.report import OnnxFile
-        from quark_fx.export.to_onnx.formats import FormatOptions, find_format
         from quark_fx.export.to_onnx.opset import require_known
     except ImportError as error:
         raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
@@ -129,7 +127,7 @@ def onnx(
     if external_data is not None and not isinstance(external_data, bool):
         raise ExportError(f"external_data is True, False or None, not {external_data!r}")
     target = qmodel.config.target
-    format = target.onnx.formats[0] if format is None else format
+    format = next(iter(target.onnx.formats or FORMATS)) if format is None else format
     opset = _default_opset(qmodel.graph_module, target.onnx, domain) if opset is None else opset
     chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level), target)
     require_known(opset, target)
@@ -181,7 +179,6 @@ def _lowered(
     """Return the ONNX model of a graph in a format and opset, and the parts that the format or a rule left as is."""
     import onnxscript.optimizer
 
-    from quark_fx.export.to_onnx.formats import write_in_format
     from quark_fx.export.to_onnx.opset import convert, ir_version, require_types, translated
 
     model = _translate(respelled(gm), input_names, output_names, translated(opset))
@@ -366,10 +363,11 @@ def _require_fixed_groups(gm: GraphModule, signature: Signature) -> None:
 
 def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
     bad = []
+    having = " and ".join(f"format={name!r}" for name, row in FORMATS.items() if row.wide)
     for node in gm.graph.nodes:
         fmt = code_format(node)
         if fmt == INT32 and not wide and target_name(node) == QUANTIZE:
-            bad.append(f"  {fmt}, which format='vitis' alone has: {describe(node)}")
+            bad.append(f"  {fmt}, which {having} alone has: {describe(node)}")
             continue
         if fmt is not None and not fmt.has_onnx_type and not _is_built(node, fmt):
             bad.append(f"  {fmt}: {describe(node)}")

@@ -5,23 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
-
-import onnx_ir as ir
-from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from typing import TYPE_CHECKING, Any
 
 from quark_fx.config.target import OnnxFiles, Target
 from quark_fx.errors import ExportError
-from quark_fx.export.to_onnx.blocks import fuse_block_rounding, spell_out_blocks
-from quark_fx.export.to_onnx.edit import Kept, keep_names_apart
-from quark_fx.export.to_onnx.matmul_nbits import use_matmul_nbits
-from quark_fx.export.to_onnx.opset import CONTRIB, use_contrib_domain
-from quark_fx.export.to_onnx.qoperator import use_integer_operators
-from quark_fx.export.to_onnx.rules import TRANSLATED, apply_rule
-from quark_fx.export.to_onnx.stored_codes import halve_scales
-from quark_fx.export.to_onnx.vitis import PREFIXES, use_vendor_nodes
-from quark_fx.export.to_onnx.workarounds import WORKAROUNDS
-from quark_fx.system.names import unknown
+from quark_fx.system.registry import Registry
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from quark_fx.export.to_onnx.edit import Kept
+
+
+CONTRIB = "com.microsoft"
+"""Domain of the operators of ONNX Runtime."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,39 +41,60 @@ class OnnxFormat:
     Attributes:
         rewrite: Function that edits the model and returns the parts that it left unchanged.
         choices: Values of each option that applies to the format, the default first.
-        runs: Whether ONNX Runtime has kernels for the format.
+        standard: Function that returns a model, possibly edited in place, with standard operators instead of those of
+            the domains in `choices`; `None` if ONNX Runtime has kernels for the format.
         wide: Whether its quantizers support 32-bit codes.
     """
 
     rewrite: Callable[[ir.Model, FormatOptions], tuple[Kept, ...]]
     choices: dict[str, tuple[object, ...]]
-    runs: bool = True
+    standard: Callable[[ir.Model], ir.Model] | None = None
     wide: bool = False
 
 
 def _qdq(model: ir.Model, options: FormatOptions) -> tuple[Kept, ...]:
+    from quark_fx.export.to_onnx.opset import use_contrib_domain
+
     if options.domain == CONTRIB:
         use_contrib_domain(model)
     return ()
 
 
+def _qoperator(model: ir.Model, options: FormatOptions) -> tuple[Kept, ...]:
+    from quark_fx.export.to_onnx.qoperator import use_integer_operators
+
+    return use_integer_operators(model)
+
+
 def _matmul_nbits(model: ir.Model, options: FormatOptions) -> tuple[Kept, ...]:
+    from quark_fx.export.to_onnx.matmul_nbits import use_matmul_nbits
+
     return use_matmul_nbits(model, options.accuracy_level or 0)
 
 
-def _vitis(model: ir.Model, options: FormatOptions) -> tuple[Kept, ...]:
-    assert options.domain is not None
-    use_vendor_nodes(model, options.domain)
-    return ()
+FORMATS: Registry[OnnxFormat, OnnxFormat] = Registry("ONNX format", error=ExportError)
+"""Every format by its name, the default first."""
+_add = FORMATS.add
 
 
-FORMATS: dict[str, OnnxFormat] = {
-    "qdq": OnnxFormat(rewrite=_qdq, choices={"domain": ("ai.onnx", CONTRIB)}),
-    "qoperator": OnnxFormat(rewrite=lambda model, _: use_integer_operators(model), choices={}),
-    "matmul_nbits": OnnxFormat(rewrite=_matmul_nbits, choices={"accuracy_level": (0, 1, 2, 3, 4)}),
-    "vitis": OnnxFormat(rewrite=_vitis, choices={"domain": tuple(reversed(PREFIXES))}, runs=False, wide=True),
-}
-"""All formats."""
+def register_onnx_format(name: str, row: OnnxFormat) -> OnnxFormat:
+    """Register a format for `quark_fx.export.onnx(format=name)`. A module can register a name again.
+
+    Raises:
+        ExportError: If another module has registered a format under that name.
+    """
+    return _add(row, name, depth=2)
+
+
+register_onnx_format("qdq", OnnxFormat(rewrite=_qdq, choices={"domain": ("ai.onnx", CONTRIB)}))
+register_onnx_format("qoperator", OnnxFormat(rewrite=_qoperator, choices={}))
+register_onnx_format("matmul_nbits", OnnxFormat(rewrite=_matmul_nbits, choices={"accuracy_level": (0, 1, 2, 3, 4)}))
+
+
+def vendor_formats(model: ir.Model) -> dict[str, OnnxFormat]:
+    """Return the domains of a model for which ONNX Runtime has no kernels, each with the format that writes it."""
+    rows = (row for row in FORMATS.values() if row.standard is not None)
+    return {str(name): row for row in rows for name in row.choices["domain"] if name in model.opset_imports}
 
 
 def find_format(name: str, options: FormatOptions, target: Target) -> tuple[OnnxFormat, FormatOptions]:
@@ -86,10 +104,8 @@ def find_format(name: str, options: FormatOptions, target: Target) -> tuple[Onnx
         ExportError: If the format is unknown or the target does not read it, or if an option or its value does not
             apply to the format.
     """
-    chosen = FORMATS.get(name)
-    if chosen is None:
-        raise unknown("ONNX format", name, FORMATS, error=ExportError)
-    if name not in (formats := target.onnx.formats):
+    chosen = FORMATS.find(name)
+    if name not in (formats := target.onnx.formats or FORMATS):
         raise ExportError(f"target={str(target)!r} reads no format={name!r}; choose one of {', '.join(formats)}")
     filled = {}
     for option in (field.name for field in fields(FormatOptions)):
@@ -120,6 +136,12 @@ def write_in_format(
     Returns:
         Parts that the format left in pairs, and parts that the target's rules and `rules` declined.
     """
+    from quark_fx.export.to_onnx.blocks import fuse_block_rounding, spell_out_blocks
+    from quark_fx.export.to_onnx.edit import keep_names_apart
+    from quark_fx.export.to_onnx.rules import TRANSLATED, apply_rule
+    from quark_fx.export.to_onnx.stored_codes import halve_scales
+    from quark_fx.export.to_onnx.workarounds import WORKAROUNDS
+
     _settle_sizes(model)
     fuse_block_rounding(model)
     for rule in TRANSLATED:
@@ -132,11 +154,11 @@ def write_in_format(
     left_alone = chosen.rewrite(model, options)
     spell_out_blocks(model)
     for row in rows:
-        if chosen.runs and not row.before_formats:
+        if chosen.standard is None and not row.before_formats:
             row(model)
     declined = [part for rule in (*files.rules, *rules) for part in apply_rule(rule, model)]
     keep_names_apart(model)
-    if chosen.runs and files.runtime == "onnxruntime":
+    if chosen.standard is None and files.runtime == "onnxruntime":
         halve_scales(model)
     for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
         model.opset_imports.setdefault(domain, 1)
@@ -145,6 +167,8 @@ def write_in_format(
 
 def _settle_sizes(model: ir.Model) -> None:
     """Store the size of a dimension that does not vary after all as a number; torch leaves the number as a name."""
+    import onnx_ir as ir
+
     values = itertools.chain(model.graph.inputs, *(node.outputs for node in model.graph.all_nodes()))
     for value in values:
         shape = value.shape or ir.Shape(())
@@ -155,6 +179,8 @@ def _settle_sizes(model: ir.Model) -> None:
 
 def _strip_notes(model: ir.Model) -> None:
     """Remove the exporter's notes (stack traces, signatures), which outweigh the weights of a small model."""
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
     ClearMetadataAndDocStringPass()(model)
     for node in model.graph.all_nodes():
         for value in (*node.inputs, *node.outputs):

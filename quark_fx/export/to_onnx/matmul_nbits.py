@@ -29,7 +29,7 @@ from quark_fx.export.to_onnx.edit import (
     put_node,
     without_trailing_none,
 )
-from quark_fx.export.to_onnx.opset import CONTRIB
+from quark_fx.export.to_onnx.formats import CONTRIB
 from quark_fx.export.to_onnx.stored_codes import FORMATS, StoredCodes, dequantized, stem
 from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.quantized_tensor import QuantizedTensor

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.block_functions import DOMAIN
+from quark_fx.export.to_onnx.formats import CONTRIB
 
 DEFAULT = 21
 """The first opset with 4- and 16-bit codes and blocks; every ONNX Runtime since 1.20 loads it."""
@@ -130,9 +131,6 @@ def ir_version(opset: int) -> int:
     import onnx
 
     return max(10, int(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])))
-
-
-CONTRIB = "com.microsoft"
 
 
 def use_contrib_domain(model: ir.Model) -> None:

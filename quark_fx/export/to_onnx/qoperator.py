@@ -30,7 +30,7 @@ from quark_fx.export.to_onnx.edit import (
     stored_array,
     without_trailing_none,
 )
-from quark_fx.export.to_onnx.opset import CONTRIB
+from quark_fx.export.to_onnx.formats import CONTRIB
 from quark_fx.export.to_onnx.recurrent import MEASURED
 from quark_fx.targets.onnxruntime import MOVERS
 

@@ -18,10 +18,10 @@ from quark_fx.graph.nodes import is_parameter, parameter, target_name
 from quark_fx.graph.operators import PADS, is_average, moves
 from quark_fx.graph.pass_manager import Change, Stage, graph_pass
 from quark_fx.numbers.qparams import QParams
-from quark_fx.passes.dpu import shifts
-from quark_fx.passes.dpu.shifts import System
 from quark_fx.plan.placement import Coded, Point, module_name
 from quark_fx.system.names import unknown
+from quark_fx.vendors.amd.passes import shifts
+from quark_fx.vendors.amd.passes.shifts import System
 
 RULES = ("concat", "pool", "pad", "read", "write", "hard_sigmoid", "swish", "cut", "bias")
 """Names of all rules."""

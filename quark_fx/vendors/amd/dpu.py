@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, register_target
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import target_name
 from quark_fx.graph.operators import PADS, RECURRENT, is_average, operator_row
@@ -50,23 +50,25 @@ _ARITHMETIC = ARITHMETIC | {
     *("aten.sub.Tensor", "aten.leaky_relu.default", "aten.hardsigmoid.default", "aten.mean.dim", *PADS),
 }
 
-DPU = Target(
-    name="dpu",
-    refuses=(
-        *ONNX_TYPES,
-        Refusal(
-            _needs_multiplication,
-            "a DPU multiplies by shifts: use symmetric integers with scale='power_of_two' and one static scale per "
-            "tensor, like the preset 'xint8', or another target",
+DPU = register_target(
+    Target(
+        name="dpu",
+        refuses=(
+            *ONNX_TYPES,
+            Refusal(
+                _needs_multiplication,
+                "a DPU multiplies by shifts: use symmetric integers with scale='power_of_two' and one static scale per "
+                "tensor, like the preset 'xint8', or another target",
+            ),
         ),
-    ),
-    placement=Placement(
-        arithmetic=_ARITHMETIC,
-        anywhere=True,
-        rounds_output=_is_computed,
-        in_float=RECURRENT,
-        continues=continues,
-        branches=False,
-    ),
-    onnx=OnnxFiles(runtime="onnxruntime"),
+        placement=Placement(
+            arithmetic=_ARITHMETIC,
+            anywhere=True,
+            rounds_output=_is_computed,
+            in_float=RECURRENT,
+            continues=continues,
+            branches=False,
+        ),
+        onnx=OnnxFiles(runtime="onnxruntime"),
+    )
 )

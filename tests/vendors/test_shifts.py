@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quark_fx.passes.dpu import shifts
-from quark_fx.passes.dpu.shifts import Product, Settled, System, settle
+from quark_fx.vendors.amd.passes import shifts
+from quark_fx.vendors.amd.passes.shifts import Product, Settled, System, settle
 
 ADD = frozenset({"read", "write"})
 

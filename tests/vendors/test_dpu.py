@@ -22,8 +22,8 @@ from quark_fx.errors import ConfigError
 from quark_fx.graph.nodes import target_name
 from quark_fx.graph.pass_manager import pass_name, run_passes
 from quark_fx.passes import AdaRound, AlignShifts, BiasCorrection
-from quark_fx.passes.dpu.align_shifts import RULES
 from quark_fx.presets import XINT8
+from quark_fx.vendors.amd.passes.align_shifts import RULES
 
 UNALIGNED = XINT8.replace(passes=tuple(p for p in XINT8.passes if pass_name(p) != "AlignShifts"))
 

@@ -37,11 +37,11 @@ from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Ten
 from quark_fx.export.runtime.session import open_session, session_options
 from quark_fx.export.to_onnx.export_onnx import _lowered
 from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions
-from quark_fx.export.to_onnx.vitis import BLOCK_NODES
 from quark_fx.graph.nodes import set_parameter
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, SM8
 from quark_fx.numbers.scales import POWER_OF_TWO
 from quark_fx.presets import XINT8
+from quark_fx.vendors.amd.vitis import BLOCK_NODES
 
 MX = {"rounding_mode": 2, "block_size": 32}
 BFP = {"rounding_mode": 2, "sub_block_size": 2, "sub_block_shift_bits": 1, "convert_to_bfloat_before_bfp": 0}

@@ -40,6 +40,7 @@ from quark_fx.numbers.formats import INT8, SM3, SM5, SM8, parse_format
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.scales import E8M0_EVEN, E8M0_FLOOR, scale_format
+from quark_fx.vendors.amd.formats import PREFIXES
 
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
@@ -319,9 +320,6 @@ def _rounding_of(node: ir.Node) -> Rounding:
         )
     return rounding
 
-
-PREFIXES = {"com.vai.quantize": "Vitis", "com.amd.quark": "Extended"}
-"""The prefix of `QuantizeLinear` and `DequantizeLinear` in each domain."""
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 

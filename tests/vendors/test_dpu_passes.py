@@ -31,8 +31,8 @@ from quark_fx.passes import (
     use_dpu_slopes,
     use_dpu_softmax,
 )
-from quark_fx.passes.dpu.average import nearest_shift, square_factor
 from quark_fx.presets import INT8_STATIC, XINT8
+from quark_fx.vendors.amd.passes.average import nearest_shift, square_factor
 
 Function = Callable[[Tensor], Any]
 X = rand(2, 3, 12, 12)

@@ -1,1 +1,0 @@
-"""Passes for DPUs, whose scales are powers of two."""
