@@ -17,10 +17,9 @@ from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
 from quark_fx.targets.openvino import OPENVINO
 from quark_fx.targets.pytorch import TORCH
 from quark_fx.targets.sglang import SGLANG
-from quark_fx.targets.tensorrt import TENSORRT
 from quark_fx.targets.vllm import VLLM
 
-for target in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH):
+for target in (ONNX, ONNX_VNNI, OPENVINO, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH):
     register_target(target)
 
 
@@ -38,7 +37,6 @@ __all__ = [
     "OPENVINO",
     "SGLANG",
     "TARGETS",
-    "TENSORRT",
     "TORCH",
     "VLLM",
     "CheckpointFiles",

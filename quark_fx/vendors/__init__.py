@@ -4,3 +4,4 @@ No other room imports or names them; `quark_fx` imports them last.
 """
 
 from quark_fx.vendors import amd as amd
+from quark_fx.vendors import nvidia as nvidia

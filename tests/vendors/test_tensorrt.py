@@ -21,7 +21,7 @@ from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, target_name
 from quark_fx.numbers import formats
 from quark_fx.presets import INT8_STATIC, W4A16_RTN
 from quark_fx.targets import TENSORRT
-from quark_fx.targets.tensorrt import check, offenses
+from quark_fx.vendors.nvidia.tensorrt import check, offenses
 
 INT8 = qfx.TensorSpec(format=formats.INT8)
 STATIC = INT8_STATIC.replace(target="tensorrt", input=INT8, output=INT8, bias=None)

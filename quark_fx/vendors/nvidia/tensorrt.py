@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, undivided_groups
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, register_target, undivided_groups
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import INT4, INT8
@@ -366,5 +366,6 @@ TENSORRT = Target(
     # Every release of TensorRT 10 supports opset 20; int4 needs opset 21.
     onnx=OnnxFiles(formats=("qdq",), opset=20, opsets=(14, OPSETS[1]), check=check),
 )
+register_target(TENSORRT)
 
 __all__ = ["OPERATORS", "OPSETS", "TENSORRT", "check", "offenses"]
