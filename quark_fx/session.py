@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from quark_fx.capture.capture import Captured, capture_graph, unwrapped
-from quark_fx.checkpoints.open_checkpoint import open_checkpoint
+from quark_fx.checkpoints.open_checkpoint import method_of, open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
 from quark_fx.engine.activation_cache import ActivationCache
@@ -210,6 +210,11 @@ class Session:
         if isinstance(model, nn.Module) and is_eager(model):
             raise ConfigError(
                 "the model is the eager() form of a quantized model; quantize the float model it came from"
+            )
+        if isinstance(model, nn.Module) and (method := method_of(model)):
+            raise ConfigError(
+                f"the model was loaded from codes of {method}; pass the directory of its checkpoint instead, which "
+                "quark_fx decodes if it can, or load the model with dequantize=True, where that method has it"
             )
         if first is None and not isinstance(model, ExportedProgram):
             raise CalibrationError(

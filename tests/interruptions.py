@@ -48,7 +48,7 @@ def convert_and_die(source: Path, output: Path, count: int) -> None:
     """Convert a checkpoint, and end the process without a trace as it begins with tensor number `count`."""
     converted, seen = convert._converted, iter(range(count))
 
-    def ends(*args: Any) -> dict[str, Any]:
+    def ends(*args: Any) -> Iterator[Any]:
         if next(seen, None) is None:
             os._exit(9)
         return converted(*args)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import yaml
+from coded_sources import gptq, mxfp4
 from safetensors.torch import save_file
 from tiny import cnn, images, mlp, quantize, seeded, tokens
 from torch import nn
@@ -184,6 +185,8 @@ def make(folder: Path) -> None:
     groups = qfx.presets.W4A16_RTN.replace(group_size=32)
     groups = groups.replace(weight=groups.weight.replace(symmetry="asymmetric"))  # type: ignore[union-attr]
     qfx.convert(fp8, groups, folder / "int4", progress=False)
+    gptq(folder / "gptq", 3)
+    mxfp4(folder / "mxfp4")
     export = folder / "export"
     export.mkdir()
     for name in ("a", "b"):
@@ -436,7 +439,7 @@ def _index(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
 
 
 def _converted(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
-    shutil.copytree(source / rng.choice(("fp8", "int4")), place)
+    shutil.copytree(source / rng.choice(("fp8", "int4", "gptq", "mxfp4")), place)
     file = place / rng.choice(("config.json", _WHOLE))
     if file.suffix == ".json" and rng.randrange(3):
         file.write_text(json.dumps(mutate(json.loads(file.read_text()), rng)))
@@ -476,12 +479,12 @@ KINDS = {
     "bytes of a stored graph": (_graph_bytes, 3),
     "bytes of stored tensors": (_tensors, 3),
     "index or shard": (_index, 4),
-    "checkpoint to convert": (_converted, 4),
+    "checkpoint to convert": (_converted, 6),
     "manifest or ONNX graph": (_export, 3),
     "YAML": (_yaml, 4),
     "configuration": (_config, 4),
 }
-"""Kinds of files: what changes and reads one, and how many of 44 cases are of it."""
+"""Kinds of files: what changes and reads one, and how many of 46 cases are of it."""
 
 
 class Hang(BaseException):

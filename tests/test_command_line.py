@@ -727,7 +727,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a quantized checkpoint": (
         lambda llm: ("quantize", quantized(llm), "--preset", "fp16", "-o", "q"),
-        r"quantized is quantized already, its config.json says in quantization_config",
+        r"quantized is quantized by .?bitsandbytes.* \(config.json says in quantization_config\)",
     ),
     "a format that cannot": (
         lambda llm: ("quantize", llm, "--preset", "int8_static", "--data", "text.txt", "--format", "gptq", "-o", "q"),
@@ -797,9 +797,9 @@ def bare(llm: Path) -> str:
 
 def quantized(llm: Path) -> str:
     config = json.loads((llm / "config.json").read_text()) | {
-        "quantization_config": {"quant_method": "gptq", "bits": 4}
+        "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}
     }
-    Path("quantized").mkdir()
+    shutil.copytree(llm, "quantized")
     (Path("quantized") / "config.json").write_text(json.dumps(config))
     return "quantized"
 

@@ -1,18 +1,29 @@
-"""The values of a checkpoint, whether it stores them or codes with scales: FP8 in blocks, and compressed-tensors."""
+"""The values of a checkpoint, whether it stores them or codes with scales."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quark_fx.checkpoints.files import DTYPES, CheckpointFiles, MappedFiles, is_float, some_of, stored_bytes
-from quark_fx.checkpoints.open_checkpoint import NO_CODES, quantized_by
+from quark_fx.checkpoints.configuration import NO_CODES, is_rotated, quantized_by
+from quark_fx.checkpoints.files import (
+    DTYPES,
+    TORCH_DTYPES,
+    CheckpointFiles,
+    MappedFiles,
+    header_of,
+    is_float,
+    some_of,
+    stored_bytes,
+)
+from quark_fx.checkpoints.words import unpack, unpack_awq
 from quark_fx.errors import CheckpointError
 from quark_fx.system.untrusted import brief
 
@@ -25,10 +36,27 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 _BESIDE = ("weight_zero_point", "weight_shape", "weight_global_scale", "weight_g_idx")
 """Names of tensors that belong to codes with scales."""
 
-_UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "v_scale")
+_UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "v_scale", "q_scale")
 """Names of scales of activations in a quantized checkpoint, which its values do not need."""
 
-_DECODED = "FP8 in blocks (quant_method fp8) and compressed-tensors"
+_BLOCKS, _EXPONENTS = "_blocks", "_scales"
+"""Ends of names of a stack of experts in MXFP4: pairs of codes, and exponents."""
+
+_FLOATS = ("F16", "BF16", "F32")
+
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qweight", "qzeros"), ("I32",)),
+    **dict.fromkeys(("g_idx", "weight_g_idx", "weight_shape"), ("I32", "I64")),
+    **dict.fromkeys((_BLOCKS, _EXPONENTS), ("U8",)),
+    "scales": _FLOATS,
+    "weight_packed": ("I32", "U8"),
+    "weight": ("F8_E4M3", "I8"),
+    "weight_scale": (*_FLOATS, "F8_E4M3", "F8_E8M0", "U8"),
+    "weight_scale_inv": (*_FLOATS, "F8_E8M0"),
+    "weight_zero_point": ("I32", "I8", "U8"),
+    "weight_global_scale": _FLOATS,
+}
+"""Dtypes of the tensors of codes, by the ends of their names."""
 
 _FORMS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"),
@@ -36,7 +64,14 @@ _FORMS = (
 )
 """Forms of compressed-tensors that are decoded."""
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_WORDS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "gptq": ("gptq", (2, 3, 4, 8)),
+    "gptq_v2": ("gptq", (2, 3, 4, 8)),
+    "gemm": ("awq", (4,)),
+}
+"""Methods and numbers of bits of layouts of 32-bit words, by their names in configurations."""
+
+_E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 @dataclass(frozen=True)
@@ -63,7 +98,8 @@ class DecodedTensor:
         dtype: Dtype of the values in safetensors' spelling; the dtype of the model if codes are stored.
         parts: Names of the stored tensors, by the ends of their names.
         bytes: Bytes of the stored tensors.
-        form: Form of codes in compressed-tensors, `"fp8"`, or empty for values.
+        form: Layout of codes: a form of compressed-tensors, `"fp8"`, `"gptq"`, `"gptq_v2"`, `"gemm"` of AWQ, or
+            `"mxfp4"`; empty for values.
         bits: Bits of a packed code.
         block: Rows and columns that share a scale.
         within: Place of the matrix in a stack of experts; `None` for a whole tensor.
@@ -82,6 +118,12 @@ class DecodedTensor:
     def is_float(self) -> bool:
         """True if it holds floats of at least 16 bits."""
         return self.dtype in _NAMES.values()
+
+    @property
+    def ranges(self) -> list[slice]:
+        """Ranges of rows, or of experts, that are decoded together."""
+        count, step = self.shape[0], _ROWS if len(self.shape) == 2 else 1
+        return [slice(first, min(first + step, count)) for first in range(0, count, step)]
 
 
 @dataclass(frozen=True)
@@ -109,11 +151,15 @@ class DecodedFiles:
         for step in key.split(".") if key else ():
             quantization = quantization.get(step) or {} if isinstance(quantization, dict) else {}
         method = str(quantization.get("quant_method")) if key and isinstance(quantization, dict) else ""
-        if key and method not in ("fp8", "compressed-tensors"):
+        if key and method not in _MATRICES:
             raise CheckpointError(
-                f"{files.path} is quantized by {brief(method)}, whose codes quark_fx does not decode (it decodes "
-                f"{_DECODED}); pass the float checkpoint that it was made from, or load it with transformers "
-                "(dequantize=True, where its configuration has that), and store it with save_pretrained"
+                f"{files.path} is quantized by {brief(method)} (config.json says in {key}), which quark_fx does not "
+                f"decode (it decodes {_DECODED}); pass the float checkpoint that it was made from, or load it with "
+                "transformers (dequantize=True, where its configuration has that), and store it with save_pretrained"
+            )
+        if is_rotated(config):
+            raise CheckpointError(
+                f"{files.path} rotates activations, so its weights are rotated; pass the float source"
             )
         headers = files.headers
         dtype = _NAMES.get(str(config.get("dtype", config.get("torch_dtype"))), "BF16")
@@ -123,17 +169,16 @@ class DecodedFiles:
             layers.setdefault(owner + dot, {})[leaf] = name
         tensors: dict[str, DecodedTensor] = {}
         try:
+            source = _Source(files, method, quantization, dtype)
             for owner, leaves in layers.items():
-                parts, coded = dict(leaves), None
-                if method and any(scale in leaves for scale in _SCALES):
-                    coded = _coded(owner[:-1], leaves, files, method, quantization, dtype)
-                    parts = {k: v for k, v in leaves.items() if k not in coded.parts}
-                    tensors[f"{owner}weight"] = coded
-                for leaf, name in parts.items():
-                    if not (method and leaf in _UNUSED):
+                coded = dict(_MATRICES[method](source, owner[:-1], leaves)) if method else {}
+                tensors |= {f"{owner}{leaf}": matrix for leaf, matrix in coded.items()}
+                used = {name for matrix in coded.values() for name in matrix.parts.values()}
+                for leaf, name in leaves.items():
+                    if name not in used and not (method and leaf in _UNUSED):
                         kind, shape = headers[name]
                         tensors[name] = DecodedTensor(tuple(shape), kind, {leaf: name}, stored_bytes(kind, shape))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
             raise CheckpointError(
                 f"{files.path}: config.json in {key} does not match the tensors: {type(error).__name__}: {error}; "
                 "fetch the files again"
@@ -141,11 +186,19 @@ class DecodedFiles:
         codes = [
             n for n, t in tensors.items() if n.endswith(".weight") and t.dtype not in NO_CODES and len(t.shape) > 1
         ]
-        codes += [n for n in tensors if n.endswith((".weight_packed", ".qweight", "_blocks"))]
+        codes += [n for n in tensors if n.endswith((".weight_packed", ".qweight", _BLOCKS))]
+        if method:  # without one, a tensor may have these names
+            codes += [n for n in tensors if n.rpartition(".")[2] in _KINDS.keys() - {"weight"}]
+            codes += [n for n, t in tensors.items() if n.endswith(_EXPONENTS) and t.dtype == "U8"]
         if codes:
             raise CheckpointError(
-                f"{files.path} holds codes without scales or a configuration of them: {some_of(codes)}; decoded are "
-                f"{_DECODED}; pass the float checkpoint"
+                f"{files.path} holds codes without scales, scales without codes, or no configuration of them: "
+                f"{some_of(codes)}; decoded are {_DECODED}; fetch the files again, or pass the float checkpoint"
+            )
+        if method and not any(tensor.form for tensor in tensors.values()):
+            raise CheckpointError(
+                f"{files.path} is quantized by {method} (config.json says in {key}), but holds no codes of that; fetch "
+                " the files again"
             )
         return cls(files, tensors, method)
 
@@ -159,63 +212,210 @@ class DecodedFiles:
         Raises:
             CheckpointError: If a file cannot be read, or codes and scales contradict each other.
         """
+        place = self.tensors[name].within
+        (values,) = self._pieces(name, files, None if place is None else [slice(place.index, place.index + 1)])
+        if place is None:
+            return values
+        return (values[0].t() if place.transposed else values[0])[slice(*place.rows)]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the values of a tensor, in its dtype."""
+        return torch.cat(list(self.pieces(name, MappedFiles())))
+
+    def pieces(self, name: str, files: MappedFiles) -> Iterator[Tensor]:
+        """Yield the values of a tensor in consecutive pieces, in its dtype; see `read`."""
+        tensor = self.tensors[name]
+        whole = tensor.within is not None or not tensor.form
+        for values in [self.read(name, files)] if whole else self._pieces(name, files, tensor.ranges):
+            yield values.to(DTYPES[tensor.dtype]) if tensor.form else values
+
+    def stored(self, folder: Path, dtype: torch.dtype | None) -> CheckpointFiles:
+        """Write the values to safetensors files, tensor by tensor.
+
+        Args:
+            folder: Empty directory.
+            dtype: Dtype of decoded values; `None` for the dtype of the model.
+
+        Raises:
+            CheckpointError: If codes and scales contradict each other, or the disk is full.
+        """
+        kinds = {n: TORCH_DTYPES[dtype] if t.form and dtype is not None else t.dtype for n, t in self.tensors.items()}
+        headers = {name: (kinds[name], tensor.shape) for name, tensor in self.tensors.items()}
+        shards, filled = list[list[str]](), 0
+        for name, header in headers.items():
+            if not shards or filled > _SHARD:
+                shards, filled = [*shards, []], 0
+            shards[-1].append(name)
+            filled += stored_bytes(*header)
+        files = dict[str, Path]()
+        for number, names in enumerate(shards):
+            file, mapped = folder / f"{number}.safetensors", MappedFiles()
+            try:
+                with file.open("wb") as stream:
+                    stream.write(header_of({name: headers[name] for name in names}, {"format": "pt"}))
+                    for name in names:
+                        for values in self.pieces(name, mapped):
+                            values = values.to(DTYPES[kinds[name]]).contiguous()
+                            stream.write(values.flatten().view(torch.uint8).numpy().data)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.files.path} is decoded to {folder.parent}, which failed: {error}; make room there, or pass "
+                    "another directory as scratch"
+                ) from error
+            files |= dict.fromkeys(names, file)
+        return CheckpointFiles(self.files.path, files)
+
+    def _pieces(self, name: str, files: MappedFiles, ranges: Sequence[slice] | None) -> Iterator[Tensor]:
+        """Yield the values in ranges of the first dimension; `None` for all of them at once."""
         tensor = self.tensors[name]
         parts = {leaf: files.tensor(self.files.files[stored], stored) for leaf, stored in tensor.parts.items()}
-        if (place := tensor.within) is not None:
-            matrix = next(iter(parts.values()))[place.index]
-            return (matrix.t() if place.transposed else matrix)[slice(*place.rows)]
-        if not tensor.form:
-            return next(iter(parts.values()))
         try:
-            return _decode(tensor, parts)
+            if not tensor.form:
+                (stored,) = parts.values()
+                yield from [stored] if ranges is None else [stored[some] for some in ranges]
+                return
+            decode = _stack(parts) if tensor.form == "mxfp4" else _matrix(tensor, parts)
+            if ranges is not None:
+                yield from map(decode, ranges)
+                return
+            values = torch.empty(tensor.shape, dtype=torch.float32)
+            for some in tensor.ranges:
+                values[some] = decode(some)
+            yield values
         except (LookupError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{name} in {self.files.path} cannot be decoded: {brief(str(error))}") from error
 
 
-def _coded(
-    layer: str,
-    leaves: Mapping[str, str],
-    files: CheckpointFiles,
-    method: str,
-    quantization: Mapping[str, Any],
-    dtype: str,
-) -> DecodedTensor:
-    """Return the matrix of a layer of codes."""
-    headers = files.headers
-    codes = "weight_packed" if "weight_packed" in leaves else "weight"
-    parts = {leaf: leaves[leaf] for leaf in (codes, *_SCALES, *_BESIDE) if leaf in leaves}
-    rows, columns = headers[leaves[codes]][1]
-    form, bits, block = "fp8", 8, quantization.get("weight_block_size")
-    if method != "fp8":
-        scheme = group_of(layer, quantization)
-        weights, form = scheme["weights"], str(scheme.get("format") or quantization["format"])
-        bits, block = int(weights["num_bits"]), weights.get("block_structure")
-        if form not in _FORMS or not 1 <= bits <= 8:
-            raise CheckpointError(
-                f"{layer} has {bits} bits in {brief(form)}, which is not decoded; pass the float source"
+_Leaves = Mapping[str, str]
+"""Names of the tensors of a layer, by the ends of their names."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint whose codes are looked up.
+
+    Attributes:
+        files: Its files.
+        method: Name of the method that quantized it.
+        quantization: Configuration of the method.
+        dtype: Dtype of its values, in the spelling of safetensors.
+    """
+
+    files: CheckpointFiles
+    method: str
+    quantization: Mapping[str, Any]
+    dtype: str
+
+    def scaled(self, layer: str, leaves: _Leaves) -> Iterator[tuple[str, DecodedTensor]]:
+        """Yield the matrix of a layer with codes and scales, in FP8 or a form of compressed-tensors."""
+        if not any(scale in leaves for scale in _SCALES):
+            return
+        headers, quantization = self.files.headers, self.quantization
+        codes = "weight_packed" if "weight_packed" in leaves else "weight"
+        parts = {leaf: leaves[leaf] for leaf in (codes, *_SCALES, *_BESIDE) if leaf in leaves}
+        rows, columns = headers[leaves[codes]][1]
+        form, bits, block = "fp8", 8, quantization.get("weight_block_size")
+        if self.method != "fp8":
+            scheme = group_of(layer, quantization)
+            weights, form = scheme["weights"], str(scheme.get("format") or quantization["format"])
+            bits, block = int(weights["num_bits"]), weights.get("block_structure")
+            if form not in _FORMS or not 1 <= bits <= 8:
+                raise CheckpointError(
+                    f"{layer} has {bits} bits in {brief(form)}, which is not decoded; pass the float source"
+                )
+            if "weight_shape" in parts:
+                rows, columns = self.files.tensor(parts["weight_shape"]).tolist()
+            elif codes == "weight_packed":
+                columns *= 8 // bits
+            if weights["strategy"] in ("group", "tensor_group"):
+                block = (1, int(weights["group_size"]))
+        elif "weight_scale" in leaves:
+            block = None  # one scale for the matrix, or one per row
+        _, shape = headers[leaves[next(leaf for leaf in _SCALES if leaf in leaves)]]
+        if block is None:
+            block = (rows, columns) if math.prod(shape) == 1 else (1, columns)
+        high, wide = int(block[0]), int(block[1])
+        stored, words = headers[leaves[codes]][1]
+        most = words * 32 // bits if form == "pack-quantized" else words * (8 // bits)
+        if min(high, wide) < 1 or rows != stored or columns > most:
+            raise ValueError(
+                f"{layer} has {stored} rows of {most} codes, not {rows} of {columns} in blocks of {high}x{wide}"
             )
-        if "weight_shape" in parts:
-            rows, columns = files.tensor(parts["weight_shape"]).tolist()
-        elif codes == "weight_packed":
-            columns *= 8 // bits
-        if weights["strategy"] in ("group", "tensor_group"):
-            block = (1, int(weights["group_size"]))
-    elif "weight_scale" in leaves:
-        block = None  # one scale for the matrix, or one per row
-    _, shape = headers[leaves[next(leaf for leaf in _SCALES if leaf in leaves)]]
-    if block is None:
-        block = (rows, columns) if math.prod(shape) == 1 else (1, columns)
-    high, wide = int(block[0]), int(block[1])
-    stored, words = headers[leaves[codes]][1]
-    most = words * 32 // bits if form == "pack-quantized" else words * (8 // bits)
-    if min(high, wide) < 1 or rows != stored or columns > most:
-        raise ValueError(
-            f"{layer} has {stored} rows of {most} codes, not {rows} of {columns} in blocks of {high}x{wide}"
+        if math.prod(shape) != -(-rows // high) * -(-columns // wide):
+            raise ValueError(f"{layer} has scales of shape {shape}, not one per block of {high}x{wide}")
+        yield "weight", self._tensor((rows, columns), parts, form, bits, (high, wide))
+
+    def words(self, layer: str, leaves: _Leaves) -> Iterator[tuple[str, DecodedTensor]]:
+        """Yield the matrix of a layer of integers in 32-bit words, stored as (inputs, outputs)."""
+        if "qweight" not in leaves:
+            return
+        overrides = [
+            v for k, v in (self.quantization.get("dynamic") or {}).items() if re.match(k.removeprefix("+:"), layer)
+        ]
+        settings = {**self.quantization, **(overrides[0] if overrides else {})}
+        named = [settings.get(key) for key in ("checkpoint_format", "format", "version")]
+        form = str(
+            next((name for name in named if isinstance(name, str)), "gemm" * (self.method == "awq") or "gptq")
+        ).lower()
+        bits, group = int(settings["bits"]), int(settings["group_size"])
+        method, widths = _WORDS.get(form, ("", ()))
+        if method != self.method or bits not in widths:
+            raise CheckpointError(
+                f"{layer} has {bits} bits in the layout {brief(form)} of {self.method}, which is not decoded; pass the "
+                "float source"
+            )
+        headers = self.files.headers
+        parts = {leaf: leaves[leaf] for leaf in ("qweight", "qzeros", "scales")}
+        words, outputs = headers[leaves["qweight"]][1]
+        if method == "awq":
+            inputs, outputs = words, outputs * 8
+        else:
+            parts |= {"g_idx": leaves["g_idx"]} if "g_idx" in leaves else {}
+            inputs = headers[leaves["g_idx"]][1][0] if "g_idx" in leaves else words * 32 // bits
+            self._require(layer, parts, "qweight", (-(-inputs * bits // 32), outputs))
+        wide = inputs if group == -1 else group
+        if wide < 1:
+            raise ValueError(f"{layer} has groups of {group} inputs")
+        groups = -(-inputs // wide)
+        self._require(layer, parts, "qzeros", (groups, -(-outputs * bits // 32)))
+        self._require(layer, parts, "scales", (groups, outputs))
+        yield "weight", self._tensor((outputs, inputs), parts, form, bits, (1, wide))
+
+    def stacks(self, layer: str, leaves: _Leaves) -> Iterator[tuple[str, DecodedTensor]]:
+        """Yield the stacks of experts in MXFP4, which store (experts, outputs, inputs) and hold the transpose."""
+        for leaf in leaves:
+            stem = leaf.removesuffix(_BLOCKS)
+            if stem != leaf:
+                parts = {end: leaves[f"{stem}{end}"] for end in (_BLOCKS, _EXPONENTS)}
+                experts, outputs, groups, half = self.files.headers[leaves[leaf]][1]
+                self._require(layer, parts, _EXPONENTS, (experts, outputs, groups))
+                yield stem, self._tensor((experts, 2 * half * groups, outputs), parts, "mxfp4", 4, (1, 2 * half))
+
+    def _require(self, layer: str, parts: _Leaves, leaf: str, shape: tuple[int, ...]) -> None:
+        if (stored := tuple(self.files.headers[parts[leaf]][1])) != shape:
+            raise ValueError(f"{layer} has {leaf} of shape {stored}, not {shape}")
+
+    def _tensor(
+        self, shape: tuple[int, ...], parts: _Leaves, form: str, bits: int, block: tuple[int, int]
+    ) -> DecodedTensor:
+        headers = {leaf: self.files.headers[name] for leaf, name in parts.items()}
+        if wrong := [f"{parts[leaf]} of {kind}" for leaf, (kind, _) in headers.items() if kind not in _KINDS[leaf]]:
+            raise ValueError(f"no codes or scales have the dtypes of {some_of(wrong)}")
+        return DecodedTensor(
+            shape, self.dtype, parts, sum(stored_bytes(*h) for h in headers.values()), form, bits, block
         )
-    if math.prod(shape) != -(-rows // high) * -(-columns // wide):
-        raise ValueError(f"{layer} has scales of shape {shape}, not one per block of {high}x{wide}")
-    size = sum(stored_bytes(*headers[name]) for name in parts.values())
-    return DecodedTensor((rows, columns), dtype, parts, size, form, bits, (high, wide))
+
+
+_MATRICES: Mapping[str, Callable[[_Source, str, _Leaves], Iterator[tuple[str, DecodedTensor]]]] = {
+    "fp8": _Source.scaled,
+    "compressed-tensors": _Source.scaled,
+    "gptq": _Source.words,
+    "awq": _Source.words,
+    "mxfp4": _Source.stacks,
+}
+"""Functions from a layer to its matrices, by method."""
+
+_DECODED = ", ".join(_MATRICES)
 
 
 def group_of(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -233,59 +433,73 @@ def names_layer(target: Any, layer: str) -> bool:
     return target == layer or (str(target).startswith("re:") and re.match(str(target)[3:], layer) is not None)
 
 
-def _decode(tensor: DecodedTensor, parts: Mapping[str, Tensor]) -> Tensor:
-    (rows, columns), (high, wide) = tensor.shape, tensor.block
-    scale = next(parts[leaf] for leaf in _SCALES if leaf in parts)
-    scale = _powers(scale) if scale.dtype == torch.uint8 else scale.float()
-    scale = scale.reshape(-(-rows // high), -(-columns // wide))
-    if (whole := parts.get("weight_global_scale")) is not None:
-        scale = scale / whole.float()
-    zero, place = parts.get("weight_zero_point"), parts.get("weight_g_idx")
-    if zero is not None and tensor.form == "pack-quantized":
-        zero = _unpacked(zero.t(), tensor.bits, rows).t()
-    if zero is not None:
-        zero = zero.float().sub(1 << tensor.bits - 1 if tensor.form == "pack-quantized" else 0).reshape(scale.shape)
-    column = torch.arange(columns) // wide if place is None else place.long()
-    values = torch.empty(rows, columns, dtype=torch.float32)
-    step = high * -(-_ROWS // high)
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        part = _codes(tensor, parts, slice(first, last), columns)
-        row = torch.arange(first, last) // high
-        if zero is not None:
-            part -= zero[row][:, column]
-        values[first:last] = part.mul_(scale[row][:, column])
-    return values
-
+_SHARD = 5 * 10**9
+"""Bytes of a file of values."""
 
 _ROWS = 64
-"""Rows that are decoded together, at least."""
+"""Rows that are decoded together, a multiple of the channels in a word of AWQ."""
+
+
+def _matrix(tensor: DecodedTensor, parts: Mapping[str, Tensor]) -> Callable[[slice], Tensor]:
+    """Return a function from rows of a matrix to their values, float32."""
+    (rows, columns), (high, wide) = tensor.shape, tensor.block
+    zero: Tensor | None
+    if "qweight" in parts:
+        scale, words = parts["scales"].float().t(), parts["qzeros"]
+        zero = unpack_awq(words) if tensor.form == "gemm" else unpack(words, tensor.bits, rows)
+        zero = zero.t().float().add_(int(tensor.form == "gptq"))  # which stores the zero point minus one
+    else:
+        scale = next(parts[leaf] for leaf in _SCALES if leaf in parts)
+        scale = _powers(scale) if scale.dtype == torch.uint8 else scale.float()
+        scale = scale.reshape(-(-rows // high), -(-columns // wide))
+        if (whole := parts.get("weight_global_scale")) is not None:
+            scale = scale / whole.float()
+        zero = parts.get("weight_zero_point")
+        if zero is not None and tensor.form == "pack-quantized":
+            zero = unpack(zero.t(), tensor.bits, rows).t().float().sub_(1 << tensor.bits - 1)
+        zero = None if zero is None else zero.float().reshape(scale.shape)
+    place = parts.get("g_idx", parts.get("weight_g_idx"))
+    column = torch.arange(columns) // wide if place is None else place.long()
+    if column.shape != (columns,) or bool((column < 0).any()) or bool((column >= scale.shape[1]).any()):
+        raise ValueError(f"its g_idx names other groups than the {scale.shape[1]} of {columns} inputs")
+
+    def decode(some: slice) -> Tensor:
+        part = _codes(tensor, parts, some, columns)
+        row = torch.arange(some.start, some.start + len(part)) // high
+        if zero is not None:
+            part -= zero[row][:, column]
+        return part.mul_(scale[row][:, column])
+
+    return decode
 
 
 def _codes(tensor: DecodedTensor, parts: Mapping[str, Tensor], rows: slice, columns: int) -> Tensor:
     """Return some rows of codes, float32."""
+    if tensor.form == "gemm":
+        return unpack_awq(parts["qweight"][:, rows.start // 8 : -(-rows.stop // 8)]).t().float()
+    if "qweight" in parts:
+        return unpack(parts["qweight"][:, rows].t(), tensor.bits, columns).float()
     if "weight_packed" not in parts:
         return parts["weight"][rows].float()
     packed = parts["weight_packed"][rows]
     if tensor.form == "pack-quantized":
-        return _unpacked(packed, tensor.bits, columns).sub_(1 << tensor.bits - 1)
-    nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[:, :columns]
-    values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.float32)
-    return values[nibbles.int()]
+        return unpack(packed, tensor.bits, columns).float().sub_(1 << tensor.bits - 1)
+    return _nibbles(packed)[:, :columns]
+
+
+def _stack(parts: Mapping[str, Tensor]) -> Callable[[slice], Tensor]:
+    """Return a function from experts of a stack in MXFP4 to their values, float32."""
+    blocks, scales = parts[_BLOCKS], parts[_EXPONENTS]
+    return lambda some: _nibbles(blocks[some]).mul_(_powers(scales[some]).unsqueeze(-1)).flatten(-2).mT
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Return floats in E2M1, two to a byte."""
+    return torch.cat([_E2M1, -_E2M1])[unpack(packed, 4, 2 * packed.shape[-1]).int()]
 
 
 def _powers(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32), exponents.int() - 127)
-
-
-def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return the codes, float32, that `pack` of quark_fx.export.packing put into the last dimension."""
-    planes = ((words.contiguous().view(torch.uint8).unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(
-        -2
-    )
-    places = planes[..., : count * bits].unflatten(-1, (count, bits))
-    codes: Tensor = (places * (1 << torch.arange(bits)).to(torch.uint8)).sum(-1, dtype=torch.float32)
-    return codes
 
 
 __all__ = ["DecodedFiles", "DecodedTensor", "Within", "group_of", "names_layer"]

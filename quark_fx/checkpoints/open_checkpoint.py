@@ -7,8 +7,9 @@ import json
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from quark_fx.checkpoints.configuration import (
+    CONFIG_LIMIT,
+    NO_CODES,
+    class_of,
+    entries,
+    quantized_by,
+    read_configuration,
+    without_codes,
+)
+from quark_fx.checkpoints.decoded import DecodedFiles
 from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles, is_float
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import CheckpointError, ConfigError
@@ -27,14 +38,8 @@ from quark_fx.system.isolation import isolated, quiet, warn
 from quark_fx.system.options import checked_call
 from quark_fx.system.untrusted import brief, read_json
 
-_CONFIG_LIMIT = 1 << 24
-"""Bytes of the largest configuration that is read."""
-_WEIGHTS = frozenset({".safetensors", ".bin"})
-"""Suffixes of files with weights of transformers."""
 _CONVERTED = "converted"
 """Folder of weights that transformers assembles from several tensors."""
-NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
-"""Dtypes of weights, positions, and masks, in the spelling of safetensors."""
 
 
 @checked_call
@@ -48,6 +53,9 @@ def open_checkpoint(
 ) -> nn.Module:
     """Return a model in eval mode whose weights are memory-mapped: read from files when they are used.
 
+    Codes of FP8 blocks, compressed-tensors, GPTQ, AWQ, and MXFP4 are decoded to files in `scratch`, tensor by tensor;
+    reports of the quantized model then say that the source was rounded before.
+
     Args:
         path: Safetensors file, which is read alone, or a directory of them; without `factory`, a checkpoint of
             transformers with its `config.json`. Nothing is unpickled, and no code of the checkpoint runs.
@@ -57,16 +65,42 @@ def open_checkpoint(
             stored one by one, another dtype); default: the system's temporary directory.
 
     Raises:
-        CheckpointError: If the files are damaged, hold codes instead of weights, or belong to another model, or if the
-            factory does not return a model.
+        CheckpointError: If the files are damaged, hold codes that are not decoded, or belong to another model, or if
+            the factory does not return a model.
         ConfigError: If weights cannot have `dtype`.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and is_float(dtype)):
         raise ConfigError(f"dtype is {dtype!r}; pass torch.float32, torch.float16 or torch.bfloat16")
     files = CheckpointFiles.of(path)
     shelf = Shelf(scratch or tempfile.gettempdir())
-    model = _pretrained(files, shelf, dtype) if factory is None else _from_factory(files, factory, shelf, dtype)
+    config = read_configuration(files.directory) if factory is None else _optional_configuration(files.directory)
+    with ExitStack() as stack:
+        coded, stored = None, files
+        if quantized_by(config):
+            coded, config = DecodedFiles.of(files, config), without_codes(config)
+            # Mappings outlive the folder.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=shelf.directory))
+            stored = coded.stored(Path(folder), dtype)
+        if factory is None:
+            model = _pretrained(stored, config, shelf, dtype, files.tensor if coded is None else coded.tensor)
+        else:
+            model = _from_factory(stored, factory, shelf, dtype)
+    if coded is not None:
+        setattr(model, ROUNDED_BY, coded.method)
     return model.eval().requires_grad_(False)
+
+
+ROUNDED_BY = "_quark_fx_rounded_by"
+"""Attribute of an opened model: the method that quantized its checkpoint, if there was one."""
+
+
+def _optional_configuration(directory: Path) -> dict[str, Any]:
+    """Return `config.json` next to the weights of a factory's model; empty unless it is an object."""
+    try:
+        config = read_json(directory / "config.json", CONFIG_LIMIT)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _from_factory(
@@ -176,10 +210,23 @@ def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
         )
 
 
-def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None) -> nn.Module:
-    """Return the model that a checkpoint's configuration names, converted by transformers piece by piece."""
+def _pretrained(
+    files: CheckpointFiles,
+    config: dict[str, Any],
+    shelf: Shelf,
+    dtype: torch.dtype | None,
+    read: Callable[[str], Tensor],
+) -> nn.Module:
+    """Return the model that a checkpoint's configuration names, converted by transformers piece by piece.
+
+    Args:
+        files: Files of values.
+        config: Content of `config.json`.
+        shelf: Storage of converted weights.
+        dtype: Dtype of weights; `None` for the dtype of the configuration.
+        read: Function that reads a tensor that the model lacks, by its name, when it is used.
+    """
     transformers, accelerate = _library("transformers"), _library("accelerate")
-    config = _configuration(files.directory)
     kind = class_of(config, files.directory, transformers)
     # The folder holds links to the files and converted weights; mappings outlive both, so it is temporary.
     with tempfile.TemporaryDirectory(dir=shelf.directory) as folder, quiet():
@@ -213,12 +260,12 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
         _assign(model, {name: tensors[index[name]] for name in names}, shelf)
     _warn_unused(files, sorted(loading["unexpected_keys"]))
     unread = files.files.keys() & {*loading["unexpected_keys"], *_skipped(model, files)}
-    setattr(model, _UNREAD, CheckpointFiles(files.path, {name: files.files[name] for name in sorted(unread)}))
+    setattr(model, _UNREAD, {name: partial(read, name) for name in sorted(unread)})
     return model  # type: ignore[no-any-return]
 
 
 _UNREAD = "_quark_fx_unread"
-"""Attribute of an opened model: tensors of its checkpoint that its class does not have."""
+"""Attribute of an opened model: functions that read tensors of its checkpoint that its class does not have."""
 
 
 def _skipped(model: Any, files: CheckpointFiles) -> set[str]:
@@ -229,9 +276,19 @@ def _skipped(model: Any, files: CheckpointFiles) -> set[str]:
     }
 
 
-def unread_tensors(model: nn.Module) -> CheckpointFiles | None:
+def method_of(model: nn.Module) -> str:
+    """Return the method that quantized the codes from which transformers loaded a model; empty for a float model."""
+    for module in model.modules():
+        settings = getattr(getattr(module, "config", None), "quantization_config", None)
+        if settings is not None:
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+            return str(getattr(method, "value", method))
+    return ""
+
+
+def unread_tensors(model: nn.Module) -> Mapping[str, Callable[[], Tensor]] | None:
     """Return the tensors in the checkpoint of an opened model that its class lacks; `None` for other models."""
-    unread: CheckpointFiles | None = getattr(model, _UNREAD, None)
+    unread: Mapping[str, Callable[[], Tensor]] | None = getattr(model, _UNREAD, None)
     return unread
 
 
@@ -250,7 +307,7 @@ def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
         CheckpointError: When the limit is reached.
     """
     most, created, thread = 64 * tensors + 4096, 0, threading.get_ident()
-    for key, value in _entries(config):
+    for key, value in entries(config):
         if "layer" in key.rpartition(".")[2] and isinstance(value, int) and value > most:
             raise CheckpointError(
                 f"config.json asks for {key}={brief(value)}, and the checkpoint has {tensors} tensors; correct it there"
@@ -284,7 +341,7 @@ def stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
     """
     generation = files.directory / "generation_config.json"
     try:
-        settings = read_json(generation, _CONFIG_LIMIT) if generation.exists() else None
+        settings = read_json(generation, CONFIG_LIMIT) if generation.exists() else None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{generation} cannot be read: {error}; remove it, or fetch it again") from error
     try:
@@ -365,111 +422,6 @@ def _refuse_converted_codes(
             raise _codes(name, dtype, model)
 
 
-def read_configuration(directory: Path) -> dict[str, Any]:
-    """Return the content of `config.json`, which must name a model and must not refer to files elsewhere.
-
-    Raises:
-        CheckpointError: If the file cannot be read, or breaks these rules.
-    """
-    file = directory / "config.json"
-    try:
-        config = read_json(file, _CONFIG_LIMIT)
-        str(config["architectures"][0])
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} does not say which model this is ({type(error).__name__}: {error}); pass "
-            "open_checkpoint(path, factory) for a model that is not from transformers"
-        ) from error
-    for key, value in _entries(config):
-        # transformers fetches kernels, which are code, for "owner/name".
-        if "_implementation" in key and isinstance(value, str) and "/" in value:
-            raise CheckpointError(f"{file} asks for code to be fetched: {value}; remove {key}")
-    if files := config.get("configuration_files"):
-        raise CheckpointError(
-            f"{file} leaves the configuration to {files}; replace it with the file for your version of transformers"
-        )
-    config.pop("transformers_weights", None)  # the name of a file to read, but the files are already chosen
-    return config  # type: ignore[no-any-return]
-
-
-def is_rotated(config: dict[str, Any]) -> bool:
-    """Tell whether a configuration has matrices that rotate activations, which transformers ignores."""
-    return any(key.rpartition(".")[2] == "transform_config" and bool(value) for key, value in _entries(config))
-
-
-def require_unrotated(config: dict[str, Any], path: Path) -> None:
-    """Raise `CheckpointError` for a checkpoint with rotations, for which transformers computes wrong results."""
-    if is_rotated(config):
-        raise CheckpointError(
-            f"{path} rotates activations, which transformers ignores, so its results would be wrong; run it in vLLM, "
-            "or use the quantized model, saved or exported to ONNX"
-        )
-
-
-def quantized_by(config: dict[str, Any]) -> str:
-    """Return the key under which a configuration says that its weights are quantized; empty if they are not."""
-    names = ("quantization_config", "compression_config")
-    return next((key for key, value in _entries(config) if key.rpartition(".")[2] in names and value), "")
-
-
-def require_no_weights(directory: Path) -> None:
-    """Refuse to write a quantized checkpoint over weights that may be its float originals.
-
-    Raises:
-        CheckpointError: If the directory holds such weights.
-    """
-    names = sorted(f.name for f in directory.iterdir() if f.suffix in _WEIGHTS) if directory.is_dir() else []
-    if not names:
-        return
-    try:
-        config = read_json(directory / "config.json", _CONFIG_LIMIT)
-        earlier = isinstance(config, dict) and quantized_by(config)
-    except (OSError, ValueError, RecursionError):
-        earlier = ""
-    if not earlier:
-        raise CheckpointError(
-            f"{directory} holds {names[0]}, which would be lost and which no config.json there marks as quantized; "
-            "choose another directory"
-        )
-
-
-def _configuration(directory: Path) -> dict[str, Any]:
-    """Return the configuration of a checkpoint whose weights are floats."""
-    config = read_configuration(directory)
-    if key := quantized_by(config):
-        raise CheckpointError(
-            f"{directory / 'config.json'} says in {key} that the checkpoint is quantized already; pass the float "
-            "checkpoint"
-        )
-    return config
-
-
-def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every entry of nested JSON, with the keys that lead to it, joined by dots."""
-    rest: list[tuple[str, Any]] = list(config.items())
-    while rest:
-        key, value = rest.pop()
-        yield key, value
-        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        rest += [(f"{key}.{part}", below) for part, below in parts]
-
-
-def class_of(config: dict[str, Any], directory: Path, transformers: Any) -> Any:
-    """Return the class of transformers that a configuration names.
-
-    Raises:
-        CheckpointError: If this version of transformers does not have the class.
-    """
-    name = str(config["architectures"][0])
-    kind = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise CheckpointError(
-            f"{directory / 'config.json'} names {name!r}, which transformers {transformers.__version__} does not have; "
-            "update transformers, or load the model yourself and pass it to quantize"
-        )
-    return kind
-
-
 def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -477,16 +429,4 @@ def _library(name: str) -> Any:
         raise CheckpointError(f"reading a checkpoint piece by piece needs {name}: pip install {name}") from error
 
 
-__all__ = [
-    "NO_CODES",
-    "class_of",
-    "is_rotated",
-    "limited_modules",
-    "open_checkpoint",
-    "quantized_by",
-    "read_configuration",
-    "require_no_weights",
-    "require_unrotated",
-    "stage",
-    "unread_tensors",
-]
+__all__ = ["ROUNDED_BY", "limited_modules", "method_of", "open_checkpoint", "stage", "unread_tensors"]

@@ -11,8 +11,8 @@ from typing import Any
 import typer
 
 from quark_fx import export
+from quark_fx.checkpoints.configuration import require_no_weights
 from quark_fx.checkpoints.files import GRAPH_FILE
-from quark_fx.checkpoints.open_checkpoint import require_no_weights
 from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoints.to_huggingface import FORMATS as CHECKPOINTS

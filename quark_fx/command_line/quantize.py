@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 
 import quark_fx as qfx
-from quark_fx.checkpoints.open_checkpoint import is_rotated, read_configuration
+from quark_fx.checkpoints.configuration import is_rotated, read_configuration
 from quark_fx.command_line.options import (
     ConfigOptions,
     FloatModel,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quark_fx.checkpoints.configuration import read_configuration
 from quark_fx.checkpoints.files import GRAPH_FILE
-from quark_fx.checkpoints.open_checkpoint import quantized_by, read_configuration
 from quark_fx.data.context import context_length
 from quark_fx.errors import CaptureError, CheckpointError, ConfigError
 from quark_fx.evaluation.runs import open_model
@@ -115,8 +115,6 @@ def float_subject(name: str) -> Subject:
             f"{name} does not exist; give the directory of a checkpoint, or a function as package.module:name"
         )
     config = read_configuration(path if path.is_dir() else path.parent)
-    if key := quantized_by(config):
-        raise CheckpointError(f"{name} is quantized already, its config.json says in {key}; give the float checkpoint")
     return Subject(name=name, model=path, folder=path, config=config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from quark_fx.checkpoints.configuration import without_codes
 from quark_fx.checkpoints.decoded import DecodedFiles
-from quark_fx.checkpoints.files import DTYPES, CheckpointFiles, MappedFiles, Shapes, header_of, stored_bytes
-from quark_fx.checkpoints.open_checkpoint import quantized_by
+from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles, Shapes, header_of, stored_bytes
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.conversion.plan import (
     Conversion,
@@ -81,7 +82,8 @@ def convert(
 
     Matrices of floats called `*.weight` are rounded. Heads, embeddings, routers, and draft (MTP) layers stay in float,
     because servers compute them in float; layers that servers fuse have one scheme and global scale. Every other tensor
-    and file is copied. Sources in FP8 blocks or compressed-tensors are decoded tensor by tensor.
+    and file is copied. Sources in FP8 blocks, compressed-tensors, GPTQ, AWQ, or MXFP4 are decoded
+    tensor by tensor.
 
     An interrupted call leaves `output` with the suffix `.unfinished`; the same call continues, and writes equal bytes.
 
@@ -329,10 +331,17 @@ class _Reader:
 
     def read(self, name: str) -> Tensor:
         """Return the values of a tensor."""
+        return self._source.read(name, self._opened(name))
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield the values of a tensor piece by piece."""
+        return self._source.pieces(name, self._opened(name))
+
+    def _opened(self, name: str) -> MappedFiles:
         if self._bytes >= _MAPPED:
             self._files, self._bytes = MappedFiles(), 0
         self._bytes += self.tensors[name].bytes
-        return self._source.read(name, self._files)
+        return self._files
 
 
 def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -> None:
@@ -357,31 +366,36 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
                 break
             sizes: dict[tuple[str, ...], Tensor] = {}
             for tensor in job.units[index]:
-                for name, value in _converted(source, tensor, sizes).items():
+                for name, pieces in _converted(source, tensor, sizes):
                     file, position, shape = places[name]
                     if file not in opened:
                         opened[file] = stack.enter_context((job.result / file).open("r+b"))
-                    assert tuple(value.shape) == shape
                     opened[file].seek(position)
-                    opened[file].write(value.contiguous().flatten().view(torch.uint8).numpy().data)
+                    count = 0
+                    for piece in pieces:
+                        opened[file].write(piece.contiguous().flatten().view(torch.uint8).numpy().data)
+                        count += piece.numel()
+                    assert count == math.prod(shape)
             for stream in opened.values():
                 stream.flush()
                 os.fsync(stream.fileno())
             log.write(f"{index}\n".encode())
 
 
-def _converted(source: _Reader, tensor: PlannedTensor, sizes: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the result that one of the source becomes.
+def _converted(
+    source: _Reader, tensor: PlannedTensor, sizes: dict[tuple[str, ...], Tensor]
+) -> Iterator[tuple[str, Iterable[Tensor]]]:
+    """Yield the tensors of the result that one of the source becomes, each piece by piece.
 
     Args:
         source: Tensors of the source.
         tensor: The tensor of the source.
         sizes: Largest magnitudes of layers that share a scale; it is added to.
     """
-    values = source.read(tensor.name)
     if tensor.weight is None or tensor.scheme is None:
-        kind = source.tensors[tensor.name]
-        return {tensor.name: values.to(DTYPES[kind.dtype]) if kind.form else values}
+        yield tensor.name, source.pieces(tensor.name)
+        return
+    values = source.read(tensor.name)
     try:
         amax = unit = None
         if tensor.weight.scale.has_unit:
@@ -393,11 +407,12 @@ def _converted(source: _Reader, tensor: PlannedTensor, sizes: dict[tuple[str, ..
             unit = getattr(tensor.weight.scale.of_tensor(amax, tensor.weight.scheme), "unit", None)
         name = tensor.name.removesuffix(".weight")
         layer = layer_of(name, rounded(values, tensor.weight, amax), tensor.read, unit)
-        return {f"{name}.{leaf}": part for leaf, part in compressed(layer, tensor.scheme).items()}
+        parts = compressed(layer, tensor.scheme)
     except (ValueError, ExportError) as error:
         raise CheckpointError(
             f"{tensor.name} cannot be quantized: {error}; fetch the checkpoint again, or add {tensor.name!r} to ignore"
         ) from error
+    yield from ((f"{name}.{leaf}", [part]) for leaf, part in parts.items())
 
 
 def _write_others(job: _Job, description: dict[str, Any], others: Mapping[str, Path]) -> None:
@@ -416,13 +431,7 @@ def _write_others(job: _Job, description: dict[str, Any], others: Mapping[str, P
 
 def _described(description: dict[str, Any], job: _Job) -> dict[str, Any]:
     """Return the content of `config.json` of the result."""
-    description = json.loads(json.dumps(description))
-    while key := quantized_by(description):
-        owner = description
-        *path, last = key.split(".")
-        for step in path:
-            owner = owner[step]
-        del owner[last]
+    description = without_codes(description)
     if decompress_to_bfloat16(job.conversion.configuration):
         description["dtype" if "dtype" in description else "torch_dtype"] = "bfloat16"
     return {**description, "quantization_config": job.conversion.configuration}

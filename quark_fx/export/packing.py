@@ -1,4 +1,4 @@
-"""Codes of a few bits packed into 32-bit words, in the layouts of checkpoints."""
+"""Quantized weights in the forms that layouts of checkpoints start from."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from torch import Tensor
 from quark_fx.errors import ExportError
 from quark_fx.model.constants import Constant
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Output channel, out of eight neighbors, in each nibble of a word."""
-
 
 NO_OFFSETS = "offsets between codes, for which only GGUF has a place; use symmetry='symmetric' or 'asymmetric'"
 """Reason why formats other than GGUF refuse `Symmetry.OFFSET`."""
@@ -100,36 +96,6 @@ def half_scales(weight: QuantizedTensor) -> Tensor:
     return half
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack the last dimension into int32 words: value `i` starts at bit `i * bits`; the last word is padded with 0.
-
-    Args:
-        codes: Non-negative integers below `2 ** bits`, shape `(..., n)`.
-        bits: Number of bits from 1 to 8; a code may cross words.
-
-    Returns:
-        Words of shape `(..., ceil(n * bits / 32))`.
-    """
-    count = codes.shape[-1]
-    words = -(-count * bits // 32)
-    shifts = torch.arange(bits, device=codes.device)
-    planes = ((codes.unsqueeze(-1).to(torch.uint8) >> shifts.to(torch.uint8)) & 1).flatten(-2)
-    planes = torch.nn.functional.pad(planes, (0, words * 32 - count * bits)).unflatten(-1, (words, 4, 8))
-    weights = (1 << torch.arange(8, device=codes.device)).to(torch.uint8)
-    packed: Tensor = (planes * weights).sum(-1, dtype=torch.uint8)
-    return packed.view(torch.int32).squeeze(-1)
-
-
-def pack_columns(codes: Tensor, bits: int) -> Tensor:
-    """Pack the first dimension of a matrix; see `pack`."""
-    return pack(codes.t().contiguous(), bits).t().contiguous()
-
-
-def pack_awq(codes: Tensor) -> Tensor:
-    """Pack the last dimension, 4 bits per code, in the order of AWQ's kernels; its size is a multiple of 8."""
-    return pack(codes.unflatten(-1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(-2), 4)
-
-
 __all__ = [
     "NO_OFFSETS",
     "are_exponents",
@@ -138,8 +104,5 @@ __all__ = [
     "group_size",
     "half_scales",
     "matrix_of",
-    "pack",
-    "pack_awq",
-    "pack_columns",
     "unsigned",
 ]

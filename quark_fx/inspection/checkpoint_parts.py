@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quark_fx.checkpoints.configuration import quantized_by, read_configuration
 from quark_fx.checkpoints.decoded import group_of, names_layer
 from quark_fx.checkpoints.files import CheckpointFiles, stored_bytes
 from quark_fx.checkpoints.gguf_file import open_gguf
-from quark_fx.checkpoints.open_checkpoint import quantized_by, read_configuration
 from quark_fx.errors import CheckpointError
 from quark_fx.inspection.parts import NO_WEIGHT, Part
 

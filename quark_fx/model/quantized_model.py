@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from quark_fx.checkpoints.open_checkpoint import ROUNDED_BY
 from quark_fx.config.named import PRESETS
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import QuarkError
@@ -40,6 +41,7 @@ class QuantizedModel(nn.Module):
         sample: Flat inputs with which an exported file is run once: the first samples of the first batch. `None` if the
             model was loaded, since stored models contain no data.
         data: Description of the calibration data, for the report; empty without data.
+        rounded_by: Method that had quantized the checkpoint of the model before; empty if there was none.
     """
 
     source: nn.Module | None
@@ -58,6 +60,7 @@ class QuantizedModel(nn.Module):
         parameter_names: frozenset[str] | None = None,
         sample: Sample | None = None,
         data: str = "",
+        rounded_by: str = "",
     ) -> None:
         super().__init__()
         object.__setattr__(self, "source", source)  # not a submodule: its parameters are not state of this model
@@ -70,6 +73,9 @@ class QuantizedModel(nn.Module):
         )
         about = {"model": type(source).__name__} if source is not None else {}
         about |= {"configuration": named, "target": config.target.name} | ({"data": data} if data else {})
+        if method := rounded_by or getattr(source, ROUNDED_BY, ""):
+            about["source"] = f"rounded before, by {method}: both errors add up"
+        self.rounded_by: str = method
         draws = random_draws(graph_module, signature.output_names)
         # Rows of one weight that are equal are one; equal products of activations are several.
         unique = {row if row.parameter else number: row for number, row in enumerate(rows)}.values()

@@ -91,6 +91,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "rows": [_plain(row) for row in report.to_rows()],
         "passes": [_record_to_data(record) for record in report.passes],
         "data": report.about.get("data", ""),
+        "rounded_by": qmodel.rounded_by,
         "symbols": (symbols := _Symbols()).sizes,
         "inputs": [_value_to_data(node, symbols) for node in gm.graph.nodes if node.op == "placeholder"],
         "tensors": {ids[name]: names.get(name, name) for name in tensors},
@@ -148,6 +149,7 @@ def load(
             kept=provenance.kept,
             parameter_names=provenance.parameter_names,
             data=str(document.get("data", "")),
+            rounded_by=str(document.get("rounded_by", "")),
         )
     except QuarkError as error:
         error.add_note(f"in {directory / GRAPH_FILE}")

@@ -323,7 +323,8 @@ class Report:
         )
         computed = [f"{row.name} is computed from {row.computed_from}" for row in self.rows if row.computed_from]
         done = [record.summary for record in self.passes if record.changes]
-        return "\n".join([*lines, summary, *dict.fromkeys(computed), *self.random, *done])
+        source = [f"the source was {self.about['source']}"] if "source" in self.about else []
+        return "\n".join([*lines, summary, *source, *dict.fromkeys(computed), *self.random, *done])
 
 
 def _range(row: Row) -> str | None:

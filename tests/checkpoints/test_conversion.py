@@ -258,8 +258,8 @@ def _nested(source: Path) -> None:
     (source / "config.json").write_text("[" * 100 + "]" * 100)
 
 
-def _gptq(source: Path) -> None:
-    (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+def _aqlm(source: Path) -> None:
+    (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "aqlm", "bits": 4}}))
 
 
 def _stray_method(source: Path) -> None:
@@ -304,7 +304,7 @@ DAMAGE = {
     _leaving: "names the shard .* which is not a safetensors file next to it",
     _nothing: "config.json cannot be read.*pass the directory",
     _nested: "config.json cannot be read.*nested",
-    _gptq: "quantized by 'gptq'.*pass the float checkpoint",
+    _aqlm: "quantized by 'aqlm'.*pass the float checkpoint",
     _stray_method: "quantized by .*pass the float checkpoint",
     _codes: "holds codes without scales.*a.weight.*pass the float checkpoint",
     _contradicting: "part-0.safetensors lacks absent.weight, which the index says it holds; fetch the shard again",

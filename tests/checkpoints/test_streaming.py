@@ -404,10 +404,10 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "kernel of experts": (lambda d: configured(d, parts=[{"experts_implementation": "a/b"}]), "to be fetched: a/b"),
     "kernel in escapes": (escape_kernel, "asks for code to be fetched: some/kernel"),
-    "quantized": (lambda d: configured(d, quantization_config={"bits": 4}), "is quantized already; pass the float"),
+    "quantized": (lambda d: configured(d, quantization_config={"bits": 4}), "is quantized by .*; pass the float"),
     "quantized part": (
         lambda d: configured(d, text_config={"quantization_config": {"quant_method": "fp8"}}),
-        "says in text_config.quantization_config that the checkpoint is quantized already",
+        "is quantized by fp8 .*says in text_config.quantization_config.* holds no codes",
     ),
     "result": (lambda d: (d / "graph.json").write_text("{}"), "holds graph.json, so .*; read it with qfx.load"),
     "versions": (lambda d: configured(d, configuration_files=["config.1.0.json"]), "leaves the configuration to"),

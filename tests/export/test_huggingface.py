@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 import quark_fx as qfx
+from quark_fx.checkpoints.words import pack, pack_awq, pack_columns
 from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.export.checkpoints.experts import as_saved
 from quark_fx.export.checkpoints.model_card import model_card
 from quark_fx.export.checkpoints.values import unholdable
-from quark_fx.export.packing import pack, pack_awq, pack_columns
 from quark_fx.numbers import ops
 from quark_fx.numbers.formats import (
     FP4_E2M1,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.checkpoints.words import pack, pack_columns
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoints.experts import as_saved, literal, name_patterns
 from quark_fx.export.checkpoints.values import (
@@ -20,16 +21,7 @@ from quark_fx.export.checkpoints.values import (
     each_layer,
     unholdable,
 )
-from quark_fx.export.packing import (
-    NO_OFFSETS,
-    are_exponents,
-    block_scales,
-    exponents,
-    group_size,
-    pack,
-    pack_columns,
-    unsigned,
-)
+from quark_fx.export.packing import NO_OFFSETS, are_exponents, block_scales, exponents, group_size, unsigned
 from quark_fx.model.rounded_modules import UNROTATED, Activation
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, Format, parse_format
 from quark_fx.numbers.qparams import Symmetry

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.checkpoints.words import pack, pack_awq, pack_columns
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoints.compressed_tensors import groups_of, row_or_group
 from quark_fx.export.checkpoints.experts import common_paths, literal
@@ -19,14 +20,7 @@ from quark_fx.export.checkpoints.values import (
     each_layer,
     require_weights_alone,
 )
-from quark_fx.export.packing import (
-    group_size,
-    half_scales,
-    pack,
-    pack_awq,
-    pack_columns,
-    unsigned,
-)
+from quark_fx.export.packing import group_size, half_scales, unsigned
 
 
 def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf) -> tuple[int, int]:

@@ -46,6 +46,7 @@ def model_card(qmodel: QuantizedModel, base: str, form: str) -> str:
         "",
         f"Quantized by quark_fx {sys.modules['quark_fx'].__version__} and stored as {form}: {totals['quantized']} of "
         f"{totals['operators']} weighted operators, weights {sizes[0]} → {sizes[1]}.",
+        *([f"The source was {about['source']}."] if "source" in about else []),
         *("", "## Recipe", "", f"Configuration: {about['configuration']}.", ""),
         *("```yaml", _recipe(qmodel.config), "```"),
         *("", "## Data", "", f"{about.get('data') or 'None: this recipe reads no data'}."),

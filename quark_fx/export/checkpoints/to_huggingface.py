@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark_fx.checkpoints.configuration import require_no_weights
 from quark_fx.checkpoints.files import GRAPH_FILE
-from quark_fx.checkpoints.open_checkpoint import require_no_weights
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoints.compressed_tensors import compressed_tensors, decompress_to_bfloat16

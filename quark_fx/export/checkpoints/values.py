@@ -219,7 +219,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
 def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
     """Return tensors of the source that the class lacks; warn about lost ones."""
     if (opened := unread_tensors(shell)) is not None:
-        return {name: partial(opened.tensor, name) for name in opened.files if name not in state}
+        return {name: read for name, read in opened.items() if name not in state}
     directory = _directory_of(shell)
     try:
         stored = stored_names(directory) if directory is not None else set[str]()

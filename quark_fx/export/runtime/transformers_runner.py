@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quark_fx.checkpoints.configuration import read_configuration, require_unrotated
 from quark_fx.checkpoints.files import GRAPH_FILE
-from quark_fx.checkpoints.open_checkpoint import read_configuration, require_unrotated
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.runtime import checkpoint_process
 from quark_fx.export.runtime.runners import Runner

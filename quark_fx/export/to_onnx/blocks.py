@@ -20,8 +20,8 @@ import torch
 from onnxscript import values
 from torch import Tensor
 
+from quark_fx.checkpoints.words import pack
 from quark_fx.errors import ExportError
-from quark_fx.export.packing import pack
 from quark_fx.export.to_onnx.block_functions import (
     DOMAIN,
     exponents_function,

@@ -14,8 +14,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from quark_fx.checkpoints.words import pack
 from quark_fx.errors import Declined, ExportError
-from quark_fx.export.packing import pack
 from quark_fx.export.to_onnx.edit import (
     Kept,
     add_array,

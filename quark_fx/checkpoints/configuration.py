@@ -1,0 +1,138 @@
+"""`config.json` of a checkpoint: the class of its model, and whether its weights are codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quark_fx.errors import CheckpointError
+from quark_fx.system.untrusted import read_json
+
+CONFIG_LIMIT = 1 << 24
+"""Bytes of the largest configuration that is read."""
+_WEIGHTS = frozenset({".safetensors", ".bin"})
+"""Suffixes of files with weights of transformers."""
+NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+"""Dtypes of weights, positions, and masks, in the spelling of safetensors."""
+
+
+def read_configuration(directory: Path) -> dict[str, Any]:
+    """Return the content of `config.json`, which must name a model and must not refer to files elsewhere.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or breaks these rules.
+    """
+    file = directory / "config.json"
+    try:
+        config = read_json(file, CONFIG_LIMIT)
+        str(config["architectures"][0])
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} does not say which model this is ({type(error).__name__}: {error}); pass "
+            "open_checkpoint(path, factory) for a model that is not from transformers"
+        ) from error
+    for key, value in entries(config):
+        # transformers fetches kernels, which are code, for "owner/name".
+        if "_implementation" in key and isinstance(value, str) and "/" in value:
+            raise CheckpointError(f"{file} asks for code to be fetched: {value}; remove {key}")
+    if files := config.get("configuration_files"):
+        raise CheckpointError(
+            f"{file} leaves the configuration to {files}; replace it with the file for your version of transformers"
+        )
+    config.pop("transformers_weights", None)  # the name of a file to read, but the files are already chosen
+    return config  # type: ignore[no-any-return]
+
+
+def is_rotated(config: dict[str, Any]) -> bool:
+    """Tell whether a configuration has matrices that rotate activations, which transformers ignores."""
+    return any(key.rpartition(".")[2] == "transform_config" and bool(value) for key, value in entries(config))
+
+
+def require_unrotated(config: dict[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` for a checkpoint with rotations, for which transformers computes wrong results."""
+    if is_rotated(config):
+        raise CheckpointError(
+            f"{path} rotates activations, which transformers ignores, so its results would be wrong; run it in vLLM, "
+            "or use the quantized model, saved or exported to ONNX"
+        )
+
+
+def quantized_by(config: dict[str, Any]) -> str:
+    """Return the key under which a configuration says that its weights are quantized; empty if they are not."""
+    names = ("quantization_config", "compression_config")
+    return next((key for key, value in entries(config) if key.rpartition(".")[2] in names and value), "")
+
+
+def without_codes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration that does not say that weights are quantized."""
+    config = json.loads(json.dumps(config))
+    while key := quantized_by(config):
+        owner: Any = config
+        *path, last = key.split(".")
+        for step in path:
+            owner = owner[int(step) if isinstance(owner, list) else step]
+        del owner[last]
+    return config
+
+
+def require_no_weights(directory: Path) -> None:
+    """Refuse to write a quantized checkpoint over weights that may be its float originals.
+
+    Raises:
+        CheckpointError: If the directory holds such weights.
+    """
+    names = sorted(f.name for f in directory.iterdir() if f.suffix in _WEIGHTS) if directory.is_dir() else []
+    if not names:
+        return
+    try:
+        config = read_json(directory / "config.json", CONFIG_LIMIT)
+        earlier = isinstance(config, dict) and quantized_by(config)
+    except (OSError, ValueError, RecursionError):
+        earlier = ""
+    if not earlier:
+        raise CheckpointError(
+            f"{directory} holds {names[0]}, which would be lost and which no config.json there marks as quantized; "
+            "choose another directory"
+        )
+
+
+def entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every entry of nested JSON, with the keys that lead to it, joined by dots."""
+    rest: list[tuple[str, Any]] = list(config.items())
+    while rest:
+        key, value = rest.pop()
+        yield key, value
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        rest += [(f"{key}.{part}", below) for part, below in parts]
+
+
+def class_of(config: dict[str, Any], directory: Path, transformers: Any) -> Any:
+    """Return the class of transformers that a configuration names.
+
+    Raises:
+        CheckpointError: If this version of transformers does not have the class.
+    """
+    name = str(config["architectures"][0])
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise CheckpointError(
+            f"{directory / 'config.json'} names {name!r}, which transformers {transformers.__version__} does not have; "
+            "update transformers, or load the model yourself and pass it to quantize"
+        )
+    return kind
+
+
+__all__ = [
+    "CONFIG_LIMIT",
+    "NO_CODES",
+    "class_of",
+    "entries",
+    "is_rotated",
+    "quantized_by",
+    "read_configuration",
+    "require_no_weights",
+    "require_unrotated",
+    "without_codes",
+]
