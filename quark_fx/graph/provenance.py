@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -36,6 +36,7 @@ from quark_fx.graph.nodes import (
     module_calls,
     module_path,
     parameter,
+    source_line,
     target_name,
 )
 from quark_fx.graph.operators import BRANCH, moves
@@ -76,12 +77,14 @@ class Rewrite:
         made_by: Name of the pass.
         kind: Change of the call.
         operator: Operator of the call that was removed; empty if unknown.
+        line: Line of the user's code that called the operator; empty if unknown, and in a loaded model.
     """
 
     path: str
     made_by: str
     kind: Kind
     operator: str = ""
+    line: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -247,8 +250,8 @@ class Notes:
             node.meta["made_by"] = name
         ends = {result: entry for call in self.calls.keys() - live for result, entry in self._ends(call)}
         ends |= {node: node.meta[PASSED] for node in self.operations if PASSED in node.meta}
-        passed, replaced = set[Node](), dict[Node, str]()
-        operator_by_place: dict[tuple[str, Kind], str] = {}
+        passed, replaced = set[Node](), dict[Node, Node]()
+        changed_by_place: dict[tuple[str, Kind], Node | None] = {}
         for node, old, new in self._moved(gm):
             if is_parameter(old) and is_parameter(new) and new not in self.operations:
                 inherit(new, old)
@@ -261,22 +264,26 @@ class Notes:
             elif (skipped := _skipped(old, new, ends)) is not None:
                 passed |= skipped
             elif self._stays_within(node, old, new):
-                replaced[new] = self.names[old]
+                replaced[new] = old
             else:
-                operator_by_place[module_path(node), Kind.REROUTED] = self.names[old]
+                changed_by_place[module_path(node), Kind.REROUTED] = old
         for call, members in self.calls.items():
             if erased := [
                 node for node in members if node not in nodes and self._is_value(node) and PASSED not in node.meta
             ]:
                 left_out = call not in live and not passed.isdisjoint(erased)
                 kind = Kind.LEFT_OUT if left_out else Kind.REPLACED
-                operator_by_place.setdefault((module_path(erased[0]), kind), self.names[erased[0]])
+                changed_by_place.setdefault((module_path(erased[0]), kind), erased[0])
         for node in changed:
             if node.op == "call_function" and "factor" not in node.meta and BRANCH not in node.meta:
                 key = module_path(node), Kind.REPLACED
-                operator_by_place[key] = operator_by_place.get(key) or self.names.get(node) or replaced.get(node, "")
-        if operator_by_place:
-            listed = (Rewrite(path, name, kind, operator) for (path, kind), operator in operator_by_place.items())
+                own = node if node in self.names else replaced.get(node)
+                changed_by_place[key] = changed_by_place.get(key) or own
+        if changed_by_place:
+            listed = (
+                Rewrite(path, name, kind) if node is None else Rewrite(path, name, kind, self.names[node], _line(node))
+                for (path, kind), node in changed_by_place.items()
+            )
             gm.meta["rewrites"] = (*rewrites(gm), *listed)
 
     def _moved(self, gm: GraphModule) -> Iterator[tuple[Node, Node, Node]]:
@@ -333,6 +340,11 @@ def _is_factor(node: Node, value: Node) -> bool:
 def _call(node: Node) -> str:
     """Return the key of the innermost module call that contains the node."""
     return next(reversed(module_calls(node)), "")
+
+
+def _line(node: Node) -> str:
+    line = source_line(node)
+    return "" if line == "?" else line
 
 
 def _leaves(node: Node) -> list[Any]:

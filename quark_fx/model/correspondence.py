@@ -144,7 +144,7 @@ def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, changes:
         elif rewrite.kind is Kind.REPLACED and rewrite.path in module_names & single.keys():
             targets[rewrite.path] = None
         else:
-            raise _not_computed(view, rewrite, len(paths.get(rewrite.path, ())))
+            raise _not_computed(model, rewrite, len(paths.get(rewrite.path, ())))
     for path in targets.keys() & module_names:
         call = single[path]
         piece = slice_of(view.originals[call.result], path)
@@ -221,21 +221,23 @@ def _compute_around(view: FloatView, node: Node, changes: Correspondence, outerm
     return False
 
 
-def _not_computed(view: FloatView, rewrite: Rewrite, calls: int) -> QuarkError:
-    """Return the error for operators that no module computes."""
-    nodes = [n for n in view.graph.nodes if module_path(n) == rewrite.path and n.op == "call_function"]
-    node = next((n for n in nodes if n.meta.get("made_by") == rewrite.made_by), None)
-    computation = f"what {_called(rewrite.path)} computes" if node is None else describe(node)
-    if calls > 1:
-        remedy = f"give each of the {calls} calls of {_called(rewrite.path)} a separate module"
+def _not_computed(model: nn.Module, rewrite: Rewrite, calls: int) -> QuarkError:
+    """Return the error for an operator whose rewritten form no module computes."""
+    operator = rewrite.operator or "an operator"
+    place = f"{operator} ({rewrite.line})" if rewrite.line else operator
+    where = _called(rewrite.path)
+    remedy = f"call the quantized model itself, or quantize without {rewrite.made_by}"
+    if rewrite.kind is Kind.REROUTED:
+        change = f"let {where} read another value than {place}"
     else:
-        remedy = (
-            "let a module that computes nothing else, from one input, call the operators that it rewrites (as "
-            f"`nn.SiLU` does for `silu`), or quantize without {rewrite.made_by}"
-        )
+        change = f"rewrote {place} in {where}"
+        if calls > 1:
+            remedy += f", or give each of the {calls} calls of {where} a separate module"
+        elif not any(True for _ in model.get_submodule(rewrite.path).parameters(recurse=False)):
+            remedy += ", or call the operator in a module that computes nothing else (as `nn.SiLU` does for `silu`)"
     return QuarkError(
-        f"{rewrite.operator or 'something'} became {computation} in the quantized graph (pass {rewrite.made_by}), "
-        f"which no module of the model computes; call the quantized model itself, or {remedy}"
+        f"pass {rewrite.made_by} {change}; eager() can only rewrite modules without parameters that have one call, "
+        f"one input, and one result; {remedy}"
     )
 
 

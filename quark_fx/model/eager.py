@@ -27,7 +27,7 @@ from quark_fx.model.correspondence import Correspondence, correspond, shell_of
 from quark_fx.model.eager_attention import AttentionRounding, RoundedArgument, wrap_forward
 from quark_fx.model.eager_kernels import kernel_modules
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
-from quark_fx.model.hooks import bound_elsewhere
+from quark_fx.model.hooks import bound_elsewhere, hooks_within
 from quark_fx.model.kernels.modules import KernelLinear, KernelModule, keep_as_it_is
 from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
@@ -306,6 +306,11 @@ def eager(
         raise QuarkError(
             f"{some_of(functions)} would go on calling the float model, because a function refers to its modules or "
             "parameters; bind it to its own module with types.MethodType, or call the quantized model itself"
+        )
+    if hooks := hooks_within(source, (*changes.identities, *changes.slices)):
+        warn(
+            f"eager() drops the hooks {some_of(hooks)}: the quantized graph computes these modules, with what their "
+            "hooks do to the values; register a hook with side effects on the module that eager() returns"
         )
     shared: dict[tuple[str, ...], nn.Parameter] = {}
     for path in changes.identities:

@@ -50,6 +50,17 @@ def foreign_hooks(model: nn.Module) -> list[str]:
     return [*hooks, *_foreign_attention(model), *_replaced_definitions(model)]
 
 
+def hooks_within(model: nn.Module, paths: Iterable[str]) -> list[str]:
+    """Describe the hooks of the modules at `paths`, and of the modules inside these, that users registered."""
+    inner = {f"{path}.{name}".strip("."): m for path in paths for name, m in model.get_submodule(path).named_modules()}
+    return [
+        f"{_name(hook)} of {path or 'the model'}"
+        for path, module in inner.items()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if _owner(hook) not in _REBUILT_BY
+    ]
+
+
 def _foreign_attention(model: nn.Module) -> Iterator[str]:
     """Describe the function that computes attention if it was registered outside of transformers."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -162,4 +173,4 @@ def _owner(hook: Any) -> str:
     return str(_function(hook).__module__).partition(".")[0]
 
 
-__all__ = ["bound_elsewhere", "foreign_hooks", "hooks_of"]
+__all__ = ["bound_elsewhere", "foreign_hooks", "hooks_of", "hooks_within"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -373,7 +374,7 @@ class InLine(Around):
 def test_a_rewrite_that_has_no_module_is_refused_with_ways_out_that_work(name: str) -> None:
     function, made_by = FUNCTIONS[name]
     model = seeded(InLine(function))
-    with pytest.raises(qfx.QuarkError, match=rf"aten\.{name}.*test_eager\.py:\d+.*pass {made_by}.*without {made_by}"):
+    with pytest.raises(qfx.QuarkError, match=rf"pass {made_by} .*aten\.{name}.*test_eager\.py:\d+.*without {made_by}"):
         quantize(model, XINT8, images()).eager()
     for way_out, config in (
         (seeded(Around(Apply(function))), XINT8),  # "let a module that computes nothing else call it"
@@ -936,3 +937,24 @@ def test_a_hook_that_is_folded_into_an_operator_runs_once(place: str, name: str)
     qmodel = quantize(model, name, [x])
     assert torch.equal(qmodel.eager()(x), qmodel(x))
     assert (qmodel(x) - model(x)).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(("place", "lost"), [("0", 0), ("1", 1), ("2", 1), ("3", 0), ("", 0)])
+def test_a_hook_of_a_module_that_a_pass_replaced_is_named(place: str, lost: int) -> None:
+    """Batch norm 1 is folded, and SiLU 2 becomes a hard swish; the other modules run with their hooks."""
+    model = seeded(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 4, 3)))
+    seen: list[torch.Size] = []
+
+    def save(module: nn.Module, args: Any, result: Tensor) -> None:
+        seen.append(result.shape)
+
+    model.get_submodule(place).register_forward_hook(save)
+    qmodel = quantize(model, XINT8, images())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = qmodel.eager()
+    seen.clear()
+    result(images()[0])
+    messages = [str(w.message) for w in caught if "drops the hooks" in str(w.message)]
+    assert (len(seen), len(messages)) == (1 - lost, lost)
+    assert all(f"save of {place}:" in message for message in messages)
