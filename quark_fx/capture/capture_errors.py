@@ -6,6 +6,7 @@ import inspect
 import itertools
 import keyword
 import re
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Mapping
@@ -26,6 +27,9 @@ from quark_fx.graph.nodes import static_size
 from quark_fx.graph.signature import path_name
 from quark_fx.system.isolation import warn
 from quark_fx.system.memory import is_shortage
+
+_DEEPEST = 190
+"""Number of modules without a name that may contain each other."""
 
 _HERE = str(Path(__file__).parent)
 
@@ -98,6 +102,13 @@ def _require_names(model: nn.Module) -> None:
             "Python keyword, an attribute that every graph has, or quotes; give it another name in the model's "
             "__init__, and rename the keys of its checkpoint too"
         )
+    # torch.fx writes `getattr(..., "0")` for each of these, and Python nests at most 200 parentheses.
+    levels = {name: sum(not part.isidentifier() for part in path) for name, path in paths.items()}
+    if deep := [name for name, count in levels.items() if count > _DEEPEST]:
+        raise CaptureError(
+            f"{deep[0][:60]}… is nested in {levels[deep[0]]} modules without a name, as in nn.Sequential, and Python "
+            f"reads code of at most {_DEEPEST}; put the inner modules into one nn.Sequential, or set them as attributes"
+        )
 
 
 def _is_writable(name: str) -> bool:
@@ -159,7 +170,7 @@ def _where(error: Exception, model: nn.Module) -> str:
         library = code.co_filename.startswith(_HERE) or any(part in code.co_filename for part in ("/torch/", "<"))
         if not library and code.co_name != "_export":
             where = f"{code.co_filename}:{line} in {code.co_name}"
-    return f"{where or 'an unknown line'}{f', module {module_name}' if module_name else ''}"
+    return f"{where or 'an unknown line'}{f', module {module_name[:200]}' if module_name else ''}"
 
 
 def _module(error: Exception, model: nn.Module) -> tuple[str, nn.Module]:
@@ -175,10 +186,11 @@ def _module(error: Exception, model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def explain(error: Exception, model: nn.Module) -> str:
+    advice = _packed(error) or _too_deep(error)
     return (
         f"{type(model).__name__} could not be captured: {type(error).__name__}: {_reason(error)}\n"
         f"  at {_where(error, model)}\n"
-        f"{_packed(error) or _advice(type(error).__name__ + str(error), model, _module(error, model)[1])}"
+        f"{advice or _advice(type(error).__name__ + str(error), model, _module(error, model)[1])}"
     )
 
 
@@ -190,6 +202,16 @@ def _packed(error: Exception) -> str:
     return (
         "the sizes of a packed sequence depend on the lengths, which one graph cannot hold: give the recurrent layer "
         "the padded batch, where later steps do not change earlier ones, and read each state at its last step"
+    )
+
+
+def _too_deep(error: Exception) -> str:
+    """Return advice if nested modules or inputs exceed Python's limit of nested calls, else an empty string."""
+    if not isinstance(error, RecursionError):
+        return ""
+    return (
+        f"its modules or inputs are nested deeper than {sys.getrecursionlimit()} calls of Python reach: call "
+        f"sys.setrecursionlimit({20 * sys.getrecursionlimit()}) first, or nest them less"
     )
 
 
@@ -216,7 +238,7 @@ def require_runs(
         raise CaptureError(
             f"{type(model).__name__} itself does not run on the first batch ({_shapes(args, kwargs)}): "
             f"{type(error).__name__}: {_reason(error)}\n  at {_where(error, model)}\n"
-            "pass batches that model(...) takes, of its number of dimensions, sizes and dtypes"
+            + (_too_deep(error) or "pass batches that model(...) takes, of its number of dimensions, sizes and dtypes")
         ) from error
 
 

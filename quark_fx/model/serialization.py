@@ -49,7 +49,7 @@ from quark_fx.model.structures import children_of, structure_from_data, structur
 from quark_fx.plan.report import Row
 from quark_fx.system.isolation import isolated, quiet
 from quark_fx.system.options import checked_call
-from quark_fx.system.untrusted import brief
+from quark_fx.system.untrusted import brief, require_shallow
 from quark_fx.system.writable import require_possible, writing
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}", re.ASCII)
@@ -99,6 +99,13 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "nodes": [_node_to_data(node, nodes, ids, stacks) for node in gm.graph.nodes],
         "provenance": provenance_to_data(qmodel, ids, kept_ids, stacks),
     }
+    try:
+        require_shallow(document)
+    except ValueError as error:
+        raise QuarkError(
+            f"the model cannot be stored: {error}, which no reader accepts; give it inputs and outputs that are nested "
+            "less"
+        ) from error
     stored = {ids[name]: tensor for name, tensor in tensors.items()}
     with writing(directory, QuarkError):
         write_model(directory, stored | {kept_ids[name]: tensor for name, tensor in qmodel.kept.items()}, document)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Mod, PythonMod
 
 import quark_fx as qfx
-from quark_fx.capture.capture import Captured
+from quark_fx.capture.capture import Captured, capture_graph
 from quark_fx.capture.symbolic_sizes import round_up
 
 
@@ -990,3 +991,24 @@ def test_sizes_at_which_a_guard_has_no_value_are_no_multiples() -> None:
     """Guards of strided convolutions have negative dividends at small sizes, where torch's functions assert."""
     captured = qfx.capture_graph(Audio().eval(), torch.randn(4, 800))
     assert captured.signature.output_names
+
+
+def nested(levels: int) -> nn.Module:
+    model: nn.Module = nn.Linear(4, 4)
+    for _ in range(levels):
+        model = nn.Sequential(model)
+    return model
+
+
+def test_modules_that_are_nested_too_deep_are_refused_with_a_way_out() -> None:
+    assert capture_graph(nested(20).eval(), rand(2, 4))
+    with pytest.raises(qfx.CaptureError, match=r"nested deeper than \d+ calls .*sys.setrecursionlimit\(\d+\)"):
+        capture_graph(nested(150).eval(), rand(2, 4))
+    before = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(20 * before)
+        assert capture_graph(nested(150).eval(), rand(2, 4))
+        with pytest.raises(qfx.CaptureError, match="nested in 300 modules without a name"):
+            capture_graph(nested(300).eval(), rand(2, 4))
+    finally:
+        sys.setrecursionlimit(before)

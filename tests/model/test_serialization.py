@@ -775,3 +775,41 @@ def test_what_is_saved_loads_whatever_it_is_called(case: str, tmp_path: Path) ->
     loaded.save(tmp_path / "again")
     assert (tmp_path / "again/graph.json").read_bytes() == (tmp_path / "model/graph.json").read_bytes()
     assert torch.equal(tree_leaves(loaded.eager(model)(*call))[0], tree_leaves(qmodel(*call))[0])
+
+
+class Inside(nn.Module):
+    """A linear layer on a tensor in nested lists."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.levels, self.layer = levels, nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Tensor:
+        for _ in range(self.levels):
+            x = x[0]
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_a_structure_that_load_refuses_is_not_saved(tmp_path: Path) -> None:
+
+    def refusal(qmodel: qfx.QuantizedModel, directory: Path) -> str:
+        try:
+            qmodel.save(directory)
+        except qfx.QuarkError as error:
+            return str(error)
+        return ""
+
+    refusals = []
+    for levels in (20, 27, 28, 29, 30, 31, 32, 33, 60):
+        batch: Any = rand(2, 4)
+        for _ in range(levels):
+            batch = [batch]
+        qmodel = quantize(Inside(levels).eval(), INT8_WEIGHT_ONLY, [(batch,)])
+        refusals.append(refusal(qmodel, tmp_path / str(levels)))
+        if refusals[-1]:
+            assert "nested more than 64 levels deep" in refusals[-1]
+            assert not (tmp_path / str(levels)).exists()
+        else:
+            assert torch.equal(qfx.load(tmp_path / str(levels))(batch), qmodel(batch))
+    assert not refusals[0]
+    assert refusals[-1]
