@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +37,19 @@ from quark_fx.graph.pass_manager import Change
 from quark_fx.plan.placement import Coded
 from quark_fx.system import accelerator
 from quark_fx.system.memory import give_back
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The result of `BlockRun.attempt`.
+
+    Attributes:
+        error: Validation error with the change; infinite if it could not be measured.
+        failure: The reason that the error could not be measured; empty if it was.
+    """
+
+    error: float
+    failure: str = ""
 
 
 @dataclass
@@ -157,28 +170,29 @@ class BlockRun:
         _set_all(self.module, values, self._context.device)
         self._learned |= values
 
-    def attempt(self, change: Callable[[], object], best: float) -> float:
+    def attempt(self, change: Callable[[], object], best: float) -> Attempt:
         """Let `change` store tensors, and undo it unless the validation error falls below `best`.
 
         Args:
             change: Function that stores tensors. If it raises `OverflowError`, because a value does not fit its type,
                 it is undone as well.
             best: Error to improve on; an error that is not finite never does.
-
-        Returns:
-            The validation error of the resulting state, `best` if it was undone.
         """
         replaced = self._undo = {}
-        error = math.inf
-        with suppress(OverflowError):
+        error, failure = math.inf, ""
+        try:
             change()
-            with suppress(CalibrationError):
+        except OverflowError as cause:
+            failure = str(cause)
+        else:
+            try:
                 error = self.validation_error()
+            except CalibrationError as cause:
+                failure = str(cause)
         self._undo = None
-        if error < best:
-            return error
-        self.store_all(replaced)
-        return best
+        if not error < best:
+            self.store_all(replaced)
+        return Attempt(error, failure)
 
     @property
     def learned(self) -> dict[str, Tensor]:

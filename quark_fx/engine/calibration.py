@@ -22,6 +22,7 @@ from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import describe, device_of, is_parameter, parameter, placeholders, set_parameter, target_name
 from quark_fx.numbers.qparams import QParams
 from quark_fx.observers import Observer
+from quark_fx.observers.base import naming_observer, observed
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.plan.placement import Plan, module_name, require_finite_weights
 from quark_fx.plan.report import Histogram
@@ -35,13 +36,14 @@ class Watch(nn.Module):
     Attributes:
         spec: Spec of the quantization parameters.
         observer: Observer with the data so far.
+        place: Description of the value for messages.
         tokens: Dimension that counts tokens, if the value has a scale per channel; dimension 0 counts samples.
         is_done: True if the observer needs no more data.
     """
 
-    def __init__(self, spec: TensorSpec, tokens: int | None = None) -> None:
+    def __init__(self, spec: TensorSpec, place: str, tokens: int | None = None) -> None:
         super().__init__()
-        self.spec, self.observer, self.is_done = spec, spec.new_observer, False
+        self.spec, self.observer, self.is_done, self.place = spec, spec.new_observer, False, place
         self.tokens = tokens if spec.granularity is Granularity.CHANNEL else None
 
     def value(self, call: Node) -> Value:
@@ -55,14 +57,18 @@ class Watch(nn.Module):
         if self.tokens is not None:
             channels = [dim for dim in range(1, x.dim()) if dim != self.tokens]
             rest = [0, self.tokens] if self.tokens else [0]
-            self.observer = self.observer.observe(
-                x.permute(*channels, *rest).reshape(math.prod(x.shape[d] for d in channels), -1)
-            )
+            self._observe(x.permute(*channels, *rest).reshape(math.prod(x.shape[d] for d in channels), -1))
             return
         # The order of values does not matter, so they are read in memory order, without a copy.
         if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
             x = x.permute(0, 2, 3, 1)
-        self.observer = self.observer.observe(x.reshape(1, -1))
+        self._observe(x.reshape(1, -1))
+
+    def _observe(self, x: Tensor) -> None:
+        try:
+            self.observer = observed(self.observer, x)
+        except ValueError as error:
+            raise _unusable(self.place, error) from error
 
 
 def insert_watches(gm: GraphModule, watches: Iterable[tuple[Node, nn.Module]]) -> list[Node]:
@@ -288,12 +294,20 @@ def _stacked(values: list[Tensor]) -> Tensor:
     return torch.stack(values) if values else torch.empty(0, dtype=torch.int64)
 
 
+def _unusable(place: str, error: ValueError) -> CalibrationError:
+    return CalibrationError(
+        f"{place} cannot be quantized: {error}; check the model's weights and the calibration data, or exclude the "
+        "operator"
+    )
+
+
 def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[Observer]) -> list[Observer]:
     """Return the merged observers of two ranks."""
     merged = []
     for source, a, b in zip(sources, ours, theirs, strict=True):
         try:
-            merged.append(a.merge(b))
+            with naming_observer(a):
+                merged.append(a.merge(b))
         except ValueError as error:
             raise CalibrationError(
                 f"{describe(source)}: the observations of the ranks cannot be merged: {error}"
@@ -307,9 +321,7 @@ def _qparams(call: Node, watch: Watch, results: Known | None) -> QParams:
     if key in ranges:
         return ranges[key]
     try:
-        return ranges.setdefault(key, watch.observer.qparams(watch.spec.scheme))
+        with naming_observer(watch.observer):
+            return ranges.setdefault(key, watch.observer.qparams(watch.spec.scheme))
     except ValueError as error:
-        raise CalibrationError(
-            f"{describe(source)} cannot be quantized: {error}; check the model's weights and the calibration data, or "
-            "exclude the operator"
-        ) from error
+        raise _unusable(describe(source), error) from error

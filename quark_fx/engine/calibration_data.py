@@ -285,6 +285,10 @@ class CalibrationData:
         """Name of the data that changes are validated on, for the report."""
         return "validation data" if self.has_validation else "the calibration data"
 
+    def refusal(self, error: float) -> str:
+        """Return the reason for rejecting a change, with the error that it would have caused."""
+        return f"no better on {self.judged_on} ({error:.3g})"
+
 
 def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> None:
     """Raise `CalibrationError` if a flat input holds NaN; a mask may hold infinities.

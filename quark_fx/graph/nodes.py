@@ -264,7 +264,9 @@ def source_line(node: Node) -> str:
 
 
 def describe(node: Node) -> str:
-    """Return `operator at %name (file:line, module path)` for error messages."""
+    """Return `operator at %name (file:line, module path)`, or the name of an input, for error messages."""
+    if node.op == "placeholder":
+        return f"input {node.target}"
     module = module_path(node)
     return f"{target_name(node)} at %{node.name} ({source_line(node)}{f', module {module}' if module else ''})"
 

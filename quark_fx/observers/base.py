@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from quark_fx.errors import QuarkError
 from quark_fx.numbers.qparams import QParams, Scheme, require_range, unchecked_affine_qparams
 from quark_fx.system import accelerator
+from quark_fx.system.memory import is_shortage
 from quark_fx.system.options import checked, parsed
 from quark_fx.system.registry import Registry
 
@@ -98,12 +101,38 @@ class Observer(ABC):
 
     def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
         """Return the parameters of a whole tensor; shapes as in `observe` and `qparams`."""
-        return self.observe(x).qparams(scheme)
+        return observed(self, x).qparams(scheme)
 
     @property
     def name(self) -> str:
         """The name in configurations."""
         return OBSERVERS.name_of(self)
+
+
+@contextmanager
+def naming_observer(observer: Observer) -> Iterator[None]:
+    """Turn an unexpected exception of an observer into a `ValueError` that names the observer."""
+    try:
+        yield
+    except (QuarkError, ValueError):
+        raise
+    except Exception as error:
+        if is_shortage(error):
+            raise
+        raise ValueError(f"observer {type(observer).__name__} raised {type(error).__name__}: {error}") from error
+
+
+def observed(observer: Observer, x: Tensor) -> Observer:
+    """Return an observer after it saw `x`; shapes as in `Observer.observe`.
+
+    Raises:
+        ValueError: If the observer raises an exception or returns another value than an observer.
+    """
+    with naming_observer(observer):
+        after: object = observer.observe(x)
+    if not isinstance(after, Observer):
+        raise ValueError(f"observe of {type(observer).__name__} returned {type(after).__name__} instead of an observer")
+    return after
 
 
 def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from torch.fx import GraphModule
 
 from quark_fx.engine.calibration import Watch, insert_watches
 from quark_fx.engine.context import Calibrated, Context
+from quark_fx.graph.nodes import describe
 from quark_fx.graph.pass_manager import Stage, copy_graph, graph_pass
 from quark_fx.plan.placement import plan_quantization, require_finite_floats
 
@@ -22,7 +23,8 @@ def insert_observers(gm: GraphModule, context: Context) -> int:
     plan = plan_quantization(gm, context.config)
     require_finite_floats(gm, plan.operators)
     context.calibrated = Calibrated(plan, copy_graph(gm, lazy=True))
-    return len(insert_watches(gm, [(source, Watch(spec, dim)) for (source, spec), dim in plan.observed.items()]))
+    observed = plan.observed.items()
+    return len(insert_watches(gm, [(node, Watch(spec, describe(node), dim)) for (node, spec), dim in observed]))
 
 
 __all__ = ["insert_observers"]

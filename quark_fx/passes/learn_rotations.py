@@ -141,7 +141,7 @@ class LearnRotations(Rotating):
             learned = self._learn(site)
         before, after = (site.judge(rotation) for rotation in (drawn.rotation, learned))
         is_better = after < before  # false if either is NaN
-        what = f"{'learned' if is_better else f'as drawn, no better on {context.data.judged_on}'}; {drawn.what}"
+        what = f"{'learned' if is_better else f'as drawn, {context.data.refusal(after)}'}; {drawn.what}"
         seconds = time.perf_counter() - began
         change = Change(drawn.name, what, True, before, after if is_better else before, seconds)
         return site.pack(learned if is_better else drawn.rotation), change

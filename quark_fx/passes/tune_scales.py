@@ -106,6 +106,7 @@ class TuneScales(Selective):
         every = math.ceil(self.iterations / self.validation_checks)
         with SideBySide(gm, context, [scales.weight.scale_name for scales in tuned]) as both:
             first = best = _validation_loss(both, context)
+            lowest = math.inf
             if not math.isfinite(first):
                 raise CalibrationError(
                     f"the end loss of the quantized model on {context.data.judged_on} is {first}; check that the float "
@@ -120,6 +121,7 @@ class TuneScales(Selective):
                     both.run_with(scales.tensors(gm))
                 if step % every == 0 or step == self.iterations:
                     now = _validation_loss(both, context)
+                    lowest = min(lowest, now)
                     if now < best:
                         best, values = now, [p.detach().clone() for p in parameters]
                     elif not math.isfinite(now):
@@ -128,7 +130,7 @@ class TuneScales(Selective):
         for scales, offset in zip(tuned, values, strict=True):
             scales.offset = offset
             stored |= scales.tensors(gm)
-            name, worse = scales.weight.name, f"no better on {context.data.judged_on}"
+            name, worse = scales.weight.name, context.data.refusal(lowest)
             if bool(offset.any()):
                 context.note(Change(name, "scales", before=first, after=best))
             else:

@@ -15,6 +15,7 @@ from quark_fx.numbers.ops import encode, spread
 from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO, ScaleFormat
+from quark_fx.observers.base import naming_observer
 from quark_fx.plan.pair_sums import PairBound
 
 _ROWS_AT_ONCE = 8192
@@ -295,7 +296,9 @@ def _whole_and_rest(x: Tensor, dim: int, size: int) -> Iterator[Tensor]:
 
 
 def _row_qparams(rows: Tensor, spec: TensorSpec, scheme: Scheme) -> QParams:
-    return spec.new_observer.of_constant(rows, scheme)
+    observer = spec.new_observer
+    with naming_observer(observer):
+        return observer.of_constant(rows, scheme)
 
 
 def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:

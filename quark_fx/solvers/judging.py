@@ -91,7 +91,7 @@ class FormJudge:
         """Return the proposal for an operator and its errors, which stay on the device."""
         give_back()
         now = self.reading.now(slot, self.context)
-        with accelerator.checked_later() as checks:
+        with _naming(self.solve, slot.name), accelerator.checked_later() as checks:
             answer = _proposed(_solved(self.solve, slot, now, calibration), now)
             if isinstance(answer, Skip):
                 return answer
@@ -135,7 +135,7 @@ class FormJudge:
             if after < before:
                 results.append((slot, _Judged(answer.proposal, before, after)))
             else:
-                results.append((slot, Change.skipped(slot.name, f"no better on {self.context.data.judged_on}", before)))
+                results.append((slot, Change.skipped(slot.name, self.context.data.refusal(after), before)))
         return results
 
     def _require(self, checks: Sequence[_Check], wrong: Sequence[float]) -> None:
@@ -146,7 +146,7 @@ class FormJudge:
                     raise error()
 
     def _solved(self, slot: WeightSlot, calibration: Hessian) -> tuple[object, list[accelerator.Check]]:
-        with accelerator.checked_later() as checks:
+        with _naming(self.solve, slot.name), accelerator.checked_later() as checks:
             return _solved(self.solve, slot, self.reading.now(slot, self.context), calibration), checks
 
     def _kept(self, judged: Sequence[tuple[WeightSlot, _Judged | Change]], all_rows: Hessian | None) -> list[Change]:
@@ -267,10 +267,10 @@ class BlockJudge:
         if isinstance(answer, Skip):
             return Change.skipped(slot.name, answer.reason)
         tensors, what = answer
-        after = run.attempt(lambda: run.store_all(tensors), before)
-        if after < before:
-            return Change(slot.name, what, before=before, after=after)
-        return Change.skipped(slot.name, f"no better on {self.context.data.judged_on}", before)
+        attempt = run.attempt(lambda: run.store_all(tensors), before)
+        if attempt.error < before:
+            return Change(slot.name, what, before=before, after=attempt.error)
+        return Change.skipped(slot.name, attempt.failure or self.context.data.refusal(attempt.error), before)
 
     def _answer(self, slot: Slot, data: object) -> tuple[dict[str, Tensor], str] | Skip:
         """Return the tensors that a proposal changes, and the text to report if it is accepted."""

@@ -148,7 +148,7 @@ class Reconstruction:
             else:
                 rounded.update(feed_back(self.run, self.context, self.weights, fits_scales=self.schedule.fits_scales))
 
-        best = before if self.schedule.start is Start.CODES else self.run.attempt(round_, before)
+        best = before if self.schedule.start is Start.CODES else min(before, self.run.attempt(round_, before).error)
         return list((real | rounded if best < before else real).values()), best
 
     def _take_steps(self, near: Sequence[Tensor], best: float) -> float:
@@ -174,7 +174,7 @@ class Reconstruction:
             if waited >= schedule.patience and 2 * step > schedule.iterations:
                 break
         # Biases are rounded when stored, but not while they are learned.
-        return best if state is None else run.attempt(lambda: self._store(state, grids), start)
+        return best if state is None else min(start, run.attempt(lambda: self._store(state, grids), start).error)
 
     def _begin(self, weight: QuantizedWeight, grid: Grid, near: Tensor, start: Tensor) -> LearnedWeight:
         try:

@@ -44,11 +44,18 @@ def require(condition: Tensor, error: Callable[[], Exception]) -> None:
 
 @contextmanager
 def checked_later() -> Iterator[list[Check]]:
-    """Collect the checks of `require` for a later call of `read`."""
+    """Collect the checks of `require` for a later call of `read`.
+
+    Raises:
+        Exception: Error of the first check whose condition is false, if the code inside raises: its cause comes first.
+    """
     checks: list[Check] = []
     token = _LATER.set(checks)
     try:
         yield checks
+    except Exception:
+        read((), checks)
+        raise
     finally:
         _LATER.reset(token)
 
@@ -84,10 +91,8 @@ def checked_together() -> Iterator[None]:
         yield
         return
     with checked_later() as checks:
-        try:
-            yield
-        finally:
-            read((), checks)
+        yield
+    read((), checks)
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:

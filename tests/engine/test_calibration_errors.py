@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quark_fx as qfx
 from quark_fx.engine import calibration
+from quark_fx.errors import CalibrationError
 from quark_fx.numbers.qparams import Scheme
-from quark_fx.observers import MinMax, Percentile
+from quark_fx.observers import MinMax, Percentile, observer
 from quark_fx.passes import AdaRound, BiasCorrection, SmoothQuant
-from quark_fx.presets import INT8_STATIC, PRESETS
+from quark_fx.presets import INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS
+from quark_fx.system import accelerator
 
 STATIC = [n for n, c in PRESETS.items() if c.input is not None and not c.input.dynamic and not c.input.is_cast]
 
@@ -378,3 +381,62 @@ def test_checked_batches_are_not_held_and_a_reused_buffer_is_named_right() -> No
         quantize(model, "w4a16_gptq", refilled())
     quantize(model, "w4a16_gptq", fresh())
     assert max(most) <= 4
+
+
+@dataclass(frozen=True)
+class Fails(MinMax):
+    """Observer with a fault of its code."""
+
+    where: str = ""
+
+    def observe(self, x: Tensor) -> Any:
+        if self.where == "observe":
+            raise KeyError("gain")
+        return None if self.where == "nothing" else super().observe(x)
+
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        if self.where == "range":
+            raise RuntimeError("no gain")
+        return super().range(scheme)
+
+
+@pytest.mark.parametrize("part", ["input", "weight"])
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("observe", "observer Fails raised KeyError: 'gain'"),
+        ("range", "observer Fails raised RuntimeError: no gain"),
+        ("nothing", "observe of Fails returned NoneType instead of an observer"),
+    ],
+)
+def test_an_observer_that_fails_is_named_with_the_value_it_watched(part: str, where: str, words: str) -> None:
+    spec = replace(getattr(INT8_STATIC, part), observer=observer(Fails)(where=where))
+    place = {"input": "input input", "weight": "weight '0.weight' of aten.linear.default at .*module 0"}[part]
+    with pytest.raises(CalibrationError, match=f"{place}.* cannot be quantized: {re.escape(words)}"):
+        quantize(seeded(nn.Sequential(nn.Linear(8, 4))), INT8_STATIC.replace(**{part: spec}), [rand(4, 8)])
+
+
+def test_a_deferred_check_comes_before_an_error_of_a_later_step() -> None:
+    def first_and_later(fine: bool) -> None:
+        with accelerator.checked_later():
+            accelerator.require(torch.tensor(fine), lambda: ValueError("first"))
+            raise KeyError("later")
+
+    with pytest.raises(KeyError, match="later"):
+        first_and_later(fine=True)
+    with pytest.raises(ValueError, match="first"):
+        first_and_later(fine=False)
+
+
+def test_a_weight_that_is_not_finite_is_named_though_a_later_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: Any) -> Tensor:
+        raise ValueError("a later step")
+
+    monkeypatch.setattr("quark_fx.plan.weights.encode", encode)
+    model = seeded(nn.Sequential(nn.Linear(8, 4)))
+    with pytest.raises(CalibrationError, match=r"'0\.weight' .*: a later step; exclude the operator"):
+        quantize(model, INT8_WEIGHT_ONLY, [rand(4, 8)])
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    with pytest.raises(CalibrationError, match=r"'0\.weight' .*not finite.*; fix the model's weights"):
+        quantize(model, INT8_WEIGHT_ONLY, [rand(4, 8)])

@@ -198,7 +198,7 @@ def test_a_matrix_that_validation_data_does_not_confirm_stays_as_it_was_drawn() 
     model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
     few = [rand(1, 4, WIDTH, seed=1) * torch.logspace(1, -1, WIDTH) for _ in range(7)] + [rand(4, 64, WIDTH, seed=9)]
     (change,) = changes(quantize(model, CONFIG.replace(passes=(LEARN,)), few)).values()
-    assert change.what.startswith("as drawn, no better on validation data; ")
+    assert change.what.startswith("as drawn, no better on validation data (")
     assert change.before == change.after
     drawn, learned = (quantize(model, CONFIG.replace(passes=(p,)), few) for p in (ROTATE, LEARN))
     with torch.no_grad():

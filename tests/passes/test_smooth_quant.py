@@ -175,7 +175,7 @@ def test_no_site_is_worse_on_samples_it_was_not_chosen_by(name: str) -> None:
         if change.what.startswith("alpha"):
             assert change.after < change.before
         else:
-            assert change.what in (f"skipped: {verdict}" for verdict in REFUSALS)
+            assert change.what.startswith(tuple(f"skipped: {verdict} (" for verdict in REFUSALS))
             assert change.after == change.before
 
 
@@ -357,7 +357,7 @@ def test_a_site_that_no_strength_helps_is_left_alone() -> None:
     smooth = SmoothQuant(alphas=(0.0,))
     qmodel = smoothed(model, DATA, TOKEN, smooth)
     (row,) = changes(qmodel).values()
-    assert row.what == "skipped: no better on validation data"
+    assert row.what.startswith("skipped: no better on validation data (")
     assert record(qmodel).rewrites == 0
     plain, found = (stored_tensors(q.graph_module) for q in (quantize(model, TOKEN, DATA), qmodel))
     assert list(plain) == list(found)
@@ -560,7 +560,8 @@ def test_nothing_is_multiplied_where_no_strength_helps() -> None:
         model.weight.copy_(model.weight.sign())
     data = [rand(16, 8, seed=seed).sign() for seed in range(4)]
     qmodel = smoothed(model, data, INT8_STATIC, SmoothQuant(explicit=True))
-    assert [change.what for change in changes(qmodel).values()] == ["skipped: no better on validation data"]
+    (change,) = changes(qmodel).values()
+    assert change.what.startswith("skipped: no better on validation data (")
     assert not calls(qmodel, "aten.mul")
 
 

@@ -133,7 +133,9 @@ def test_the_report_has_the_loss_of_the_stored_model() -> None:
 
 def test_what_is_no_better_on_validation_data_is_left_out() -> None:
     plain, tuned = of_passes(), of_passes(TuneScales(iterations=2, learning_rate=0.9))
-    assert {c.what for c in record_of(tuned, "TuneScales").changes} == {"skipped: no better on validation data"}
+    assert all(
+        c.what.startswith("skipped: no better on validation data (") for c in record_of(tuned, "TuneScales").changes
+    )
     for name, tensor in stored_tensors(plain.graph_module).items():
         assert torch.equal(tensor, stored_tensors(tuned.graph_module)[name])
 

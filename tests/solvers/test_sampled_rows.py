@@ -59,7 +59,7 @@ def test_a_change_that_helps_some_rows_and_hurts_more_is_dropped(name: str) -> N
     layer = seeded(nn.Linear(INPUTS, PATTERNS[name][0], bias=False))
     before, _ = outcome(layer)
     after, what = outcome(layer, RefitSomeRows(some=name, better=0.95, worse=1.5))
-    assert what == "skipped: no better on validation data"
+    assert what.startswith("skipped: no better on validation data (")
     assert after == before
 
 
@@ -92,7 +92,7 @@ def test_one_row_that_becomes_wrong_is_seen() -> None:
     layer = seeded(nn.Linear(INPUTS, OUTPUTS, bias=False))
     with torch.no_grad():
         layer.weight[1234] *= 30
-    assert outcome(layer, BreakOneRow())[1] == "skipped: no better on validation data"
+    assert outcome(layer, BreakOneRow())[1].startswith("skipped: no better on validation data (")
 
 
 def test_the_error_of_many_rows_is_estimated_without_bias() -> None:

@@ -416,7 +416,10 @@ def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
         return call(gm, aten.mul.Tensor, value, 1, like=node)
     dim, size = dim % product.dim(), static_size(product.shape[dim % product.dim()])
     if size is None:
-        raise ExportError(f"{describe(node)}: cumprod needs a size that does not vary along its dimension")
+        raise ExportError(
+            f"{describe(node)}: cumprod needs a size that does not vary along its dimension; "
+            "pass `dynamic_shapes` to quantize that leave it fixed"
+        )
     shift = 1
     while shift < size:
         before = call(gm, aten.slice.Tensor, value, dim, 0, size - shift, like=node)
@@ -436,7 +439,10 @@ def _maxima_of_windows(gm: GraphModule, node: Node) -> tuple[Node, ...]:
             continue
         size = static_size(value_of(gm, value).shape[dim])
         if size is None:
-            raise ExportError(f"{describe(node)}: windows of unequal size need a size that does not vary")
+            raise ExportError(
+                f"{describe(node)}: windows of unequal size need a size that does not vary; "
+                "pass `dynamic_shapes` to quantize that leave it fixed"
+            )
         if windows == size:
             continue
         maxima = []
