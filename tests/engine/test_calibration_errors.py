@@ -437,6 +437,6 @@ def test_a_weight_that_is_not_finite_is_named_though_a_later_step_fails(monkeypa
     with pytest.raises(CalibrationError, match=r"'0\.weight' .*: a later step; exclude the operator"):
         quantize(model, INT8_WEIGHT_ONLY, [rand(4, 8)])
     with torch.no_grad():
-        model[0].weight[0, 0] = math.nan
+        model.get_parameter("0.weight")[0, 0] = math.nan
     with pytest.raises(CalibrationError, match=r"'0\.weight' .*not finite.*; fix the model's weights"):
         quantize(model, INT8_WEIGHT_ONLY, [rand(4, 8)])
