@@ -32,10 +32,10 @@ from benchmarks.judged import Network, digits, random_weights, ratio
 from benchmarks.models import float_bytes
 from benchmarks.onnx_sessions import latencies
 from quark_fx.evaluation.runs import main_tensor
-from quark_fx.export.runtime.runners import OpenVinoRunner
 from quark_fx.graph.signature import split_batch
 from quark_fx.numbers.formats import INT8
 from quark_fx.presets import INT8_STATIC
+from quark_fx.vendors.intel.runner import OpenVinoRunner
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 

@@ -39,7 +39,7 @@ from quark_fx.command_line.subjects import Subject, float_subject
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.resources import require_usable
 from quark_fx.errors import ConfigError
-from quark_fx.export.runtime.runners import Runtime
+from quark_fx.export.runtime.runners import RUNNERS
 from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.inspection.inspect import written_bytes
@@ -223,10 +223,10 @@ def _finished(
     }
 
 
-def _runtime(qmodel: qfx.QuantizedModel, output: Output) -> Runtime | None:
-    """Return the runtime of an output if it is not the default one and is installed."""
-    openvino = output.kind == "ONNX" and qmodel.config.target.onnx.runtime == "openvino"
-    return "openvino" if openvino and find_spec("openvino") is not None else None
+def _runtime(qmodel: qfx.QuantizedModel, output: Output) -> str | None:
+    """Return the runtime of an ONNX file if it is known and installed; `None` selects the default of `verify`."""
+    runtime = qmodel.config.target.onnx.runtime
+    return runtime if output.kind == "ONNX" and runtime in RUNNERS and find_spec(runtime) is not None else None
 
 
 def _has_a_reader(qmodel: qfx.QuantizedModel, output: Output) -> bool:

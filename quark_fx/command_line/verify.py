@@ -15,7 +15,7 @@ from quark_fx.command_line.reading import read_batches
 from quark_fx.command_line.subjects import subject
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.decoding import is_generation_folder
-from quark_fx.export.runtime.runners import Runtime
+from quark_fx.export.runtime.runners import RUNNERS
 from quark_fx.model.quantized_model import QuantizedModel
 
 
@@ -41,8 +41,11 @@ def verify(
         float, typer.Option(min=0, help="Quantization steps above which the command ends with code 1.")
     ] = 1.0,
     runtime: Annotated[
-        Runtime | None,
-        typer.Option(help="Runtime of the file; default: transformers for checkpoints and .gguf, else onnxruntime."),
+        str | None,
+        typer.Option(
+            help=f"Runtime of the file: {', '.join(RUNNERS)}, transformers, or torch; default: transformers for "
+            "checkpoints and .gguf, else onnxruntime."
+        ),
     ] = None,
     decode_steps: Annotated[
         int, typer.Option("--decode-steps", min=1, help="Tokens to decode after each prompt, for decode graphs.")

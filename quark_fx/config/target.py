@@ -119,9 +119,8 @@ class OnnxFiles:
             `"qdq"` first.
         opset: Default opset.
         opsets: Oldest and newest opset that the backend reads.
-        runtime: Runtime whose defects the file works around. `quark_fx.export.to_onnx.workarounds` has rows for
-            `"onnxruntime"` and `"openvino"`; `register_workaround` adds rows for these or another name. Without a
-            runtime, a file has none of the workarounds, and ONNX Runtime may compute other values from it.
+        runtime: Runtime whose defects the file works around: `"onnxruntime"`, or a name for which `register_workaround`
+            adds rows. Without a runtime, a file has no workarounds, and ONNX Runtime may compute other values from it.
         rules: Rewrites for this backend alone, which run last: see `quark_fx.export.onnx`.
         check: Function that raises `ExportError` for an `onnx_ir.Model` that the backend does not load. Before
             it, every file passes `onnx.checker`, and ONNX Runtime loads it.

@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +19,31 @@ from quark_fx.checkpoints.gguf_file import open_gguf, require_bounded
 from quark_fx.checkpoints.open_checkpoint import limited_modules, open_checkpoint, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
-from quark_fx.export.runtime.runners import (
-    FileRunner,
-    OnnxRuntimeRunner,
-    OpenVinoRunner,
-    Runner,
-    Runtime,
-    TorchRunner,
-)
+from quark_fx.export.runtime.runners import RUNNERS, FileRunner, Runner, TorchRunner
 from quark_fx.model.serialization import load
 
 Run = Callable[[Any], Any]
 """Function from a batch, in the form of calibration data, to the result of the model, such as a `Runner`."""
 
 
-def runner_of(model: Any, runtime: Runtime | None = None) -> Runner:
+def runner_of(model: Any, runtime: str | None = None) -> Runner:
     """Return a runner of a model: `runner(batch)` runs a batch in the form of calibration data.
 
     Args:
         model: Module in eval mode, result of `quantize`, function that is called like the model, path of an ONNX file,
             of a directory that `save` wrote, of a checkpoint, or of a GGUF file, or a runner.
-        runtime: Runtime of a file: `"onnxruntime"`, or `"openvino"`, which also reads its own files. Default: ONNX
-            Runtime for ONNX files, and torch for other models.
+        runtime: Runtime of a file: `"onnxruntime"`, or the `onnx.runtime` of another target. Default: ONNX Runtime for
+            ONNX files, and torch for other models.
 
     Raises:
         QuarkError: For a model of another type, or a path that cannot be read.
     """
     if runtime is not None:
-        if runtime not in _FILES or not isinstance(model, str | os.PathLike):
+        if runtime not in RUNNERS or not isinstance(model, str | os.PathLike):
             what = model if isinstance(model, str | os.PathLike) else f"a {type(model).__name__}"
             raise QuarkError(
                 f"runtime={runtime!r} does not open {what}; give the path of a file with "
-                f"{' or '.join(map(repr, _FILES))}, or leave runtime out"
+                f"{' or '.join(map(repr, RUNNERS))}, or leave runtime out"
             )
         return _opened(Path(model), runtime)
     model = open_model(model) if isinstance(model, str | os.PathLike) else model
@@ -84,14 +77,10 @@ def open_model(path: str | os.PathLike[str]) -> Any:
     )
 
 
-_FILES: Mapping[Runtime, Callable[[Path], FileRunner]] = {"onnxruntime": OnnxRuntimeRunner, "openvino": OpenVinoRunner}
-"""Runners of files, by runtime."""
-
-
-def _opened(path: Path, runtime: Runtime) -> FileRunner:
+def _opened(path: Path, runtime: str) -> FileRunner:
     """Return the runner of a file; raise `ExportError` if the runtime does not load it."""
     try:
-        return _FILES[runtime](path)
+        return RUNNERS[runtime](path)
     except ExportError:
         raise
     except Exception as error:  # errors of protobuf and the runtimes

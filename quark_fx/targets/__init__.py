@@ -14,12 +14,11 @@ from quark_fx.config.target import (
 from quark_fx.targets.executorch import EXECUTORCH
 from quark_fx.targets.inductor import INDUCTOR, INDUCTOR_VNNI
 from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
-from quark_fx.targets.openvino import OPENVINO
 from quark_fx.targets.pytorch import TORCH
 from quark_fx.targets.sglang import SGLANG
 from quark_fx.targets.vllm import VLLM
 
-for target in (ONNX, ONNX_VNNI, OPENVINO, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH):
+for target in (ONNX, ONNX_VNNI, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH):
     register_target(target)
 
 
@@ -34,7 +33,6 @@ __all__ = [
     "INDUCTOR_VNNI",
     "ONNX",
     "ONNX_VNNI",
-    "OPENVINO",
     "SGLANG",
     "TARGETS",
     "TORCH",

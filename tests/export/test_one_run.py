@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from quark_fx.export.to_onnx.rules import onnx_rule
 from quark_fx.graph.sample import made_up_sample, sample_of
 from quark_fx.presets import INT8_STATIC
 from quark_fx.system.memory import available
+from quark_fx.vendors.intel.runner import OpenVinoRunner
 
 AUTO = torch.export.Dim.AUTO
 
@@ -253,7 +255,7 @@ def test_the_line_of_a_failing_node_is_named_and_no_other(
         node.resize_inputs(2)
         node.replace_input_with(1, shape)
     ir.save(model, path := tmp_path / "broken.onnx")
-    run = trial._in_openvino if runtime == "OpenVINO" else trial._in_onnx_runtime
+    run = partial(trial._in_runtime, OpenVinoRunner) if runtime == "OpenVINO" else trial._in_onnx_runtime
     if runtime == "OpenVINO" and fault == "attribute" and kind != "Gather":
         assert run(path, model, qmodel) is None  # it reads no attributes that an operator does not have
         return

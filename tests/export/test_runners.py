@@ -12,14 +12,14 @@ from tiny import mlp, quantize, tokens
 
 import quark_fx as qfx
 from quark_fx.evaluation import Embedding, compare, evaluate, runner_of
-from quark_fx.export.runtime.runners import FileRunner, Runtime
+from quark_fx.export.runtime.runners import FileRunner
 from quark_fx.export.runtime.session import may_optimize
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="OpenVINO is not installed")
 
 
 @pytest.mark.parametrize("runtime", [None, "onnxruntime", pytest.param("openvino", marks=needs_openvino)])
-def test_a_file_is_evaluated_and_compared_in_its_runtime(runtime: Runtime | None, tmp_path: Path) -> None:
+def test_a_file_is_evaluated_and_compared_in_its_runtime(runtime: str | None, tmp_path: Path) -> None:
     qmodel = quantize(mlp(), "int8_static", tokens())
     runner = runner_of(str(qfx.export.onnx(qmodel, tmp_path / "model.onnx")), runtime)
     assert isinstance(runner, FileRunner)

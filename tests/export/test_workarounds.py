@@ -21,6 +21,7 @@ from tiny import images, quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
+import quark_fx.vendors.intel.workarounds
 from quark_fx.config.target import OnnxFiles
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, write_in_format

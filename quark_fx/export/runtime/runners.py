@@ -1,4 +1,4 @@
-"""Runners: one interface for a model in torch, ONNX Runtime, OpenVINO, or transformers."""
+"""Runners: one interface for a model in torch, transformers, or a runtime of files, such as ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -17,12 +17,10 @@ from torch.utils import _pytree as pytree
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.runtime.session import open_session
 from quark_fx.graph.signature import split_batch
+from quark_fx.system.registry import Registry
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-Runtime = Literal["onnxruntime", "openvino", "transformers", "torch"]
-"""Runtime of a file."""
 
 
 class Runner(ABC):
@@ -32,7 +30,7 @@ class Runner(ABC):
         runtime: Name of the runtime.
     """
 
-    runtime: ClassVar[Runtime]
+    runtime: ClassVar[str]
 
     @abstractmethod
     def __call__(self, batch: Any) -> Any:
@@ -84,8 +82,16 @@ class FileInput:
 class FileRunner(Runner):
     """A file with named inputs and outputs, run on the CPU with the arithmetic of the file.
 
+    Args:
+        path: File.
+        edit: Function that edits the graph of an ONNX file first.
+
     Attributes:
+        runtime: Name of the runtime, which is also the name of its Python package.
         title: Name of the runtime in messages.
+        extra: Extra of this package that installs the runtime.
+        workarounds: Module that registers the workarounds for the runtime (`register_workaround`), imported when the
+            first file for it is written; empty if there is none.
         path: Path of the file.
         inputs: Inputs, in order.
         outputs: Names of the outputs, in order.
@@ -93,10 +99,15 @@ class FileRunner(Runner):
     """
 
     title: ClassVar[str]
+    extra: ClassVar[str]
+    workarounds: ClassVar[str] = ""
     path: Path
     inputs: tuple[FileInput, ...]
     outputs: tuple[str, ...]
     metadata: Mapping[str, str]
+
+    @abstractmethod
+    def __init__(self, path: str | os.PathLike[str], *, edit: Callable[[ir.Model], None] | None = None) -> None: ...
 
     @abstractmethod
     def run_arrays(self, feed: Mapping[str, np.ndarray]) -> list[Any]:
@@ -132,6 +143,24 @@ class FileRunner(Runner):
             ) from error
 
 
+RUNNERS: Registry[type[FileRunner], type[FileRunner]] = Registry("runtime")
+"""Every runner of files by the name of its runtime."""
+_add = RUNNERS.add
+
+RunnerType = TypeVar("RunnerType", bound="type[FileRunner]")
+
+
+def register_runner(cls: RunnerType) -> RunnerType:
+    """Register the runner of a runtime: for `verify`, `evaluate`, and new files of targets with that `onnx.runtime`.
+
+    Raises:
+        ConfigError: If another class has registered a runner for the runtime.
+    """
+    _add(cls, cls.runtime)
+    return cls
+
+
+@register_runner
 class OnnxRuntimeRunner(FileRunner):
     """An ONNX file in ONNX Runtime.
 
@@ -146,7 +175,8 @@ class OnnxRuntimeRunner(FileRunner):
         ExportError: If ONNX Runtime is not installed.
     """
 
-    runtime, title = "onnxruntime", "ONNX Runtime"
+    runtime, title, extra = "onnxruntime", "ONNX Runtime", "onnx"
+    workarounds = "quark_fx.export.to_onnx.workarounds"
 
     def __init__(
         self,
@@ -171,107 +201,17 @@ class OnnxRuntimeRunner(FileRunner):
         return arrays
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel that OpenVINO ran: `name` and `kind` of the operator, and the implementation with its compute type."""
-
-    name: str
-    kind: str
-    implementation: str
-
-    @property
-    def in_integers(self) -> bool:
-        """Tell whether the kernel multiplies or moves 8-bit codes."""
-        return self.implementation.lower().endswith(("_i8", "_u8"))
-
-
-class OpenVinoRunner(FileRunner):
-    """A file in OpenVINO, with float32 for values that are not codes. One thread at a time may run it.
-
-    Args:
-        path: ONNX file, or another file that OpenVINO reads.
-        threads: Number of threads of a run; default: one per core.
-        profile: Whether to record the kernels of each run, for `kernels`; this slows down every run.
-        edit: Function that edits the graph of an ONNX file first.
-
-    Raises:
-        ExportError: If OpenVINO is not installed.
-    """
-
-    runtime, title = "openvino", "OpenVINO"
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        threads: int | None = None,
-        *,
-        profile: bool = False,
-        edit: Callable[[ir.Model], None] | None = None,
-    ) -> None:
-        try:
-            import openvino
-        except ImportError as error:
-            raise ExportError("running a file in OpenVINO needs it: pip install 'quark_fx[openvino]'") from error
-        # By default, OpenVINO computes floats in bfloat16 on processors with it, and rounds activations for quantized
-        # weights.
-        options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "PERF_COUNT": profile}
-        if threads is not None:
-            options["INFERENCE_NUM_THREADS"] = threads
-        core, path = openvino.Core(), Path(path)
-        model = None
-        if path.suffix == ".onnx":
-            import onnx_ir
-
-            model = onnx_ir.load(path)
-        if edit is None or model is None:
-            source = core.read_model(path)
-        else:
-            edit(model)
-            # A graph in bytes does not have a directory for external data.
-            source = core.read_model(onnx_ir.to_proto(onnx_ir.external_data.load_to_model(model)).SerializeToString())
-        compiled: Any = core.compile_model(source, "CPU", options)
-        self.path = path
-        self._request = compiled.create_infer_request()
-        self.inputs = tuple(FileInput(port.any_name, _sizes(port.partial_shape)) for port in compiled.inputs)
-        self.outputs = tuple(port.any_name for port in compiled.outputs)
-        self.metadata = {}
-        if model is not None:
-            self.metadata = dict(model.metadata_props)
-            names = tuple(str(value.name) for value in model.graph.outputs)  # OpenVINO may have several names for one
-            self.outputs = names if len(names) == len(self.outputs) else self.outputs
-
-    def run_arrays(self, feed: Mapping[str, np.ndarray]) -> list[Any]:
-        self._request.infer(dict(feed))
-        return [self._request.get_output_tensor(place).data.copy() for place in range(len(self.outputs))]
-
-    def kernels(self) -> list[Kernel]:
-        """Return the kernels of the last run; empty without `profile`."""
-        return [
-            Kernel(one.node_name, one.node_type, one.exec_type)
-            for one in self._request.profiling_info
-            if one.status == one.Status.EXECUTED
-        ]
-
-
 def _fixed(shape: Sequence[Any]) -> tuple[int | None, ...] | None:
     """Return the sizes of an ONNX Runtime shape; an empty one stands for an unknown rank too."""
     return tuple(size if isinstance(size, int) else None for size in shape) or None
 
 
-def _sizes(shape: Any) -> tuple[int | None, ...] | None:
-    """Return the sizes of an OpenVINO shape; `None` if its rank is unknown."""
-    if shape.rank.is_dynamic:
-        return None
-    return tuple(None if size.is_dynamic else size.get_length() for size in shape)
-
-
 __all__ = [
+    "RUNNERS",
     "FileInput",
     "FileRunner",
-    "Kernel",
     "OnnxRuntimeRunner",
-    "OpenVinoRunner",
     "Runner",
-    "Runtime",
     "TorchRunner",
+    "register_runner",
 ]

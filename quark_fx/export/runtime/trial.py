@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime.runners import FileRunner, OnnxRuntimeRunner, OpenVinoRunner
+from quark_fx.export.runtime.runners import RUNNERS, FileRunner, OnnxRuntimeRunner
 from quark_fx.graph.nodes import describe, device_of, results_of
 from quark_fx.graph.sample import made_up_sample
 from quark_fx.model.quantized_model import QuantizedModel
@@ -58,10 +59,10 @@ def run_once(path: Path, model: ir.Model, qmodel: QuantizedModel) -> tuple[NotRu
     """
     runtime = qmodel.config.target.onnx.runtime
     results = [_in_onnx_runtime(path, model, qmodel)]
-    if runtime == "openvino":
-        results.append(_in_openvino(path, model, qmodel))
-    elif not runtime:
+    if not runtime:
         results.append(NotRun(str(qmodel.config.target), "only its own runtime runs it; run the file there"))
+    elif runtime in RUNNERS and RUNNERS[runtime] is not OnnxRuntimeRunner:
+        results.append(_in_runtime(RUNNERS[runtime], path, model, qmodel))
     return tuple(reason for reason in results if reason is not None)
 
 
@@ -97,17 +98,17 @@ def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> Not
     return NotRun(name, reason, loads=True) if reason else None
 
 
-def _in_openvino(path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun | None:
-    name = OpenVinoRunner.title
+def _in_runtime(runner_class: type[FileRunner], path: Path, model: ir.Model, qmodel: QuantizedModel) -> NotRun | None:
+    name = runner_class.title
     try:
-        import openvino
+        package = import_module(runner_class.runtime)
     except ImportError:
-        return NotRun(name, "it is not installed; pip install 'quark_fx[openvino]'")
+        return NotRun(name, f"it is not installed; pip install 'quark_fx[{runner_class.extra}]'")
     if reason := _too_large(model):
         return NotRun(name, reason)
-    version = openvino.__version__.partition("-")[0]
+    version = package.__version__.partition("-")[0]
     try:
-        runner = OpenVinoRunner(path)
+        runner = runner_class(path)
     except Exception as error:
         where = _where(error, model, qmodel.graph_module)
         raise ExportError(f"{path.name} does not load in {name} {version}: {error}{where}") from error

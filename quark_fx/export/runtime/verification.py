@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
 from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.config.target import TARGETS
 from quark_fx.engine.calibration_data import first_sample, with_nan
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
 from quark_fx.export.runtime.rounding_noise import disturbed_outputs, orderings
-from quark_fx.export.runtime.runners import FileInput, FileRunner, OnnxRuntimeRunner, OpenVinoRunner, Runtime
+from quark_fx.export.runtime.runners import RUNNERS, FileInput, FileRunner, OnnxRuntimeRunner
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits
 from quark_fx.export.runtime.transformers_runner import TransformersRunner, is_checkpoint
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, device_of, parameter, results_of, static_size, target_name
@@ -89,7 +90,7 @@ class Verification:
     skipped: tuple[str, ...] = ()
     cause: str = ""
     shipped: tuple[Difference, ...] = ()
-    runtime: Runtime = "onnxruntime"
+    runtime: str = "onnxruntime"
     decode_steps: int = 0
     draws: Mapping[str, str] = field(default_factory=dict)
     wrong: str = ""
@@ -176,7 +177,7 @@ def verify(
     per_node: bool = False,
     optimize: bool | None = None,
     session_options: Any = None,
-    runtime: Runtime | None = None,
+    runtime: str | None = None,
     decode_steps: int = 32,
 ) -> Verification:
     """Run the same batches in torch and in the runtime of the file, and compare the outputs.
@@ -206,9 +207,9 @@ def verify(
         optimize: Whether ONNX Runtime may fuse integer kernels; default: yes, except for 8-bit floats and 32-bit
             activations, whose fusions its CPU kernels do not implement.
         session_options: `onnxruntime.SessionOptions` to use instead.
-        runtime: Runtime of the file, on the CPU: `"onnxruntime"`; or `"openvino"`, `"transformers"`, or `"torch"`,
-            which support no options. Default: transformers for checkpoints and GGUF files, torch for saved models, and
-            ONNX Runtime for all others.
+        runtime: Runtime of the file, on the CPU: `"onnxruntime"`; or `"transformers"`, `"torch"`, or a runtime of
+            another target, which support no options. Default: transformers for checkpoints and GGUF files, torch for
+            saved models, and ONNX Runtime for all others.
         decode_steps: Number of tokens to decode after each batch of prompts, in a folder that decodes.
 
     Raises:
@@ -216,6 +217,8 @@ def verify(
         ExportError: If the options do not apply to the runtime, batches are missing or empty, or the file
             cannot be loaded or has other inputs or outputs than the model.
     """
+    if runtime is not None and runtime not in (runtimes := (*RUNNERS, "transformers", "torch")):
+        raise unknown("runtime", runtime, runtimes)
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
     if isinstance(qmodel, QATModel):
@@ -243,16 +246,16 @@ def verify(
     _require_file(path)
     quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
     try:
-        if runtime == "openvino":
-            opened: Callable[..., FileRunner] = partial(OpenVinoRunner, Path(path))
-        else:
+        opened: Callable[..., FileRunner] = partial(RUNNERS[runtime], Path(path))
+        if runtime == "onnxruntime":
             opened = partial(OnnxRuntimeRunner, Path(path), session_options, optimize=optimize)
         as_it_is = opened()
         runner = opened(edit=partial(_show_codes, quantizers, shown)) if per_node else as_it_is
     except ExportError:
         raise
     except Exception as error:  # errors of protobuf and the runtimes
-        again = _AGAIN + ", quantized with target='openvino'" * (runtime == "openvino")
+        targets = [name for name, target in TARGETS.items() if target.onnx.runtime == runtime]
+        again = _AGAIN + f", quantized with target={targets[0]!r}" * (len(targets) == 1)
         raise ExportError(f"{path} cannot be loaded: {error}; {again}") from error
     names = [name for name in runner.outputs if name not in shown]  # in the order of the model's outputs
     _require_output_names(names, runner.metadata, qmodel, path)

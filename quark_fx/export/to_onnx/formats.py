@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quark_fx.config.target import OnnxFiles, Target
 from quark_fx.errors import ExportError
+from quark_fx.export.runtime.runners import RUNNERS
 from quark_fx.system.registry import Registry
 
 if TYPE_CHECKING:
@@ -146,6 +148,8 @@ def write_in_format(
     fuse_block_rounding(model)
     for rule in TRANSLATED:
         rule(model)
+    if files.runtime in RUNNERS and (module := RUNNERS[files.runtime].workarounds):
+        import_module(module)
     rows = [row for row in WORKAROUNDS.values() if row.runtime == files.runtime]
     for row in rows:
         if row.before_formats:

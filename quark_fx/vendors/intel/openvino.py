@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quark_fx.config.specs import TensorSpec
-from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, undivided_groups
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, register_target, undivided_groups
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
@@ -76,3 +76,4 @@ OPENVINO = Target(
     limits_pairs=True,
     onnx=OnnxFiles(formats=("qdq",), runtime="openvino", check=_check),
 )
+register_target(OPENVINO)

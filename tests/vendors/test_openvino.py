@@ -15,11 +15,11 @@ from tiny import Residual, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from quark_fx.export.runtime.runners import OpenVinoRunner
 from quark_fx.graph.nodes import QUANTIZE, target_name
 from quark_fx.numbers.formats import INT8
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS
-from quark_fx.targets.openvino import OPENVINO
+from quark_fx.vendors.intel.openvino import OPENVINO
+from quark_fx.vendors.intel.runner import OpenVinoRunner
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="OpenVINO is not installed")
 STATIC = INT8_STATIC.replace(target="openvino")
@@ -204,7 +204,7 @@ def test_what_is_onnx_runtimes_alone_is_refused(tmp_path: Path) -> None:
         with pytest.raises(qfx.ExportError, match="only apply to ONNX Runtime; drop them"):
             qfx.verify(qmodel, path, [rand(2, 4)], runtime="openvino", **options)
     with pytest.raises(qfx.QuarkError, match=r"'open_vino'.*'openvino'"):
-        qfx.verify(qmodel, path, [rand(2, 4)], runtime="open_vino")  # type: ignore[arg-type]
+        qfx.verify(qmodel, path, [rand(2, 4)], runtime="open_vino")
     with pytest.raises(qfx.ExportError, match=r"shape \(any, 4\), .* shape \(2, 6\): it is the export"):
         qfx.verify(quantize(seeded(nn.Linear(6, 4)), STATIC, [rand(2, 6)]), path, [rand(2, 6)], runtime="openvino")
 

@@ -1,0 +1,173 @@
+"""Defects of OpenVINO that files are written around."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from quark_fx.export.to_onnx.edit import (
+    add_array,
+    array_of,
+    constant_of,
+    made_by,
+    operand,
+    replace_node,
+    shape_of,
+    stored_array,
+)
+from quark_fx.export.to_onnx.workarounds import Workaround, register_workaround
+from quark_fx.targets.onnxruntime import MOVES
+
+_VANISHING = np.float32(1e-30)
+"""Nonzero, or OpenVINO would drop it, but too small to change any sum."""
+
+
+def _lacks_bias(node: ir.Node) -> bool:
+    """Tell whether a convolution lacks a bias, or has one of zeros, as a folded batch norm may leave it."""
+    shape, bias = node.outputs[0].shape, node.inputs[2] if len(node.inputs) > 2 else None
+    source = made_by(bias, "DequantizeLinear")
+    values = array_of(source.inputs[0] if source is not None else bias)
+    absent = bias is None or (values is not None and not values.any())
+    return absent and shape is not None and isinstance(shape[1], int)
+
+
+def _add_vanishing_bias(model: ir.Model, node: ir.Node) -> None:
+    channels = shape_of(node.outputs[0])[1]
+    assert isinstance(channels, int)
+    node.resize_inputs(3)
+    node.replace_input_with(2, add_array(model, f"vanishing_{channels}", np.full(channels, _VANISHING)))
+
+
+def _makes_signed_codes_of_convolution(node: ir.Node) -> bool:
+    point, codes = node.inputs[2] if len(node.inputs) > 2 else None, node.outputs[0]
+    zero = constant_of(point)
+    if point is None or zero is None or zero.dtype != np.int8 or not _is_convolved(codes) or codes.is_graph_output():
+        return False
+    return all(_dequantizes(reader, point) for reader, _ in codes.uses())
+
+
+def _dequantizes(node: ir.Node, point: ir.Value) -> bool:
+    """Tell whether a node dequantizes codes whose zero point is `point`."""
+    return node.op_type == "DequantizeLinear" and len(node.inputs) > 2 and node.inputs[2] is point
+
+
+def _is_convolved(value: ir.Value) -> bool:
+    """Tell whether a convolution reads a value, possibly after moves, quantizers, and dequantizers."""
+    for reader, _ in value.uses():
+        if reader.op_type in ("Conv", "ConvTranspose"):
+            return True
+        if reader.op_type in (*MOVES, "QuantizeLinear", "DequantizeLinear") and _is_convolved(reader.outputs[0]):
+            return True
+    return False
+
+
+def _store_unsigned(model: ir.Model, node: ir.Node) -> None:
+    """Store int8 codes as uint8 codes, 128 larger. Matrix products keep signed codes, which need no zero points."""
+    zero, codes = stored_array(node.inputs[2]), node.outputs[0]
+    name = f"{node.name or codes.name}_zero_point_unsigned"
+    unsigned = add_array(model, name, (zero.astype(np.int16) + 128).astype(np.uint8))
+    for one in (node, *(reader for reader, _ in codes.uses())):
+        one.replace_input_with(2, unsigned)
+    node.attributes.pop("output_dtype", None)  # the zero point says it
+    codes.dtype = ir.DataType.UINT8
+
+
+def _resized(node: ir.Node) -> list[int]:
+    """Return the inputs of a `Concat` of codes that are resized to a size that varies."""
+    if not any(_is_moved_from(value, "DequantizeLinear") for value in node.inputs):
+        return []
+    return [
+        index
+        for index, value in enumerate(node.inputs)
+        if value is not None
+        and value.shape is not None
+        and value.shape.rank() >= 3
+        and not all(isinstance(size, int) for size in value.shape[2:])
+        and _is_moved_from(value, "Resize")
+        and made_by(value, "MaxPool") is None
+    ]
+
+
+def _is_moved_from(value: ir.Value | None, operator: str) -> bool:
+    """Tell whether an `operator` makes a value, possibly followed by operators that move values."""
+    while (mover := made_by(value, *MOVES)) is not None:
+        value = mover.inputs[0]
+    return made_by(value, operator) is not None
+
+
+def _pool_one_value(model: ir.Model, node: ir.Node) -> None:
+    """Insert maximum pools with a window of one value, which change nothing."""
+    for index in _resized(node):
+        value = operand(node, index)
+        same = ir.node("MaxPool", [value], attributes={"kernel_shape": [1] * (shape_of(value).rank() - 2)})
+        same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
+        node.prepend(same)
+        node.replace_input_with(index, same.outputs[0])
+
+
+def _pads_in_circles(node: ir.Node) -> bool:
+    pads = constant_of(node.inputs[1])
+    return node.attributes.get_string("mode", "constant") == "wrap" and pads is not None and not (pads < 0).any()
+
+
+def _slice_and_join(model: ir.Model, node: ir.Node) -> None:
+    value, pads, output = operand(node), stored_array(node.inputs[1]), node.outputs[0]
+    axes = constant_of(node.inputs[3]) if len(node.inputs) > 3 else None
+    for axis, (before, after) in enumerate(pads.reshape(2, -1).T.tolist()):
+        along = axis if axes is None else int(axes[axis])
+        parts = [_slice(model, node, value, -before, np.iinfo(np.int64).max, along)] if before else []
+        parts += [value] + ([_slice(model, node, value, 0, after, along)] if after else [])
+        if len(parts) > 1:
+            joined = ir.node("Concat", parts, attributes={"axis": along})
+            joined.outputs[0].type = output.type
+            node.prepend(joined)
+            value = joined.outputs[0]
+    value.shape = output.shape
+    replace_node(node, value)
+
+
+def _slice(model: ir.Model, node: ir.Node, value: ir.Value, start: int, end: int, axis: int) -> ir.Value:
+    bounds = [add_array(model, f"{node.name}_slice", np.array([bound], np.int64)) for bound in (start, end, axis)]
+    part = ir.node("Slice", [value, *bounds])
+    part.outputs[0].type = value.type
+    node.prepend(part)
+    return part.outputs[0]
+
+
+_ROWS = {
+    "convolution without a bias": Workaround(
+        runtime="openvino",
+        versions=("2026.4",),
+        fault="fuses the scale of the sums with the next operator, and loses it for some of several readers",
+        operators=("Conv", "ConvTranspose"),
+        condition=_lacks_bias,
+        rewrite=_add_vanishing_bias,
+    ),
+    "signed codes of a convolution": Workaround(
+        runtime="openvino",
+        versions=("2026.4",),
+        fault="moves requantization before Concat; convolutions of signed codes then return wrong values on processors "
+        "without AMX",
+        operators=("QuantizeLinear",),
+        condition=_makes_signed_codes_of_convolution,
+        rewrite=_store_unsigned,
+    ),
+    "resized values next to codes": Workaround(
+        runtime="openvino",
+        versions=("2026.4",),
+        fault="adds the bias of the first channel to all channels of the convolution that makes the codes",
+        operators=("Concat",),
+        condition=_resized,
+        rewrite=_pool_one_value,
+    ),
+    "circular padding": Workaround(
+        runtime="openvino",
+        versions=("2026.4",),
+        fault="does not support the mode",
+        operators=("Pad",),
+        condition=_pads_in_circles,
+        rewrite=_slice_and_join,
+    ),
+}
+for _name, _row in _ROWS.items():
+    register_workaround(_name, _row)
