@@ -70,8 +70,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the longest files first, then those of most tests."""
+    """Mark the first fast test of each file `quick`; start the longest files first, then those of most tests."""
+    has_quick: set[Path] = set()
+    for item in items:
+        slow = item.get_closest_marker("slow") or item.get_closest_marker("whole")
+        if not slow and item.path not in has_quick:
+            has_quick.add(item.path)
+            item.add_marker("quick")
     tests = Counter(item.path for item in items)
     place = {Path(__file__).parent / "tests" / name: index for index, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: (place.get(item.path, len(place)), -tests[item.path]))

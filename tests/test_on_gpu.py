@@ -31,6 +31,7 @@ ABSENT = (
 """Packages that a bare machine does not have."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", STEPS)
 def test_the_script_runs(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, done = tmp_path / "results.jsonl", "w4a16_best 1B"

@@ -21,6 +21,7 @@ FILES = (
 """Files whose tests of `on_devices` run on it; `test_on_gpu.py` runs `model/test_gpu_kernels.py`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("files", "chosen", "ranks"), [(FILES, "pretend", 1), (FILES[:1], "ranks", 2)])
 def test_on_a_pretend_gpu(files: tuple[str, ...], chosen: str, ranks: int) -> None:
     """Run pytest with it, in one process or in several that torchrun starts."""

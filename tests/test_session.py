@@ -105,6 +105,7 @@ def assert_same(found: qfx.QuantizedModel, expected: qfx.QuantizedModel) -> None
     assert found.signature == expected.signature
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [list(CONFIGS), list(CONFIGS)[::-1]], ids=["forward", "backward"])
 def test_every_configuration_has_the_bits_it_has_alone(order: list[str]) -> None:
     session = qfx.Session(model(), batches())

@@ -38,6 +38,8 @@ from quark_fx.export.generation.generator import cut_layers
 from quark_fx.export.runtime import verification
 from quark_fx.export.runtime.decoding import decoded_steps
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 8
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

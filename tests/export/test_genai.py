@@ -40,6 +40,8 @@ from quark_fx.export import CacheScales
 from quark_fx.export.generation.genai_config import genai_config, name_cache
 from quark_fx.export.generation.to_genai import require_generator
 
+pytestmark = pytest.mark.slow
+
 PAD = 7
 PROMPT = torch.tensor([[5, 12, 40, 3, 44, 9, PAD]])
 STEPS = 12

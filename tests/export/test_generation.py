@@ -119,6 +119,23 @@ def require_same_codes(runs: Any, model: Any, scales: CacheScales) -> None:
                 assert (codes != expected).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("turned", [0, 1])
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_a_fused_product_is_split_where_its_weight_is_quantized(turned: int, alpha: float) -> None:
+    draw = np.random.default_rng(0)
+    constants = [_stored("codes", draw.integers(-9, 9, (4, 4), np.int8)), _stored("scale", np.float32(0.5))]
+    weight = ir.node("DequantizeLinear", constants)
+    x = _input("x", [3, 4])
+    attributes = {"transB": turned, "alpha": alpha}
+    product = ir.node("FusedMatMul", [x, weight.outputs[0]], attributes, domain="com.microsoft", name="product")
+    model = _model([x], [weight, product], constants)
+    feed = draw.integers(-9, 9, (3, 4)).astype(np.float32)  # whole numbers: sums are exact in any order
+    expected = _run(model, x=feed)
+    assert split_fused_products(model) == 1
+    assert not operators(model)["FusedMatMul"]
+    np.testing.assert_array_equal(_run(model, x=feed), expected)
+
+
 # Whole models --------------------------------------------------------------------------------------------------------
 
 
@@ -386,23 +403,6 @@ def test_codes_that_no_runtime_looks_up_are_left(dtype: Any) -> None:
     model = _model([index], [table, ir.node("Gather", [table.outputs[0], index])], constants)
     assert look_up_codes(model) == 0
     assert operators(model)["DequantizeLinear"] == 1
-
-
-@pytest.mark.parametrize("turned", [0, 1])
-@pytest.mark.parametrize("alpha", [1.0, 0.25])
-def test_a_fused_product_is_split_where_its_weight_is_quantized(turned: int, alpha: float) -> None:
-    draw = np.random.default_rng(0)
-    constants = [_stored("codes", draw.integers(-9, 9, (4, 4), np.int8)), _stored("scale", np.float32(0.5))]
-    weight = ir.node("DequantizeLinear", constants)
-    x = _input("x", [3, 4])
-    attributes = {"transB": turned, "alpha": alpha}
-    product = ir.node("FusedMatMul", [x, weight.outputs[0]], attributes, domain="com.microsoft", name="product")
-    model = _model([x], [weight, product], constants)
-    feed = draw.integers(-9, 9, (3, 4)).astype(np.float32)  # whole numbers: sums are exact in any order
-    expected = _run(model, x=feed)
-    assert split_fused_products(model) == 1
-    assert not operators(model)["FusedMatMul"]
-    np.testing.assert_array_equal(_run(model, x=feed), expected)
 
 
 @pytest.mark.parametrize("turned", [0, 1])

@@ -33,6 +33,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> onnxruntime.InferenceSe
     return onnxruntime.InferenceSession(qfx.export.onnx(qmodel, tmp_path_factory.mktemp("functions") / "model.onnx"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", INPUTS)
 def test_a_file_is_as_accurate_as_torch(kind: str, session: onnxruntime.InferenceSession) -> None:
     assert not differences(FUNCTIONS, session, INPUTS[kind])

@@ -69,6 +69,7 @@ for last in range(int(sys.argv[3]), int(sys.argv[3]) + 1000):
 """Saves in processes that are killed before their first, second, … call of the system, until one comes to its end."""
 
 
+@pytest.mark.slow
 def test_a_saver_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path: Path) -> None:
     new().save(tmp_path / "new")
     old().save(tmp_path / "old")

@@ -10,6 +10,7 @@ from mutations import DIVISIONS, FIRST_ATTACK, make
 from benchmarks.mutated_files import run
 
 
+@pytest.mark.slow
 def test_changed_files_are_read_or_refused_by_name(tmp_path: Path) -> None:
     pytest.importorskip("resource")
     make(tmp_path)

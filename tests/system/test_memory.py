@@ -32,6 +32,7 @@ def kept(*arguments: str) -> int:
     return int(run_program(_PRODUCTS, *arguments).stdout)
 
 
+@pytest.mark.slow
 def test_kernels_of_shapes_that_do_not_come_again_are_dropped_where_memory_is_short() -> None:
     if (usually := kept()) < 100:
         pytest.skip("no kernels are generated for these products here")
