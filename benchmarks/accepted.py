@@ -12,24 +12,22 @@ updates `results/accepted.md`.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, one_thread, publish, table
+from benchmarks.common import one_thread, table
+from benchmarks.experiment import Option, experiment
 from quark_fx import QuantConfig
 from quark_fx.graph.pass_manager import GraphPass
 from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection, FitScales, SmoothQuant, TuneScales
@@ -131,35 +129,29 @@ def rows(name: str) -> Iterator[tuple[object, ...]]:
         yield name, what, len(kept), len(record.changes) - len(kept), worse, ratio, told
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*VISION, *language_models.MODELS)
-    parser.add_argument("--networks", nargs="+", default=names, choices=names, metavar="NETWORK")
-    parser.add_argument("--write", action="store_true", help="update results/accepted.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
-    torch.manual_seed(0)
+NAMES = (*VISION, *language_models.MODELS)
+
+
+@experiment(page="accepted.md")
+def main(networks: Annotated[Sequence[str], Option(choices=NAMES, metavar="NETWORK")] = NAMES) -> str:
+    """Measure, and return the page."""
     found = []
     with one_thread():
-        for name in arguments.networks:
+        for name in networks:
             for row in rows(name):
                 print(*row, flush=True)
                 found.append(row)
     header = ("network", "solver", "kept", "skipped", "worse", "largest ratio", "report, dB")
-    page = f"""# What solvers keep
+    return f"""# What solvers keep
 
 A change is kept if it is better on validation data. *Worse*: kept changes whose error there rose. *Largest ratio*: of
 the error there after over before, of those that were kept. *Report*: the largest difference between the noise of a
 weight as the report has it and as it is computed from the stored model. Solvers for weights: int4 in groups of 16;
 others: `int8_static`. Reproduce with
-`python -m benchmarks.accepted --networks {" ".join(arguments.networks)}`.
+`python -m benchmarks.accepted --networks {" ".join(networks)}`.
 
 {table(header, found)}
-
-{environment()}
 """
-    publish(page, "accepted.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the run without a limit, bit for bit. `--write` updates `results/activation_memo
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import resource
@@ -18,13 +17,15 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from typing import Annotated
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import table
+from benchmarks.experiment import HIDDEN, experiment
 from quark_fx import quantization
 from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.graph.nodes import stored_tensors
@@ -81,27 +82,24 @@ def learn(blocks: int, images: int, host_mib: int | None) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Run all, print, and write if asked to; with `--run`, one run in this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="update results/activation_memory.md")
-    arguments = parser.parse_args()
-    if arguments.run is not None:
-        print(json.dumps(learn(*arguments.run)))
-        return
+@experiment(page="activation_memory.md")
+def main(run: Annotated[str | None, HIDDEN] = None) -> str | None:
+    """Measure, and return the page."""
+    if run is not None:
+        print(json.dumps(learn(*json.loads(run))))
+        return None
     rows, digests = [], dict[tuple[int, int], str]()
-    for run in RUNS:
-        command = [sys.executable, "-m", "benchmarks.activation_memory", "--run", json.dumps(run)]
+    for one in RUNS:
+        command = [sys.executable, "-m", "benchmarks.activation_memory", "--run", json.dumps(one)]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        blocks, images, limit = run
+        blocks, images, limit = one
         same = "" if limit is None else ("yes" if digests[blocks, images] == found["digest"] else "NO")
         digests.setdefault((blocks, images), found["digest"])
         cells = (f"{found[key]:.0f}" for key in ("host", "disk", "process", "seconds"))
         rows.append((blocks, images, "none" if limit is None else limit, *cells, same))
         print(*rows[-1], flush=True)
     header = ("blocks", "images", "limit, MiB", "cached, MiB", "to disk, MiB", "process, MiB", "s", "same bits")
-    text = f"""# Memory of learning block by block
+    return f"""# Memory of learning block by block
 
 Residual blocks of 48 channels on 128×128 images, int8, codes learned by coordinate descent. `cached` is the most
 activations the host held at once, `to disk` all that was ever written there, `process` the peak memory of the process,
@@ -109,10 +107,7 @@ and `same bits` compares every tensor with the run without a limit. Reproduce wi
 `python -m benchmarks.activation_memory`.
 
 {table(header, rows)}
-
-{environment()}
 """
-    publish(text, "activation_memory.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

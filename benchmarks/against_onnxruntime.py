@@ -15,17 +15,14 @@ the files in turn. The peer's rows beside its defaults are measured once. `--wri
 
 from __future__ import annotations
 
-import argparse
-import logging
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torchvision
@@ -35,15 +32,14 @@ from torch import Tensor
 import quark_fx as qfx
 from benchmarks.common import (
     Seconds,
-    environment,
     estimate_batch_norm,
     images,
     one_core,
-    publish,
     spread,
     table,
     timed,
 )
+from benchmarks.experiment import Option, experiment
 from benchmarks.onnx_sessions import Reader, latencies
 from quark_fx.evaluation import compare
 
@@ -162,41 +158,37 @@ def measure(directory: Path, rounds: int, latency_rounds: int) -> str:
     return "\n\n".join([table(header, rows), heading, table(("what", "ratio"), ratios)])
 
 
-def main() -> None:
-    """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="conversions of each, after one warm-up")
-    parser.add_argument("--latency-rounds", type=int, default=40, help="rounds of 5 runs for each file")
-    parser.add_argument("--memory", metavar="ROW", help="write one row's file and print the peak memory in KiB")
-    parser.add_argument("--write", action="store_true", help="update results/against_onnxruntime.md")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+@experiment(page="against_onnxruntime.md")
+def main(
+    rounds: Annotated[int, "conversions of each, after one warm-up"] = 3,
+    latency_rounds: Annotated[int, "rounds of 5 runs for each file"] = 40,
+    memory: Annotated[
+        str | None, Option("write one row's file and print the peak memory in KiB", metavar="ROW")
+    ] = None,
+) -> str | None:
+    """Measure, and return the page."""
     with tempfile.TemporaryDirectory() as directory:
-        if arguments.memory is not None:
+        if memory is not None:
             torch.set_num_threads(1)
             # Estimating statistics takes a forward pass, whose memory would hide that of calibration.
             model, data = network(estimate=False)
-            if arguments.memory:
-                writers(model, data, Path(directory))[arguments.memory]()
+            if memory:
+                writers(model, data, Path(directory))[memory]()
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-            return
-        text = measure(Path(directory), arguments.rounds, arguments.latency_rounds)
-    page = f"""# Side by side with ONNX Runtime's quantizer
+            return None
+        text = measure(Path(directory), rounds, latency_rounds)
+    return f"""# Side by side with ONNX Runtime's quantizer
 
 torchvision's ResNet-18 at 3 x 224 x 224, seeded random weights, batch norm statistics of its data, 32 calibration
 images in batches of 8. From `nn.Module` to QDQ file: `quantize` and `export.onnx` here, `torch.onnx.export` (with a
 dynamic batch) and `quantize_static` there, in one process, in turn, bound to one core; median and range of
-{arguments.rounds} rounds after a warm-up, one round for the rows beside the peer's defaults. Peak memory is that of a
+{rounds} rounds after a warm-up, one round for the rows beside the peer's defaults. Peak memory is that of a
 process that does nothing else. SQNR is of the logits in ONNX Runtime against the float model's on 32 other images.
 Latency is of batch 1 in ONNX Runtime with its default settings, the files in turn. Reproduce with
 `python -m benchmarks.against_onnxruntime`.
 
 {text}
-
-{environment()}
 """
-    publish(page, "against_onnxruntime.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -12,27 +12,25 @@ trained on digits; in int4 that of SmolLM2. `--write` updates `results/against_t
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
 import json
-import logging
 import statistics
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 
 import quark_fx as qfx
-from benchmarks.common import apart_from_others, environment, publish, spread, sqnr, table, timed
+from benchmarks.common import apart_from_others, spread, sqnr, table, timed
 from benchmarks.compiled import CASES, Batch, Case
+from benchmarks.experiment import Option, experiment
 from benchmarks.peers import torchao_models
 from benchmarks.real import smollm2
 from quark_fx.evaluation.runs import main_tensor
@@ -220,24 +218,19 @@ divergence from the float model in nats per token. torchao's weights are quantiz
 multiply by is read back, row by row, and judged in float32.
 
 {_smollm2()}
-
-{environment()}
 """
 
 
-def main() -> None:
-    """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of one run of each model")
-    parser.add_argument("--case", choices=CASES, help="run one case in this process and print its figures")
-    parser.add_argument("--write", action="store_true", help="update results/against_torchao.md")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    if arguments.case:
-        print(json.dumps(measure(arguments.case, arguments.rounds)))
-        return
-    publish(page(arguments.rounds), "against_torchao.md" if arguments.write else None)
+@experiment(page="against_torchao.md")
+def main(
+    rounds: Annotated[int, "rounds of one run of each model"] = 15,
+    case: Annotated[str | None, Option("run one case in this process and print its figures", choices=CASES)] = None,
+) -> str | None:
+    """Measure, and return the page."""
+    if case:
+        print(json.dumps(measure(case, rounds)))
+        return None
+    return page(rounds)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ of two for the first one.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +26,8 @@ import torchvision
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import environment, estimate_batch_norm, images, one_core, publish, table, timed
+from benchmarks.common import estimate_batch_norm, images, one_core, table, timed
+from benchmarks.experiment import experiment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -70,11 +70,9 @@ def passes(model: nn.Module, data: list[Tensor]) -> float:
     return timed(run).cpu
 
 
-def main() -> None:
-    """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update results/analyzed.md")
-    arguments = parser.parse_args()
+@experiment(page="analyzed.md")
+def main() -> str:
+    """Measure, and return the page."""
     costs, gains, firsts = [], [], dict[bool, list[bool]]({True: [], False: []})
     with one_core():
         model, data = resnet()
@@ -93,7 +91,7 @@ def main() -> None:
                         if not place:
                             firsts[network is not model].append(share / 2 <= real <= 2 * share)
                         gains.append([name, preset, row.name, f"{share:.1%}", f"{real:.1%}", gained.what])
-    page = f"""# What an analysis costs, and what comes true
+    return f"""# What an analysis costs, and what comes true
 
 `analyze` with its defaults: three operators measured, errors on the last 32 samples, ranges on all of the data.
 Reproduce with `python -m benchmarks.analyzed`.
@@ -111,10 +109,7 @@ the others. ResNet-50 has random weights: it amplifies what is rounded first, wh
 end.
 
 {table(("model", "preset", "operator", "predicted", "measured", "left"), gains)}
-
-{environment()}
 """
-    publish(page, "analyzed.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

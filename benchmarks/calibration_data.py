@@ -11,16 +11,15 @@ tokens, and not much worse than text, which is of the kind that judges.
 
 from __future__ import annotations
 
-import argparse
 import time
-import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
 
 import torch
 
 import quark_fx as qfx
-from benchmarks.common import RESULTS, environment, one_thread, publish, table
+from benchmarks.common import RESULTS, one_thread, table
+from benchmarks.experiment import Option, experiment
 from benchmarks.real import smollm2
 from quark_fx.data import generated_windows
 
@@ -98,26 +97,20 @@ processor seconds on one thread. Reproduce with `python -m benchmarks.calibratio
 [Accuracy on models with real weights](real.md) says which packages that needs.
 
 {table(_HEADER, ordered)}
-
-{environment()}
 """
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="+", default=list(DATA), choices=DATA)
-    parser.add_argument("--write", action="store_true", help="update results/calibration_data.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
-    rows = kept() if arguments.write else {}
+@experiment(page=PAGE.name)
+def main(data: Annotated[Sequence[str], Option(choices=DATA)] = tuple(DATA), write: bool = False) -> Iterator[str]:
+    """Measure, and yield the page as it grows."""
+    rows = kept() if write else {}
     with one_thread():
         figures = smollm2.load(WINDOWS).judge(smollm2.load(WINDOWS).model)
         rows["float"] = ("float", f"{figures['perplexity']:.2f}", f"{figures['KL']:.4f}", "–", "–")
-        for name in arguments.data:
+        for name in data:
             row = measured(name)
             rows[row[0]] = row
-            publish(page(rows), PAGE.name if arguments.write else None)
+            yield page(rows)
 
 
 if __name__ == "__main__":

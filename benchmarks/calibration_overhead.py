@@ -13,16 +13,16 @@ Goals: at most 1.2 for min-max observers, at most 1.5 for histograms. `--write` 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torchvision
 from torch.fx import GraphModule
 
-from benchmarks.common import Seconds, environment, estimate_batch_norm, images, publish, spread, table, timed
+from benchmarks.common import Seconds, estimate_batch_norm, images, spread, table, timed
+from benchmarks.experiment import experiment
 from quark_fx import QuantConfig, observers, presets
 from quark_fx.capture.capture import capture_graph
 from quark_fx.engine.activation_cache import ActivationCache
@@ -130,32 +130,28 @@ def reading(gm: GraphModule, observer: observers.Observer, batches: list[list[An
     return timed(lambda: read_observers(graph, plan))
 
 
-def main() -> None:
-    """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each ratio")
-    parser.add_argument("--write", action="store_true", help="update results/calibration_overhead.md")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    rows = [row for name in MODELS for row in measure(name, arguments.rounds)]
+@experiment(page="calibration_overhead.md")
+def main(
+    threads: Annotated[int, "torch threads"] = 1,
+    rounds: Annotated[int, "measurements of each ratio"] = 5,
+) -> str:
+    """Measure, and return the page."""
+    torch.set_num_threads(threads)
+    rows = [row for name in MODELS for row in measure(name, rounds)]
     header = (
         *("model", "observer", "observers", "plain CPU s", "CPU, calibrate / plain", "wall, calibrate / plain"),
         *("reading CPU s", "goal"),
     )
-    page = f"""# What observing costs
+    return f"""# What observing costs
 
 Calibration of every quantized activation of `int8_static` against plain forward passes of the same captured graph over
 the same 32 samples in batches of 8, in one process, in turn; ratios of neighbors, median and range of
-{arguments.rounds} rounds, {arguments.threads} thread(s). `calibrate` includes reading the ranges off at the end, a
+{rounds} rounds, {threads} thread(s). `calibrate` includes reading the ranges off at the end, a
 fixed cost shown by itself as well. It lays convolutions out channels-last, which the plain passes do not: on ResNet-18
 that saves more than observing costs. Reproduce with `python -m benchmarks.calibration_overhead`.
 
 {table(header, rows)}
-
-{environment()}
 """
-    publish(page, "calibration_overhead.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,19 @@ and transformers included. `--write` updates `results/captured.md`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import transformers
 
 import quark_fx as qfx
-from benchmarks.common import apart_from_others, environment, publish, table
+from benchmarks.common import apart_from_others, table
+from benchmarks.experiment import HIDDEN, experiment
 from quark_fx.checkpoints.files import header_of
 
 SHAPES = {
@@ -77,21 +78,20 @@ def _child(directory: str) -> None:
     print(json.dumps([opened - began, captured - opened, peak / 2**20, time.perf_counter() - captured, str(found)]))
 
 
-def main() -> None:
-    """Measure each shape and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where the checkpoints are made; default: a temporary directory")
-    parser.add_argument("--write", action="store_true", help="update results/captured.md")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        _child(arguments.child)
-        return
+@experiment(page="captured.md")
+def main(
+    folder: Annotated[Path | None, "where the checkpoints are made; default: a temporary directory"] = None,
+    child: Annotated[str | None, HIDDEN] = None,
+) -> str | None:
+    """Measure, and return the page."""
+    if child:
+        _child(child)
+        return None
     rows = []
     for shape in SHAPES:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            total = write_checkpoint(Path(folder), shape)
-            found = apart_from_others("benchmarks.captured", "--child", folder)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            total = write_checkpoint(Path(scratch), shape)
+            found = apart_from_others("benchmarks.captured", "--child", scratch)
             opened, captured, peak, told, text = found
         sizes = (f"{total / 2**30:.1f}", f"{opened:.1f}", f"{captured:.1f}", f"{peak:.2f}", f"{told:.1f}")
         rows.append((shape, *sizes, text.removeprefix("expected: ")))
@@ -104,15 +104,12 @@ def main() -> None:
         "s to foretell",
         "GPTQ is expected to take",
     )
-    page = f"""# Captured without weights
+    return f"""# Captured without weights
 
 Written by `python -m benchmarks.captured --write`, whose docstring says what is measured.
 
 {table(header, rows)}
-
-{environment()}
 """
-    publish(page, "captured.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

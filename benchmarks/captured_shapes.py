@@ -12,21 +12,21 @@ operators after `quantize(model, "int8_dynamic")`, and *in float* says why the o
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import transformers as tf
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import apart_from_others, environment, publish, table
+from benchmarks.common import apart_from_others, table
+from benchmarks.experiment import HIDDEN, Option, experiment
 from quark_fx.errors import QuarkError
 
 Batch = dict[str, Tensor]
@@ -498,18 +498,17 @@ def _child(name: str) -> None:
     print(json.dumps([*cells, *_quantized(session)]))
 
 
-def main() -> None:
-    """Capture each architecture and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*MODELS, []], help="default: all")
-    parser.add_argument("--write", action="store_true", help="update results/captured_shapes.md")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        _child(arguments.child)
-        return
+@experiment(page="captured_shapes.md")
+def main(
+    *names: Annotated[str, Option("default: all", choices=MODELS)],
+    child: Annotated[str | None, HIDDEN] = None,
+) -> str | None:
+    """Measure, and return the page."""
+    if child:
+        _child(child)
+        return None
     rows = []
-    for name in arguments.names or MODELS:
+    for name in names or MODELS:
         parameters, nodes, *found = apart_from_others("benchmarks.captured_shapes", "--child", name)
         named = name, MODELS[name].kind, f"{parameters / 1e6:.1f} M"
         if nodes is None:
@@ -523,15 +522,12 @@ def main() -> None:
         *("architecture", "kind", "parameters", "nodes", "CPU s to capture", "of which export", "apart", "refused"),
         *("quantized", "in float"),
     )
-    page = f"""# Captured architectures
+    return f"""# Captured architectures
 
 Written by `python -m benchmarks.captured_shapes --write`, whose docstring says what is measured.
 
 {table(header, rows)}
-
-{environment()}
 """
-    publish(page, "captured_shapes.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

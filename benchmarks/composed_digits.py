@@ -16,7 +16,6 @@ Nothing was chosen by what quantization does on them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from torch.nn import functional as F
 
 import quark_fx as qfx
 from benchmarks.common import one_thread, table
+from benchmarks.experiment import experiment
 from quark_fx.evaluation import Classification
 
 RECIPE = 1
@@ -345,9 +345,9 @@ def train(
     return model
 
 
+@experiment()
 def main() -> None:
     """Train what is missing, seed by seed, and print the accuracy of all."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = []
     for seed in SEEDS:
         for name in NETWORKS:

@@ -11,10 +11,7 @@ error that names the module. *float*: a row of the report says why the weight st
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +24,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import quark_fx as qfx
-from benchmarks.common import environment, judged, publish, table
+from benchmarks.common import environment, judged, table
+from benchmarks.experiment import Pages, experiment
 
 old: Any = nn.utils
 new: Any = nn.utils.parametrizations
@@ -299,12 +297,9 @@ _LEGEND = (
 )
 
 
-def main() -> int:
-    """Print the table, and write the page if asked to; return 1 if a cell is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
+@experiment(page="computed_weights.md", own_environment=True)
+def main() -> Pages:
+    """Measure, and yield the page; return 1 if a cell is wrong."""
     counts, lines = Counter[tuple[str, str]](), dict[str, dict[str, str]]()
     for way, name in cases():
         try:
@@ -326,7 +321,7 @@ def main() -> int:
     heading = (
         f"# Weights computed from parameters\n\nWritten by `python -m benchmarks.computed_weights --write`. {_LEGEND}"
     )
-    publish("\n\n".join([heading, environment(), *text]), "computed_weights.md" if arguments.write else None)
+    yield "\n\n".join([heading, environment(), *text])
     outcomes = Counter[str]()
     for (_, kind), count in counts.items():
         outcomes["right" if kind == "codes" else kind] += count
@@ -334,4 +329,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

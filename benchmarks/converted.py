@@ -9,19 +9,21 @@ take the column *before*.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.common import environment, table
+from benchmarks.experiment import experiment
 
 _WIDTH, _INNER = 4096, 14336
 _SHARD = 16
@@ -57,27 +59,27 @@ def generate(folder: Path, gib: float) -> int:
     return count * each >> 20
 
 
-def main() -> None:
+@experiment()
+def main(
+    gib: float = 20,
+    scheme: Sequence[str] = ("fp8_dynamic",),
+    processes: int = 1,
+    folder: Annotated[Path | None, "where there is room for the checkpoint and one result"] = None,
+) -> None:
     """Convert a generated checkpoint with each scheme, and print the measurements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=20)
-    parser.add_argument("--scheme", nargs="+", default=["fp8_dynamic"])
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="where there is room for the checkpoint and one result")
-    options = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, output = Path(scratch, "source"), Path(scratch, "output")
         start = time.perf_counter()
-        size = generate(source, options.gib)
+        size = generate(source, gib)
         print(f"generated {size} MiB in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-        for scheme in options.scheme:
-            arguments = [str(source), scheme, str(output), str(options.processes)]
+        for one in scheme:
+            arguments = [str(source), one, str(output), str(processes)]
             done = subprocess.run(
                 [sys.executable, "-c", _RUN, *arguments], check=True, stdout=subprocess.PIPE, text=True
             )
             before, peak, seconds, made = done.stdout.split()
-            rows.append([scheme, str(size), made, before, peak, f"{float(seconds):.0f}"])
+            rows.append([one, str(size), made, before, peak, f"{float(seconds):.0f}"])
             shutil.rmtree(output)
     print(table(["scheme", "MiB", "MiB after", "before, MiB", "peak, MiB", "seconds"], rows))
     print(environment())

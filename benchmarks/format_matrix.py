@@ -15,7 +15,6 @@ was stopped goes on. `--write` updates `results/format_matrix.md`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -23,12 +22,11 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import onnx
 import onnxruntime
@@ -38,7 +36,8 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, estimate_batch_norm, images, one_core, publish, table
+from benchmarks.common import estimate_batch_norm, images, one_core, table
+from benchmarks.experiment import experiment
 from benchmarks.models import float_bytes
 from quark_fx.export.runtime.session import open_session
 from quark_fx.graph.signature import split_batch
@@ -353,24 +352,20 @@ thread. Reproduce with `python -m benchmarks.format_matrix`.
 {absent}
 
 A cell is measured once and kept; the load average is that when this page was written.
-
-{environment()}
 """
 
 
-def main() -> None:
-    """Measure what is missing, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="models, separated by commas")
-    parser.add_argument("--formats", help="formats, separated by semicolons")
-    parser.add_argument("--kept", action="store_true", help="measure nothing")
-    parser.add_argument("--write", action="store_true", help="update results/format_matrix.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
-    names = arguments.only.split(",") if arguments.only else list(MODELS)
-    labels = arguments.formats.split(";") if arguments.formats else list(FORMATS)
-    results = list(cells(names, labels, fresh=not arguments.kept))
-    publish(page(results), "format_matrix.md" if arguments.write else None)
+@experiment(page="format_matrix.md")
+def main(
+    only: Annotated[str | None, "models, separated by commas"] = None,
+    formats: Annotated[str | None, "formats, separated by semicolons"] = None,
+    kept: Annotated[bool, "measure nothing"] = False,
+) -> str:
+    """Measure, and return the page."""
+    names = only.split(",") if only else list(MODELS)
+    labels = formats.split(";") if formats else list(FORMATS)
+    results = list(cells(names, labels, fresh=not kept))
+    return page(results)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ functions and classes of some rooms that at most one other module of the package
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from collections.abc import Callable, Sequence
@@ -24,13 +23,14 @@ from inspect import CO_GENERATOR
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from test_layout import FLOOR
 from torch import nn
 
 import quark_fx as qfx
+from benchmarks.experiment import experiment
 from quark_fx.engine.block_walk import walk_blocks
 
 _PACKAGE = Path(qfx.__file__).parent
@@ -109,12 +109,9 @@ def importers() -> dict[tuple[str, str], int]:
     return counts
 
 
-def main() -> None:
+@experiment()
+def main(weight: Annotated[bool, "print every call that one weight causes"] = False) -> None:
     """Print the moves of the model and the data, the changes of file of a weight, and the count of names."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--weight", action="store_true", help="print every call that one weight causes")
-    options = parser.parse_args()
-    torch.manual_seed(0)
     layers = (nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
     model, mixing = nn.Sequential(*layers).eval(), torch.randn(64, 64)
     data = [torch.randn(2400, 64) @ mixing for _ in range(2)]  # enough rows to solve once
@@ -134,7 +131,7 @@ def main() -> None:
     path = stops_of_weight(run)
     changes = [before[0] != after[0] for before, after in pairwise(path)]
     print(f"one weight: {sum(changes)} changes of file over {len({file for file, _ in path})} files, {len(path)} calls")
-    if options.weight:
+    if weight:
         for (file, function), change in zip(path, [True, *changes], strict=True):
             print(f"  {'*' if change else ' '} {file}:{function}")
     counts = importers()

@@ -10,21 +10,20 @@ reason in the report, and other layers are in codes. `--write` updates `results/
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
-from benchmarks.common import environment, judged, publish, table
+from benchmarks.common import environment, judged, table
+from benchmarks.experiment import Pages, experiment
 
 _SIZES = {
     "vocab_size": 64,
@@ -166,14 +165,11 @@ def cases() -> Iterator[tuple[str, str]]:
     yield from ((family, name) for family in FAMILIES for name in classes(family))
 
 
-def main() -> int:
-    """Print the table, and write the page if asked to; return 1 if a head is in codes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="families or classes, separated by commas")
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+@experiment(page="heads.md", own_environment=True)
+def main(only: Annotated[str, "families or classes, separated by commas"] = "") -> Pages:
+    """Measure, and yield the page; return 1 if a cell is wrong."""
     torch.set_num_threads(1)
-    words = [word for word in options.only.split(",") if word]
+    words = [word for word in only.split(",") if word]
     rows, counts = list[tuple[str, ...]](), Counter[str]()
     for family, name in cases():
         if words and family not in words and name not in words:
@@ -187,7 +183,7 @@ def main() -> int:
     columns = ["family", "class", "weights of heads", "layers in codes", "heads"]
     text = table(columns, [list(row) for row in rows])
     heading = "# Heads of transformers' classes\n\nWritten by `python -m benchmarks.heads --write`. " + _LEGEND
-    publish("\n\n".join([heading, environment(), text]), "heads.md" if options.write else None)
+    yield "\n\n".join([heading, environment(), text])
     return judged(counts)
 
 
@@ -198,4 +194,4 @@ _LEGEND = (
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,20 +14,19 @@ operators that XNNPACK did not take. *Time* is for one sample, the files in turn
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.export import ExportedProgram
 
 import quark_fx as qfx
-from benchmarks.common import environment, one_core, publish, sqnr, table
+from benchmarks.common import one_core, sqnr, table
+from benchmarks.experiment import Option, experiment
 from benchmarks.judged import Network, digits, random_weights, ratio
 from benchmarks.onnx_sessions import latencies
 from quark_fx.export.runtime.runners import FileInput, FileRunner
@@ -141,36 +140,29 @@ def _step(program: ExportedProgram) -> float:
     return float(scales[-1])
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--write", action="store_true", help="update results/executorch.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
+@experiment(page="executorch.md")
+def main(
+    networks: Annotated[Sequence[str], Option(choices=list(NETWORKS), metavar="NETWORK")] = tuple(NETWORKS),
+    rounds: int = 30,
+) -> str:
+    """Measure, and return the page."""
     rows: list[list[str]] = []
     with one_core():
-        for name in arguments.networks:
+        for name in networks:
             with tempfile.TemporaryDirectory() as folder:
-                for row in measure(name, Path(folder), arguments.rounds):
+                for row in measure(name, Path(folder), rounds):
                     print(*row, file=sys.stderr, flush=True)
                     rows.append(row)
     header = (
         *("network", "program", "outside", "torch, dB", "ExecuTorch, dB", "steps", "time / float"),
         "time / XNNPACKQuantizer",
     )
-    publish(
-        f"""# In ExecuTorch
+    return f"""# In ExecuTorch
 
 Measured by `python -m benchmarks.in_executorch --write`, whose docstring says what the columns are:
 
 {table(header, rows)}
-
-{environment()}
-""",
-        "executorch.md" if arguments.write else None,
-    )
+"""
 
 
 if __name__ == "__main__":

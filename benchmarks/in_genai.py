@@ -14,7 +14,6 @@ keeps what was written, and writes nothing that is there. `--write` updates `res
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
@@ -23,11 +22,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import onnx
 import torch
@@ -36,7 +35,8 @@ from torch.nn.utils import parametrize
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, one_thread, publish, spread, table
+from benchmarks.common import environment, one_thread, spread, table
+from benchmarks.experiment import Option, experiment
 from benchmarks.generation import Rounded
 from benchmarks.real import smollm2
 from quark_fx.export import CacheScales
@@ -213,27 +213,25 @@ def measure(name: str, count: int, rounds: int, root: Path) -> list[list[str]]:
     ]
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", nargs="*", default=list(SUBJECTS), choices=list(SUBJECTS), metavar="MODEL")
-    parser.add_argument("--folders", type=Path, help="where folders are kept; default: nowhere")
-    parser.add_argument("--write", action="store_true", help="update results/genai.md")
-    options = parser.parse_args()
+@experiment(page="genai.md", own_environment=True)
+def main(
+    prompts: int = 8,
+    rounds: int = 5,
+    models: Annotated[Sequence[str], Option(choices=list(SUBJECTS), metavar="MODEL")] = tuple(SUBJECTS),
+    folders: Annotated[Path | None, "where folders are kept; default: nowhere"] = None,
+) -> str:
+    """Measure, and return the page."""
     for logger in ("torch.onnx", "transformers"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     rows: list[list[str]] = []
     with one_thread(), tempfile.TemporaryDirectory() as root:
-        for name in options.models:
-            rows += measure(name, options.prompts, options.rounds, options.folders or Path(root))
+        for name in models:
+            rows += measure(name, prompts, rounds, folders or Path(root))
     header = ("model", "weights", "equal prompts", "tokens", "lead", "MB", "tokens a second", "times float32")
-    publish(
-        f"""# In ONNX Runtime GenAI
+    return f"""# In ONNX Runtime GenAI
 
-By `python -m benchmarks.in_genai --models {" ".join(options.models)} --prompts {options.prompts} --rounds \
-{options.rounds} --write`, on one thread. *Equal prompts*
+By `python -m benchmarks.in_genai --models {" ".join(models)} --prompts {prompts} --rounds \
+{rounds} --write`, on one thread. *Equal prompts*
 are those after which GenAI chooses the 64 tokens that torch does; *tokens* counts the ones before the first that
 differs; *lead* is by how much torch's logit for its own token is larger there. *Times float32* is the median of the
 ratios of each round. Level 4 rounds activations to int8, which `eager()` does not.
@@ -241,9 +239,7 @@ ratios of each round. Level 4 rounds activations to int8, which `eager()` does n
 {table(header, rows)}
 
 onnxruntime-genai {version("onnxruntime-genai")}. {environment()}
-""",
-        "genai.md" if options.write else None,
-    )
+"""
 
 
 if __name__ == "__main__":

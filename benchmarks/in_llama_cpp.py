@@ -14,18 +14,16 @@ the environment that these were measured in.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import gguf
 import torch
@@ -35,7 +33,8 @@ from torch.nn import functional as F
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import RESULTS, environment, one_thread, peer_job, publish, table
+from benchmarks.common import RESULTS, environment, one_thread, peer_job, table
+from benchmarks.experiment import Option, experiment
 from benchmarks.real import smollm2
 from quark_fx.export.checkpoints.gguf_reader import Reader
 from quark_fx.passes import GPTQ, FitScales
@@ -237,23 +236,21 @@ def types(path: Path) -> dict[str, str]:
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
 
 
-def main() -> None:
-    """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", required=True, help="of an environment with it")
-    parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--write", action="store_true", help="update results/llama_cpp.md")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    lines, environments = kept(arguments.models)
+@experiment(page="llama_cpp.md", own_environment=True)
+def main(
+    llama_cpp: Annotated[Path, Option("of an environment with it", metavar="PYTHON")],
+    models: Annotated[Sequence[str], Option(choices=SUBJECTS)] = tuple(SUBJECTS),
+) -> str:
+    """Measure, and return the page."""
+    lines, environments = kept(models)
     with one_thread():
-        for name in arguments.models:
+        for name in models:
             with tempfile.TemporaryDirectory() as folder:
-                for line in measure(name, SUBJECTS[name](), LlamaCpp(arguments.llama_cpp, Path(folder))):
+                for line in measure(name, SUBJECTS[name](), LlamaCpp(llama_cpp, Path(folder))):
                     print(" | ".join(line), file=sys.stderr, flush=True)
                     lines.append(line)
-    environments |= dict.fromkeys(arguments.models, environment())
-    publish(page(lines, environments), "llama_cpp.md" if arguments.write else None)
+    environments |= dict.fromkeys(models, environment())
+    return page(lines, environments)
 
 
 def kept(measured: Collection[str]) -> tuple[list[list[str]], dict[str, str]]:

@@ -13,21 +13,20 @@ settings, in an environment of its own; without `--nncf` its rows are left out. 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import quark_fx as qfx
-from benchmarks.common import environment, one_core, publish, sqnr, table
+from benchmarks.common import environment, one_core, sqnr, table
+from benchmarks.experiment import Option, experiment
 from benchmarks.judged import Network, digits, random_weights, ratio
 from benchmarks.models import float_bytes
 from benchmarks.onnx_sessions import latencies
@@ -128,20 +127,18 @@ def measure(name: str, folder: Path, nncf: str | None, rounds: int) -> Iterator[
         ]
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nncf", help="a python with nncf and openvino")
-    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--write", action="store_true", help="update results/openvino.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
+@experiment(page="openvino.md", own_environment=True)
+def main(
+    nncf: Annotated[str | None, "a python with nncf and openvino"] = None,
+    networks: Annotated[Sequence[str], Option(choices=list(NETWORKS), metavar="NETWORK")] = tuple(NETWORKS),
+    rounds: int = 30,
+) -> str:
+    """Measure, and return the page."""
     rows: list[list[str]] = []
     with one_core():
-        for name in arguments.networks:
+        for name in networks:
             with tempfile.TemporaryDirectory() as folder:
-                for row in measure(name, Path(folder), arguments.nncf, arguments.rounds):
+                for row in measure(name, Path(folder), nncf, rounds):
                     print(*row, file=sys.stderr, flush=True)
                     rows.append(row)
     header = (
@@ -149,13 +146,10 @@ def main() -> None:
         *("time / float", "time / NNCF"),
     )
     peer = ""
-    if arguments.nncf:
-        shown = subprocess.run(
-            [arguments.nncf, "-m", "pip", "show", "nncf"], capture_output=True, text=True, check=True
-        )
+    if nncf:
+        shown = subprocess.run([nncf, "-m", "pip", "show", "nncf"], capture_output=True, text=True, check=True)
         peer = f"NNCF {shown.stdout.split('Version: ')[1].splitlines()[0]}. "
-    publish(
-        f"""# In OpenVINO
+    return f"""# In OpenVINO
 
 Files of `target="openvino"`. *The same, int8 activations* has symmetric codes
 for what transformers multiply: `input=TensorSpec(format="int8"), output=None`. Reproduce with
@@ -164,9 +158,7 @@ for what transformers multiply: `input=TensorSpec(format="int8"), output=None`. 
 {table(header, rows)}
 
 {peer}{environment()}
-""",
-        "openvino.md" if arguments.write else None,
-    )
+"""
 
 
 if __name__ == "__main__":

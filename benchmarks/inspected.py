@@ -9,16 +9,14 @@ environment of its own (`benchmarks.peers.checkpoint_writers`), and a CNN by ONN
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
@@ -27,7 +25,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from benchmarks.common import environment, publish
+from benchmarks.experiment import experiment
 from quark_fx.command_line.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,29 +102,25 @@ Some of them whole:
 {whole}
 
 Reproduce with `python -m benchmarks.inspected --llm-compressor PYTHON --gptqmodel PYTHON`.
-
-{environment()}
 """
 
 
-def main() -> None:
-    """Write the files, print, and write the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llm-compressor", type=Path, help="Python of an environment that has llmcompressor")
-    parser.add_argument("--gptqmodel", type=Path, help="Python of an environment that has gptqmodel")
-    parser.add_argument("--write", action="store_true", help="write results/inspected.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
+@experiment(page="inspected.md")
+def main(
+    llm_compressor: Annotated[Path | None, "Python of an environment that has llmcompressor"] = None,
+    gptqmodel: Annotated[Path | None, "Python of an environment that has gptqmodel"] = None,
+) -> str:
+    """Measure, and return the page."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_float(folder / "float")
         write_onnx(folder)
-        for tool, python in (("llm-compressor", arguments.llm_compressor), ("gptqmodel", arguments.gptqmodel)):
+        for tool, python in (("llm-compressor", llm_compressor), ("gptqmodel", gptqmodel)):
             if python is not None:
                 command = [str(python), "-m", "benchmarks.peers.checkpoint_writers", tool, scratch]
                 subprocess.run(command, cwd=scratch, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
         found = dict(reports(folder))
-    publish(page(found), "inspected.md" if arguments.write else None)
+    return page(found)
 
 
 if __name__ == "__main__":

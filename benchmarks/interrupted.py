@@ -15,7 +15,6 @@ size that is too small, which is then made larger.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -24,7 +23,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torchvision
@@ -43,6 +41,7 @@ from tqdm.auto import tqdm
 
 import quark_fx as qfx
 from benchmarks.common import environment, estimate_batch_norm, images, spread, table
+from benchmarks.experiment import experiment
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.bias_correction import BiasCorrection
@@ -247,37 +246,37 @@ def page(kills: Sequence[Kill], blocks: int, undisturbed: Sequence[float]) -> st
     return "\n\n".join([table(header, rows), summary, environment()])
 
 
-def main() -> int:
+@experiment()
+def main(
+    kills: int = 20,
+    seed: Annotated[int, "of the moments"] = 0,
+    streamed: Annotated[bool, "a checkpoint, to an output directory"] = False,
+    full_disks: Annotated[int, "of streamed runs"] = 5,
+) -> int:
     """Run and report; 1 if a continued run ended otherwise."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--streamed", action="store_true", help="a checkpoint, to an output directory")
-    parser.add_argument("--full-disks", type=int, default=5, help="of streamed runs")
-    arguments = parser.parse_args()
-    draw = random.Random(arguments.seed)
+    draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(Path(folder), checkpoint(Path(folder) / "checkpoint") if arguments.streamed else None)
+        runs = Runs(Path(folder), checkpoint(Path(folder) / "checkpoint") if streamed else None)
         complete = [runs.finish(Path(folder) / f"complete-{i}") for i in range(3)]
         undisturbed, (expected, *others) = [seconds for seconds, _ in complete], [found for _, found in complete]
         assert {*others} == {expected}, "undisturbed runs differ from each other"
-        blocks = BLOCKS if arguments.streamed else finished(Path(folder) / "complete-0")
+        blocks = BLOCKS if streamed else finished(Path(folder) / "complete-0")
         longest = 2 * min(undisturbed) / blocks
-        kills: list[Kill] = []
-        bar, tries = tqdm(total=arguments.kills, desc="kills", unit="run"), itertools.count()
-        while len(kills) < arguments.kills:
+        killed: list[Kill] = []
+        bar, tries = tqdm(total=kills, desc="kills", unit="run"), itertools.count()
+        while len(killed) < kills:
             moment = draw.randrange(blocks), draw.uniform(0, longest)
             kill = runs.kill(Path(folder) / f"killed-{next(tries)}", *moment, expected)
             if kill is not None:
-                kills.append(kill)
+                killed.append(kill)
                 bar.update()
-        sizes = [draw.randrange(1 << 20, LARGEST) for _ in range(arguments.full_disks * arguments.streamed)]
+        sizes = [draw.randrange(1 << 20, LARGEST) for _ in range(full_disks * streamed)]
         filled = fill_disks(runs, sizes, expected)
-    print(page(kills, blocks, undisturbed))
-    if arguments.streamed:
+    print(page(killed, blocks, undisturbed))
+    if streamed:
         print(filled)
-    return int("NO" in filled or not all(kill.identical for kill in kills))
+    return int("NO" in filled or not all(kill.identical for kill in killed))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

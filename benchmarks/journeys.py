@@ -16,7 +16,6 @@ updates these journeys in `results/journeys.md`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import runpy
@@ -24,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import onnxruntime
@@ -36,7 +36,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, sections_of, table
+from benchmarks.common import sections_of, table
+from benchmarks.experiment import Option, experiment
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -227,7 +228,6 @@ The last command printed:
 {said.strip()}
 ```
 {f"{chr(10)}{last}{chr(10)}" if last else ""}
-{environment()}
 """
 
 
@@ -245,16 +245,16 @@ Reproduce with `python -m benchmarks.journeys`.
 {chr(10).join(texts)}"""
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--journeys", nargs="+", default=list(JOURNEYS), choices=JOURNEYS)
-    parser.add_argument("--write", action="store_true", help="update results/journeys.md")
-    arguments = parser.parse_args()
-    sections = sections_of(PAGE) if arguments.write else {}
-    for name in arguments.journeys:
+@experiment(page=PAGE, own_environment=True)
+def main(
+    journeys: Annotated[Sequence[str], Option(choices=JOURNEYS)] = tuple(JOURNEYS),
+    write: bool = False,
+) -> Iterator[str]:
+    """Measure, and yield the page as it grows."""
+    sections = sections_of(PAGE) if write else {}
+    for name in journeys:
         sections[JOURNEYS[name].title] = section(name)
-        publish(page(sections), PAGE if arguments.write else None)
+        yield page(sections)
 
 
 if __name__ == "__main__":

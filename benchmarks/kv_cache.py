@@ -9,17 +9,16 @@ Results are kept beside the trained models, so that an interrupted run continues
 
 from __future__ import annotations
 
-import argparse
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, publish, table
+from benchmarks.common import table
+from benchmarks.experiment import Option, experiment
 from benchmarks.real import smollm2
 from quark_fx import Granularity, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT4
@@ -131,18 +130,15 @@ keys are multiplied by a random Hadamard matrix behind the rotary embedding. Wei
 Reproduce with `python -m benchmarks.kv_cache`.
 
 {chr(10).join(parts)}
-{environment()}
 """
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["llama", "smollm2"], choices=("llama", "smollm2"))
-    parser.add_argument("--write", action="store_true", help="update results/kv_cache.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
-    publish(page(arguments.models), "kv_cache.md" if arguments.write else None)
+@experiment(page="kv_cache.md")
+def main(
+    models: Annotated[Sequence[str], Option(choices=("llama", "smollm2"))] = ("llama", "smollm2"),
+) -> str:
+    """Measure, and return the page."""
+    return page(models)
 
 
 if __name__ == "__main__":

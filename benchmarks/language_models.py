@@ -17,7 +17,6 @@ A model is trained on one thread the first time it is loaded, in five to eight m
 
 from __future__ import annotations
 
-import argparse
 import ast
 import copy
 import hashlib
@@ -52,6 +51,7 @@ from transformers import (
 
 import quark_fx as qfx
 from benchmarks.common import one_thread, table
+from benchmarks.experiment import experiment
 from quark_fx.evaluation import LanguageModeling
 
 RECIPE = 1
@@ -361,9 +361,9 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+@experiment()
 def main() -> None:
     """Train what is missing and print how well all predict."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = []
     for name in _CONFIGS:
         trained = load(name)

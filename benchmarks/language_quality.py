@@ -9,15 +9,14 @@ continues; to measure again, remove that folder. `--write` updates `results/lang
 
 from __future__ import annotations
 
-import argparse
 import json
-import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, publish, table
+from benchmarks.common import table
+from benchmarks.experiment import Option, experiment
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.graph.pass_manager import GraphPass
 from quark_fx.numbers.formats import INT2, INT3, INT4, IntFormat
@@ -105,18 +104,15 @@ symmetric and use every code (HQQ: asymmetric; *best*: sign-aware, `GPTQ(asymmet
 `python -m benchmarks.language_quality`.
 
 {chr(10).join(parts)}
-{environment()}
 """
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(language_models.MODELS), choices=language_models.MODELS)
-    parser.add_argument("--write", action="store_true", help="update results/language_quality.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
-    publish(page(arguments.models), "language_quality.md" if arguments.write else None)
+@experiment(page="language_quality.md")
+def main(
+    models: Annotated[Sequence[str], Option(choices=language_models.MODELS)] = tuple(language_models.MODELS),
+) -> str:
+    """Measure, and return the page."""
+    return page(models)
 
 
 if __name__ == "__main__":

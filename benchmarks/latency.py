@@ -11,15 +11,12 @@ float file in the same round. The peer starts from the file that `torch.onnx.exp
 
 from __future__ import annotations
 
-import argparse
-import logging
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torchvision
@@ -29,7 +26,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import quark_fx as qfx
-from benchmarks.common import environment, estimate_batch_norm, images, publish, table
+from benchmarks.common import estimate_batch_norm, images, table
+from benchmarks.experiment import experiment
 from benchmarks.onnx_sessions import Reader, latencies
 
 OURS, FLOAT = "quark_fx int8_static", "float"
@@ -126,27 +124,19 @@ def measure(case: Case, rounds: int) -> str:
     return "\n\n".join([f"## {case.name}", table(header, [_row(row, times) for row in paths]), "  \n".join(lines)])
 
 
-def main() -> None:
-    """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="rounds of 5 runs for each file")
-    parser.add_argument("--write", action="store_true", help="update results/latency.md")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    text = "\n\n".join(measure(case, arguments.rounds) for case in CASES)
-    page = f"""# Latency of INT8 files in ONNX Runtime
+@experiment(page="latency.md")
+def main(rounds: Annotated[int, "rounds of 5 runs for each file"] = 30) -> str:
+    """Measure, and return the page."""
+    text = "\n\n".join(measure(case, rounds) for case in CASES)
+    return f"""# Latency of INT8 files in ONNX Runtime
 
 torchvision's ResNet-50 at 3 x 224 x 224 and a BERT of base size at 128 tokens, seeded random weights, one sample,
 default settings of ONNX Runtime. Files are run in turn, five runs at a time of which the median counts; medians of
-{arguments.rounds} rounds, quartiles of the ratios within a round in parentheses. The peer starts from the file of
+{rounds} rounds, quartiles of the ratios within a round in parentheses. The peer starts from the file of
 `torch.onnx.export`, prepared by its `quant_pre_process`. Reproduce with `python -m benchmarks.latency`.
 
 {text}
-
-{environment()}
 """
-    publish(page, "latency.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ keeps its budget, and is nearer to float than int8 everywhere. `--write` updates
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from collections import Counter
 from collections.abc import Sequence
+from typing import Annotated
 
 import quark_fx as qfx
-from benchmarks.common import RESULTS, environment, one_thread, publish, table
+from benchmarks.common import RESULTS, one_thread, table
+from benchmarks.experiment import experiment
 from benchmarks.real import minilm
 
 PAGE = RESULTS / "latency_budget.md"
@@ -65,20 +65,14 @@ square, on validation data of the search. The first row of a budget is what the 
 {table(header, rows)}
 
 {chr(10).join(lines)}
-
-{environment()}
 """
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.7], help="of the latency of float")
-    parser.add_argument("--write", action="store_true", help="update results/latency_budget.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
+@experiment(page=PAGE.name)
+def main(shares: Annotated[Sequence[float], "of the latency of float"] = (0.5, 0.7)) -> str:
+    """Measure, and return the page."""
     with one_thread():
-        publish(measure(arguments.shares), PAGE.name if arguments.write else None)
+        return measure(shares)
 
 
 if __name__ == "__main__":

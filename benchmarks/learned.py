@@ -11,20 +11,20 @@ measure again, remove that folder. `--write` updates the sections of these netwo
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from torch import nn
 
 import quark_fx as qfx
 from benchmarks import composed_digits
-from benchmarks.common import environment, publish, sections_of, table
+from benchmarks.common import environment, sections_of, table
+from benchmarks.experiment import Option, experiment
 from quark_fx import Granularity, Override, QuantConfig, Symmetry, Target, TensorSpec
 from quark_fx.engine.blocks import Unit
 from quark_fx.evaluation import Embedding
@@ -240,25 +240,19 @@ def _network(title: str) -> str:
     return f"`{title.split('`')[1]}`"
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=[*composed_digits.NETWORKS, "minilm"])
-    parser.add_argument("--seeds", type=int, default=len(composed_digits.SEEDS))
-    parser.add_argument(
-        "--passes", nargs="+", choices=PASSES, default=list(PASSES), help="columns; the rest stay empty"
-    )
-    parser.add_argument("--kept", action="store_true", help="show what earlier runs measured, measure nothing")
-    parser.add_argument("--write", action="store_true", help="update results/learned.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
-    made = sections(arguments.networks, arguments.seeds, arguments.passes, kept=arguments.kept)
-    there = sections_of("learned.md") if arguments.write else {}
+@experiment(page="learned.md", own_environment=True)
+def main(
+    networks: Sequence[str] = (*composed_digits.NETWORKS, "minilm"),
+    seeds: int = len(composed_digits.SEEDS),
+    passes: Annotated[Sequence[str], Option("columns; the rest stay empty", choices=PASSES)] = tuple(PASSES),
+    kept: Annotated[bool, "show what earlier runs measured, measure nothing"] = False,
+    write: bool = False,
+) -> str:
+    """Measure, and return the page."""
+    made = sections(networks, seeds, passes, kept=kept)
+    there = sections_of("learned.md") if write else {}
     again = {_network(title) for title in made}
-    publish(
-        page({title: text for title, text in there.items() if _network(title) not in again} | made),
-        "learned.md" if arguments.write else None,
-    )
+    return page({title: text for title, text in there.items() if _network(title) not in again} | made)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ is counted as a crash and continued after the case. In capitals is what must not
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,6 +17,9 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Annotated
+
+from benchmarks.experiment import experiment
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
 _BATCH = 500
@@ -56,17 +58,17 @@ def run(source: Path, first: int, count: int) -> dict[int, tuple[str, str]]:
     return found
 
 
-def main() -> None:
+@experiment()
+def main(
+    count: int = 10_000,
+    first: Annotated[int, "from 1000000000 on: attacks that were chosen"] = 0,
+) -> None:
     """Run the cases and print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="from 1000000000 on: attacks that were chosen")
-    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         code = "import sys; from pathlib import Path; from mutations import make; make(Path(sys.argv[1]))"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent)])}
         subprocess.run([sys.executable, "-c", code, folder], env=environment, check=True, capture_output=True)
-        found = run(Path(folder), arguments.first, arguments.count)
+        found = run(Path(folder), first, count)
     counts = Counter((kind, outcome.partition(":")[0]) for kind, outcome in found.values())
     for (kind, outcome), number in sorted(counts.items()):
         print(f"{number:6} {kind}: {outcome}")

@@ -8,7 +8,6 @@ Random weights, one image or row, one thread; times are those of the fastest of 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -20,7 +19,8 @@ import torchvision
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import table
+from benchmarks.experiment import experiment
 from quark_fx.config.quant_config import Granularity
 from quark_fx.numbers.formats import INT2, INT4, INT8, IntFormat
 
@@ -78,17 +78,15 @@ def levels(codes: IntFormat, size: int, folder: Path) -> tuple[str, ...]:
     return f"{codes} in groups of {size}", *times, *steps, f"{bytes_ / 2**20:.1f}"
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update results/onnx_formats.md")
-    arguments = parser.parse_args()
+@experiment(page="onnx_formats.md")
+def main() -> str:
+    """Measure, and return the page."""
     with tempfile.TemporaryDirectory() as folder:
         rows = [operators(preset, Path(folder)) for preset in PRESETS]
         weights = [levels(codes, size, Path(folder)) for codes, size in WEIGHTS]
     first = ("preset", '`"qdq"`, ms', '`"qoperator"`, ms', "nodes in integers", "difference, steps")
     second = ("weights", "level 0, ms", "level 4, ms", "difference at 0", "difference at 4", "file, MiB")
-    text = f"""# Integer operators and weight-only kernels
+    return f"""# Integer operators and weight-only kernels
 
 Time of the fastest of {RUNS} runs in ONNX Runtime on one thread, and the largest difference of an output to torch.
 Weights are random. Reproduce with `python -m benchmarks.onnx_formats`.
@@ -106,10 +104,7 @@ in quantization steps, or in 255ths of the output's range if the output is in fl
 Two matrix products of 2048 × 2048, one row, `format="matmul_nbits"`. Differences are in 255ths of the output's range.
 
 {table(second, weights)}
-
-{environment()}
 """
-    publish(text, "onnx_formats.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ that file, and refuse it once its outputs have changed names or places.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
 import tempfile
-import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import onnx
 import torch
@@ -28,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
 from benchmarks.common import judged
+from benchmarks.experiment import Option, experiment
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 Pair = namedtuple("Pair", ["one", "other"])
@@ -170,13 +168,11 @@ def _drop(file: Any) -> bool:
     return outputs > 1
 
 
-def main() -> int:
+@experiment()
+def main(*structures: Annotated[str, Option(", ".join(STRUCTURES), metavar="STRUCTURE")]) -> int:
     """Print each structure that is wrong, and how many are right; return 1 if one is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("structures", nargs="*", metavar="STRUCTURE", help=", ".join(STRUCTURES))
-    warnings.simplefilter("ignore")
     counts: Counter[str] = Counter()
-    for structure, (one, other) in itertools.product(parser.parse_args().structures or STRUCTURES, PAIRS):
+    for structure, (one, other) in itertools.product(structures or STRUCTURES, PAIRS):
         try:
             require_right(structure, one, other)
             said = "right"
@@ -190,4 +186,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,16 +12,15 @@ add noise. One thread. `--write` updates `results/predicted.md`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torchvision
@@ -29,7 +28,8 @@ import transformers
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import apart_from_others, environment, images, publish, table
+from benchmarks.common import apart_from_others, images, table
+from benchmarks.experiment import HIDDEN, Option, experiment
 from benchmarks.watch import Watch
 from quark_fx.passes import AdaRound
 from quark_fx.presets import INT8_STATIC
@@ -143,22 +143,21 @@ def _row(name: str, folder: str) -> tuple[str, ...]:
     )
 
 
-def main() -> None:
-    """Measure every row and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=(*CASES, STREAMED), default=(*CASES, STREAMED), metavar="NAME")
-    parser.add_argument("--write", action="store_true", help="update results/predicted.md")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        _child(*arguments.child)
-        return
+@experiment(page="predicted.md")
+def main(
+    only: Annotated[Sequence[str], Option(choices=(*CASES, STREAMED), metavar="NAME")] = (*CASES, STREAMED),
+    child: Annotated[tuple[str, str, str] | None, HIDDEN] = None,
+) -> str | None:
+    """Measure, and return the page."""
+    if child:
+        _child(*child)
+        return None
     with tempfile.TemporaryDirectory() as folder:
-        if STREAMED in arguments.only:
+        if STREAMED in only:
             torch.manual_seed(0)
             model = cast(transformers.PreTrainedModel, _llama()).bfloat16()
             model.save_pretrained(Path(folder, "checkpoint"), max_shard_size="50MB")
-        rows = [_row(name, folder) for name in arguments.only]
+        rows = [_row(name, folder) for name in only]
     header = (
         "run",
         "before",
@@ -171,15 +170,12 @@ def main() -> None:
         "s, at least",
         "s",
     )
-    page = f"""# Predicted and measured
+    return f"""# Predicted and measured
 
 Written by `python -m benchmarks.predicted --write`, whose docstring says what is measured.
 
 {table(header, rows)}
-
-{environment()}
 """
-    publish(page, "predicted.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ Qronos is the solver of `tests/extensions/qronos.py`. `--write` updates `results
 
 from __future__ import annotations
 
-import argparse
 import sys
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, one_thread, publish, table
+from benchmarks.common import one_thread, table
+from benchmarks.experiment import Option, experiment
 from quark_fx.graph.pass_manager import GraphPass
 from quark_fx.passes import GPTQ
 
@@ -46,20 +47,18 @@ def divergence(model: str, bits: int, method: str) -> float:
     return found
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["llama", "llama_outliers"], choices=language_models.MODELS)
-    parser.add_argument("--write", action="store_true", help="update results/qronos.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
+@experiment(page="qronos.md")
+def main(
+    models: Annotated[Sequence[str], Option(choices=language_models.MODELS)] = ("llama", "llama_outliers"),
+) -> str:
+    """Measure, and return the page."""
     header = ("rounded by", *(f"{bits} bits" for bits in BITS))
     parts = list[str]()
     with one_thread():
-        for model in arguments.models:
+        for model in models:
             rows = [(name, *(f"{divergence(model, b, name):.5f}" for b in BITS)) for name in METHODS]
             parts.append(f"## `{model}`\n\n{table(header, rows)}\n")
-    page = f"""# Qronos, as published
+    return f"""# Qronos, as published
 
 Mean divergence from the float model (KL, nats per token) of small language models, trained here on the text that comes
 with Python, on 40,800 tokens that nothing was calibrated on. Weights are in groups of 64, at 2 and 3 bits with zero
@@ -68,9 +67,7 @@ points, and 64 windows of 256 tokens calibrate. `Qronos` is the published update
 ([how](../../docs/algorithms.md#gptq)). Reproduce with `python -m benchmarks.qronos`.
 
 {chr(10).join(parts)}
-{environment()}
 """
-    publish(page, "qronos.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,22 @@ models with each preset, in each format and with each row of the operator table 
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
 import quark_fx as qfx
+from benchmarks.experiment import experiment
 from quark_fx.config.quant_config import Override, QuantConfig, Target
 from quark_fx.export.to_onnx import formats as onnx_formats
 from quark_fx.graph.nodes import target_name
@@ -131,27 +131,26 @@ def _shapes(result: object) -> list[torch.Size]:
     return [leaf.shape for leaf in torch.utils._pytree.tree_leaves(result)]
 
 
-def main() -> None:
+@experiment()
+def main(
+    count: Annotated[int, "how many seeds"] = 100,
+    first: Annotated[int, "the first of them"] = 0,
+    seconds: Annotated[float, "stop after that many"] = float("inf"),
+) -> None:
     """Run the seeds and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=100, help="how many seeds")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after that many")
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
     start, found = time.monotonic(), list[Outcome]()
     with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):  # which ends it with what was seen
-        for seed in range(options.first, options.first + options.count):
-            if time.monotonic() - start > options.seconds:
+        for seed in range(first, first + count):
+            if time.monotonic() - start > seconds:
                 break
             found.append(outcome(seed, Path(folder)))
             if found[-1].words:
                 print(f"{seed:6} {found[-1].what:8} {found[-1].words}", flush=True)
-    count = Counter(one.what for one in found)
+    counts = Counter(one.what for one in found)
     right = [one for one in found if one.what == "right"]
-    print(f"\nSeeds {options.first} to {options.first + len(found) - 1}, {time.monotonic() - start:.0f} s.\n")
+    print(f"\nSeeds {first} to {first + len(found) - 1}, {time.monotonic() - start:.0f} s.\n")
     print("| seeds | right | refused by name | wrong | raw exception |\n|---|---|---|---|---|")
-    print(f"| {len(found)} | {' | '.join(str(count[what]) for what in ('right', 'refused', 'wrong', 'raw'))} |")
+    print(f"| {len(found)} | {' | '.join(str(counts[what]) for what in ('right', 'refused', 'wrong', 'raw'))} |")
     print("\nOf those that were right:")
     _say("presets", PRESETS, Counter(one.preset for one in right))
     _say("formats", onnx_formats.FORMATS, Counter(one.format for one in right))

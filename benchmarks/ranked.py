@@ -11,7 +11,6 @@ code, which everything after it answers to; *perplexity* on held-out text tells 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +22,8 @@ from safetensors.torch import load_file
 from torch.multiprocessing.spawn import spawn
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import table
+from benchmarks.experiment import experiment
 from benchmarks.language_models import load
 from benchmarks.watch import Watch
 from quark_fx.engine.ranks import Ranks
@@ -36,11 +36,9 @@ from quark_fx.solvers.solver import Proposal
 COUNTS = (1, 2, 4)
 
 
-def main() -> None:
-    """Quantize with each number of processes and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write results/ranked.md")
-    arguments = parser.parse_args()
+@experiment(page="ranked.md")
+def main() -> str:
+    """Measure, and return the page."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -64,12 +62,11 @@ def main() -> None:
                     )
                 )
     header = ("processes", "rank", "batches", "rounded", "processor, s", "peak, MiB", "codes that differ", "perplexity")
-    text = (
+    return (
         "# Several processes\n\n"
         "Written by `python -m benchmarks.ranked --write`, whose docstring says what is measured.\n\n"
-        f"{table(header, rows)}\n\n{environment()}"
+        f"{table(header, rows)}"
     )
-    publish(text, "ranked.md" if arguments.write else None)
 
 
 def _rank(rank: int, count: int, folder: Path) -> None:

@@ -9,10 +9,8 @@ median ratio of a round's latencies. *int8 weights* is `int8_weight_only`, *inte
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +18,8 @@ import torch
 from torch import nn
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import table
+from benchmarks.experiment import experiment
 from benchmarks.onnx_sessions import latencies
 
 LAYERS: dict[str, tuple[type[nn.LSTM | nn.GRU], int, bool]] = {
@@ -66,24 +65,17 @@ def _rows(rounds: int) -> Iterator[list[str]]:
             yield [layer, str(size), *cells]
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="update results/recurrent.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
+@experiment(page="recurrent.md")
+def main(rounds: int = 5) -> str:
+    """Measure, and return the page."""
     header = ("layer", "batch", "float, ms", "int8 weights over float", "integers over float")
-    text = f"""# Recurrent layers in ONNX Runtime
+    return f"""# Recurrent layers in ONNX Runtime
 
 One layer of hidden size 256 over 80 steps, one thread; below 1 is faster than float. Reproduce with
 `python -m benchmarks.recurrent`.
 
-{table(header, list(_rows(arguments.rounds)))}
-
-{environment()}
+{table(header, list(_rows(rounds)))}
 """
-    publish(text, "recurrent.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,14 @@ last columns are the least compute capabilities of NVIDIA GPUs on which servers 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -39,7 +37,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
-from benchmarks.common import environment, one_thread, publish, sqnr, table
+from benchmarks.common import one_thread, sqnr, table
+from benchmarks.experiment import Option, experiment
 from quark_fx.export.runtime import checkpoint_process
 from quark_fx.presets import SCHEMES
 from quark_fx.targets.servers import capability
@@ -183,27 +182,25 @@ def loaded(names: list[str], window: dict[str, Tensor], folder: Path) -> dict[st
     return {name: torch.load(folder / f"{name}.pt") for name in names}
 
 
-def main() -> None:
-    """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--only", nargs="+", default=[name.lower() for name in PRESET_SCHEMES if name != "UNQUANTIZED"])
-    parser.add_argument("--write", action="store_true", help="update benchmarks/results/schemes.md")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
+@experiment(page="schemes.md")
+def main(
+    model: Annotated[str, Option(choices=MODELS)] = "tiny",
+    only: Sequence[str] = tuple(name.lower() for name in PRESET_SCHEMES if name != "UNQUANTIZED"),
+) -> str:
+    """Measure, and return the page."""
     with one_thread(), tempfile.TemporaryDirectory() as name:
-        folder, model, lines, logits = Path(name), MODELS[arguments.model](), {}, {}
-        for scheme in arguments.only:
-            lines[scheme], logits[scheme] = measure(scheme, model, folder / scheme)
+        folder, tested, lines, logits = Path(name), MODELS[model](), {}, {}
+        for scheme in only:
+            lines[scheme], logits[scheme] = measure(scheme, tested, folder / scheme)
             print(" | ".join(lines[scheme]), file=sys.stderr, flush=True)
-        for scheme, read in loaded(list(lines), model.window, folder).items():
+        for scheme, read in loaded(list(lines), tested.window, folder).items():
             ours = logits[scheme]
             equal = isinstance(read, Tensor) and torch.equal(read, ours)
             lines[scheme].append(
                 read if isinstance(read, str) else "equal" if equal else f"{sqnr(ours, read.float()):.0f} dB"
             )
-    header = [model.error[0] if title == "error" else title for title in HEADER]
-    publish(page(header, list(lines.values()), arguments.model), "schemes.md" if arguments.write else None)
+    header = [tested.error[0] if title == "error" else title for title in HEADER]
+    return page(header, list(lines.values()), model)
 
 
 def page(header: list[str], lines: list[list[str]], model: str) -> str:
@@ -232,8 +229,6 @@ compressed-tensors that decompresses the weights (`"version"` in `config.json`).
 - `fp8` has one scale per tensor, which servers round again when they fuse layers; their targets ask for `fp8_static`.
 - Checkpoints say that activations have E8M0 scales, not by which rule. Readers round exponents by `e8m0_even`, and of
   FP8 by `e8m0_ceil`; the export warns of other rules.
-
-{environment()}
 """
 
 

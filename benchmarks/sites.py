@@ -8,15 +8,14 @@ output over its largest magnitude. *Scaled* counts weighted operators that read 
 
 from __future__ import annotations
 
-import argparse
-import warnings
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from benchmarks.common import environment, estimate_batch_norm, table
+from benchmarks.experiment import experiment
 from benchmarks.models import MODELS, perturb
 from quark_fx.capture.capture import capture_graph
 from quark_fx.graph.signature import split_batch
@@ -53,12 +52,12 @@ def _double(batch: Any) -> Any:
     return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
 
 
-def main() -> None:
+@experiment()
+def main(
+    only: Annotated[str | None, "models by part of their names, with commas between; default: all"] = None,
+) -> None:
     """Print a row per model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="models by part of their names, with commas between; default: all")
-    wanted = (parser.parse_args().only or "").lower().split(",")
-    warnings.simplefilter("ignore", UserWarning)
+    wanted = (only or "").lower().split(",")
     rows = []
     for name in MODELS:
         if any(part in name.lower() for part in wanted):

@@ -13,14 +13,12 @@ container, and hook of the model must be the same object with the same bits. A r
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import quark_fx as qfx
 from benchmarks.common import judged
+from benchmarks.experiment import Option, experiment
 
 _DTYPES = {"float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _OF_LANGUAGE_MODELS = ("checkpoint", "gguf")
@@ -364,12 +363,11 @@ def outcome(state: str, action: str) -> str:
     return said
 
 
-def main() -> int:
+@experiment()
+def main(*states: Annotated[str, Option(", ".join(STATES), metavar="STATE")]) -> int:
     """Print one line for each state and action; return 1 if one is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("states", nargs="*", metavar="STATE", help=", ".join(STATES))
     counts: Counter[str] = Counter()
-    for state in parser.parse_args().states or STATES:
+    for state in states or STATES:
         for action in ACTIONS:
             said = outcome(state, action)
             kind = said.partition(":")[0].lower()
@@ -379,4 +377,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,24 +16,24 @@ model is loaded with `from_pretrained`, quantized and saved without a limit. *Pe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
 from safetensors.torch import load_file
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import table
+from benchmarks.experiment import HIDDEN, Option, experiment
 from benchmarks.watch import Watch
 from quark_fx.model.model_directory import tensor_file
 
@@ -67,37 +67,35 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 PRESETS = ("w4a16_gptq", "w4a16_awq")
 
 
-def main() -> None:
-    """Make what is missing, measure what is missing, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=list(PRESETS))
-    parser.add_argument("--streamed-only", action="store_true", help="leave out the large models in memory")
-    parser.add_argument("--write", action="store_true", help="write results/streamed.md")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(_run(**json.loads(arguments.child))))
-        return
+@experiment(page="streamed.md")
+def main(
+    folder: Path,
+    model: Annotated[Sequence[str], Option(choices=MODELS)] = tuple(MODELS),
+    preset: Annotated[Sequence[str], Option(choices=PRESETS)] = tuple(PRESETS),
+    streamed_only: Annotated[bool, "leave out the large models in memory"] = False,
+    child: Annotated[str | None, HIDDEN] = None,
+) -> str | None:
+    """Measure, and return the page."""
+    if child:
+        print(json.dumps(_run(**json.loads(child))))
+        return None
     rows = []
-    for name in arguments.model:
-        directories = [_checkpoint(arguments.folder, name, small) for small in (False, True)]
-        for preset in arguments.preset:
+    for name in model:
+        directories = [_checkpoint(folder, name, small) for small in (False, True)]
+        for one in preset:
             results = {
-                (small, streamed): _measure(arguments.folder, directory, preset, streamed)
+                (small, streamed): _measure(folder, directory, one, streamed)
                 for small, directory in zip((False, True), directories, strict=True)
                 for streamed in (True, False)
-                if small or streamed or not arguments.streamed_only
+                if small or streamed or not streamed_only
             }
-            rows.append(_row(directories, preset, results))
+            rows.append(_row(directories, one, results))
     header = ("model", "preset", "checkpoint, GiB", "limit, MiB", "peak streamed, MiB", "before", "peak in memory")
-    text = (
+    return (
         "# Larger than memory\n\n"
         "Written by `python -m benchmarks.streamed --folder FOLDER --write`, whose docstring says what is measured.\n\n"
-        f"{table((*header, 'seconds streamed', 'seconds in memory', 'same bits', 'torch'), rows)}\n\n{environment()}"
+        f"{table((*header, 'seconds streamed', 'seconds in memory', 'same bits', 'torch'), rows)}"
     )
-    publish(text, "streamed.md" if arguments.write else None)
 
 
 def _row(directories: list[Path], preset: str, results: dict[tuple[bool, bool], dict[str, Any]]) -> tuple[str, ...]:

@@ -14,20 +14,19 @@ after each case.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 import quark_fx as qfx
 from benchmarks.calibration_overhead import resnet
-from benchmarks.common import environment, one_thread, publish, spread, table, timed
+from benchmarks.common import one_thread, spread, table, timed
+from benchmarks.experiment import Option, experiment
 from quark_fx.numbers.formats import INT3, INT4, INT8, INT16
 from quark_fx.observers import Entropy, MovingAverage, Mse, Observer, Percentile
 from quark_fx.passes import AWQ, GPTQ
@@ -147,19 +146,17 @@ def measure(name: str, rounds: int) -> Iterator[str]:
     yield f"{GOAL:.0f}, {met}" if has_goal else "–"
 
 
-def main() -> None:
-    """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each ratio")
-    parser.add_argument("--write", action="store_true", help="update results/sweep.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
+@experiment(page="sweep.md")
+def main(
+    cases: Annotated[Sequence[str], Option(choices=list(CASES), metavar="CASE")] = tuple(CASES),
+    rounds: Annotated[int, "measurements of each ratio"] = 3,
+) -> Iterator[str]:
+    """Measure, and yield the page as it grows."""
     rows: list[list[str]] = []
     with one_thread():
-        for name in arguments.cases:
-            rows.append([*measure(name, arguments.rounds)])
-            publish(page(rows, arguments.rounds), "sweep.md" if arguments.write else None)
+        for name in cases:
+            rows.append([*measure(name, rounds)])
+            yield page(rows, rounds)
 
 
 def page(rows: Sequence[Sequence[str]], rounds: int) -> str:
@@ -174,8 +171,6 @@ granularity of weights, weight-only ones in formats, sizes of groups and observe
 quantized model, capture and data are shared. Reproduce with `python -m benchmarks.sweep`.
 
 {table(header, rows)}
-
-{environment()}
 """
 
 

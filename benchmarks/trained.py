@@ -10,14 +10,15 @@ preset without `AlignShifts`. `--write` updates `results/trained.md`; rows of pr
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import quark_fx as qfx
-from benchmarks.common import RESULTS, environment, publish, table
+from benchmarks.common import RESULTS, table
+from benchmarks.experiment import Option, experiment
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.evaluation import Embedding
 from quark_fx.graph.pass_manager import pass_name
@@ -58,25 +59,24 @@ def merged(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [known[name] for name in ("float", *CONFIGS) if name in known]
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update results/trained.md")
-    parser.add_argument("--presets", nargs="*", default=list(CONFIGS), choices=list(CONFIGS), metavar="PRESET")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
+@experiment(page="trained.md")
+def main(
+    presets: Annotated[Sequence[str], Option(choices=list(CONFIGS), metavar="PRESET")] = tuple(CONFIGS),
+    write: bool = False,
+) -> str:
+    """Measure, and return the page."""
     floats = [f"{trained(name).accuracy(trained(name).model):.2f}" for name in NETWORKS]
     rows: list[tuple[str, ...]] = [("float", *floats, "1")]
     with tempfile.TemporaryDirectory() as folder:
-        for preset in arguments.presets:
+        for preset in presets:
             pairs = [digits(name, preset, Path(folder)) for name in NETWORKS]
             cosine = sentence_similarity(preset, Path(folder))
             rows.append((preset, *(f"{a:.2f} / {b:.2f}" for a, b in pairs), "{:.4f} / {:.4f}".format(*cosine)))
             print(*rows[-1], flush=True)
-    if arguments.write:
+    if write:
         rows = merged(rows)
     header = ("preset", *(f"{name}, %" for name in NETWORKS), "MiniLM, cosine")
-    page = f"""# Accuracy on trained networks
+    return f"""# Accuracy on trained networks
 
 Torch / ONNX Runtime. `cnn`, `mobilenet` (depthwise, ReLU6) and `vit` were trained on scikit-learn's digits; accuracy
 is on 897 held-out images, one of which is 0.11 %. MiniLM is the sentence encoder all-MiniLM-L6-v2; its figure is the
@@ -84,10 +84,7 @@ mean cosine between the embeddings of 64 held-out sentences before and after. Ca
 Reproduce with `python -m benchmarks.trained`.
 
 {table(header, rows)}
-
-{environment()}
 """
-    publish(page, "trained.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

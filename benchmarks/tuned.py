@@ -13,17 +13,16 @@ processor seconds, to the end of the passes before `TuneScales` and to the end. 
 
 from __future__ import annotations
 
-import argparse
 import time
-import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torch.fx import GraphModule
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, one_thread, publish, sections_of, table
+from benchmarks.common import environment, one_thread, sections_of, table
+from benchmarks.experiment import Option, experiment
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.graph.nodes import set_parameter, tensor_of
@@ -95,40 +94,37 @@ def rows(name: str, bits: Sequence[int], *, tuned: bool) -> list[tuple[str, ...]
     return found
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*language_models.MODELS, REAL)
-    parser.add_argument("--models", nargs="+", default=["llama", REAL], choices=names)
-    parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2])
-    parser.add_argument("--untuned", action="store_true", help="leave TuneScales out")
-    parser.add_argument("--write", action="store_true", help="update results/tuned.md")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)
+@experiment(page="tuned.md", own_environment=True)
+def main(
+    models: Annotated[Sequence[str], Option(choices=(*language_models.MODELS, REAL))] = ("llama", REAL),
+    bits: Sequence[int] = (4, 3, 2),
+    untuned: Annotated[bool, "leave TuneScales out"] = False,
+    write: bool = False,
+) -> str:
+    """Measure, and return the page."""
     header = ("bits", "method", "perplexity", "KL", "quantize, CPU s")
-    sections = sections_of("tuned.md") if arguments.write else {}
+    sections = sections_of("tuned.md") if write else {}
     with one_thread():
-        for name in arguments.models:
+        for name in models:
             title = f"`{name}`: {SMALL if name != REAL else REAL_WEIGHTS}"
             (earlier,) = [text for of, text in sections.items() if of.startswith(f"`{name}`")] or [""]
-            lines, measured = earlier.splitlines(), list(map(str, arguments.bits))
+            lines, measured = earlier.splitlines(), list(map(str, bits))
             cells = [tuple(map(str.strip, line.split("|")[1:-1])) for line in lines if line.startswith("|")]
             made = {line.partition(" ")[0]: line for line in lines if " bits: Python " in line}
             every: list[tuple[str, ...]] = [row for row in cells[2:] if row[0] not in measured]
-            every += rows(name, arguments.bits, tuned=not arguments.untuned)
-            made |= {bits: f"{bits} bits: {environment()}" for bits in measured}
+            every += rows(name, bits, tuned=not untuned)
+            made |= {one: f"{one} bits: {environment()}" for one in measured}
             sections = {of: text for of, text in sections.items() if text != earlier}
             every.sort(key=lambda row: -int(row[0]))
             ends = "\n\n".join(line for _, line in sorted(made.items(), reverse=True))
             sections[title] = f"## {title}\n\n{table(header, every)}\n\n{ends}\n"
-    page = f"""# Scales learned from the whole model's predictions
+    return f"""# Scales learned from the whole model's predictions
 
 `w4a16_best_asym` chooses codes operator by operator; [`TuneScales`](../../docs/algorithms.md#tunescales) then learns
 scales, and codes stay. Perplexity of held-out text, and the mean divergence (KL, nats per token) of the predictions
 from the float model's. One thread. Reproduce with `python -m benchmarks.tuned`.
 
 {chr(10).join(text for _, text in sorted(sections.items()))}"""
-    publish(page, "tuned.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

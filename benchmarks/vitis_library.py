@@ -12,7 +12,6 @@ library is compiled at its first use, which needs a C++ compiler. `--write` writ
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import tempfile
@@ -20,13 +19,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import environment, table
+from benchmarks.experiment import Option, experiment
 from quark_fx import block_formats, formats
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.presets import XINT8
@@ -221,15 +222,12 @@ compiler for an NPU accepts a file is another question, which needs one.
 """
 
 
-def main() -> None:
-    """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--amd-quark", required=True, metavar="PYTHON", help="an interpreter that has amd-quark")
-    parser.add_argument("--write", action="store_true", help="write results/vitis_library.md")
-    options = parser.parse_args()
+@experiment(page="vitis_library.md", own_environment=True)
+def main(amd_quark: Annotated[str, Option("an interpreter that has amd-quark", metavar="PYTHON")]) -> str:
+    """Measure, and return the page."""
     version = "from importlib.metadata import version; print(version('amd-quark'))"
-    release = subprocess.run([options.amd_quark, "-c", version], capture_output=True, text=True, check=True).stdout
-    publish(page(measure(options.amd_quark), release.strip()), "vitis_library.md" if options.write else None)
+    release = subprocess.run([amd_quark, "-c", version], capture_output=True, text=True, check=True).stdout
+    return page(measure(amd_quark), release.strip())
 
 
 if __name__ == "__main__":
