@@ -117,12 +117,12 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         case ast.If() | ast.While() | ast.IfExp():
             new.test = ast.UnaryOp(ast.Not(), new.test)
             yield "condition negated", new
-        case ast.Constant(value=bool()):
-            yield "constant", ast.Constant(not new.value)
-        case ast.Constant(value=int()):
-            yield "constant", ast.Constant(new.value + 1)
-        case ast.Constant(value=float()):
-            yield "constant", ast.Constant(2 * new.value + 1)
+        case ast.Constant(value=bool(value)):
+            yield "constant", ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield "constant", ast.Constant(value + 1)
+        case ast.Constant(value=float(value)):
+            yield "constant", ast.Constant(2 * value + 1)
         case ast.Call() if len(new.args) >= 2 and not any(isinstance(arg, ast.Starred) for arg in new.args[:2]):
             if ast.dump(new.args[0]) != ast.dump(new.args[1]):
                 new.args[:2] = new.args[1::-1]
