@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
 
@@ -254,7 +255,8 @@ def _with_tables(
 ) -> ExportedProgram:
     """Trace a model; tables that its forward computes once and stores become constants, computed from the example.
 
-    A forward that changes the model runs on the example: the graph must be right for every call.
+    A forward that changes the model runs on the example: the graph must be right for every call. Tracing has its own
+    context, because a variable of `contextvars` without a value cannot lose it again.
     """
     tables: list[Tensor] = []
     changed: list[str] = []
@@ -278,10 +280,14 @@ def _with_tables(
         model.register_forward_pre_hook(note_start)
         model.register_forward_hook(note_changes)
 
+    earlier: list[Any] | None = None
+    with untouched(model) as state:
+        if state.holds_generators:  # they compute their tables now, not while the model is traced
+            earlier = require_runs(model, args, kwargs, state)
     try:
         with untouched(model):
             watch()
-            program = _traced(model, args, kwargs, dynamic_shapes)
+            program = copy_context().run(_traced, model, args, kwargs, dynamic_shapes)
     except CaptureError:
         with untouched(model) as state:
             require_runs(model, args, kwargs, state)
@@ -290,13 +296,13 @@ def _with_tables(
         program = None
     if changed or program is None:
         first_call = program.module() if program is not None and any(advanced) else None
-        require_repeats(model, args, kwargs, first_call)
+        require_repeats(model, args, kwargs, first_call, earlier)
     if program is not None and not tables:
         return program
     with untouched(model) as state:
         require_runs(model, args, kwargs, state)
         watch()
-        program = _traced(model, args, kwargs, dynamic_shapes)
+        program = copy_context().run(_traced, model, args, kwargs, dynamic_shapes)
         before, memory = traced[-1]
         if before.memory() != memory:
             raise CaptureError(

@@ -243,7 +243,11 @@ def require_runs(
 
 
 def require_repeats(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: nn.Module | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: nn.Module | None = None,
+    earlier: list[Any] | None = None,
 ) -> None:
     """Raise `CaptureError` if a model returns something else for the same batch because an earlier call changed it.
 
@@ -256,6 +260,7 @@ def require_repeats(
         args: Positional inputs of the batch.
         kwargs: Keyword inputs of the batch.
         traced: The first call as a graph, if tracing took values of an iterator, which no later call gets.
+        earlier: Outputs of a call before tracing, which are the first ones then.
     """
 
     def outputs(args: Any, kwargs: Any, run: nn.Module = model) -> list[Any] | CaptureError | None:
@@ -265,7 +270,7 @@ def require_repeats(
             return error
 
     with untouched(model) as state:
-        first = outputs(args, kwargs, model if traced is None else traced)
+        first = earlier or outputs(args, kwargs, model if traced is None else traced)
         since_first = ModelState(model)
         later = [outputs(args, kwargs)]
         at_each, at_first = since_first.changed(), state.changed()
@@ -416,6 +421,11 @@ def _advice(message: str, model: nn.Module, inside: nn.Module) -> str:
         )
     if "dynamic" in message and ("constraint" in message.lower() or "specializ" in message):
         return "a dimension cannot vary as requested: pass `dynamic_shapes` that leave it fixed (see torch.export)"
+    if "unhashable type" in message and "SymInt" in message:
+        return (
+            "a table is looked up by a size, which varies in the graph: look it up by int(size), or pass "
+            "`dynamic_shapes` that leave the size fixed (see torch.export)"
+        )
     return (
         "torch.export must be able to trace the model: fix that line, quantize a submodule, or pass an "
         "ExportedProgram of your own"

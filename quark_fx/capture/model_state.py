@@ -13,7 +13,8 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,9 @@ _OF_PROCESS_DRAWS: tuple[tuple[str, Any], ...] = (("random", random.random), ("n
 
 _OF_ITERATORS = ("builtins", "itertools", "_collections", "array")
 """Modules of the iterators of Python."""
+
+_REACH_VARIABLES = frozenset(("globals", "modules", "setattr", "import_module"))
+"""Names in the code of functions that may write any variable of their file."""
 
 _Cached = functools._lru_cache_wrapper
 """The type of functions that cache results."""
@@ -72,6 +76,8 @@ class ModelState:
         self._sets: list[tuple[set[Any], set[Any]]] = []
         self._variables: list[tuple[Any, str, Any]] = []
         self._caches: list[tuple[Any, int]] = []
+        self._files: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._contexts: list[tuple[ContextVar[Any], Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._positions: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Any, bytes]] = []
@@ -124,6 +130,12 @@ class ModelState:
         if isinstance(item, _Cached):
             self._caches.append((item, item.cache_info().misses))
             return [item.__wrapped__]
+        if isinstance(item, ContextVar):
+            value = _UNSET
+            with suppress(LookupError):
+                value = item.get()
+            self._contexts.append((item, value))
+            return [value]
         if isinstance(item, staticmethod | classmethod):
             return [item.__func__]
         if isinstance(item, property):
@@ -160,6 +172,8 @@ class ModelState:
             inner = [_value(*place) for place in places]
             files += [x for x in inner if isinstance(x, types.ModuleType) and _is_own(x, function) and x not in files]
             written += places
+        if not _REACH_VARIABLES.isdisjoint(attributes_of(function.__code__)):
+            self._files[id(function.__globals__)] = function.__globals__, _file_variables(function.__globals__)
         cells = [(cell, "cell_contents") for cell in function.__closure__ or ()]
         defaults = function.__defaults__, function.__kwdefaults__
         return [vars(function), *defaults, *own_variables, *self._values([*written, *cells])]
@@ -192,6 +206,11 @@ class ModelState:
         """Tell whether an iterator or a generator of the process has made values, which cannot be undone."""
         return any(_position(iterator) != position for iterator, position in self._positions)
 
+    @property
+    def holds_generators(self) -> bool:
+        """True if the model's code can reach a generator, whose variables cannot be restored."""
+        return any(isinstance(iterator, types.GeneratorType) for iterator, _ in self._positions)
+
     def _changes(self) -> Iterator[tuple[Any, list[str], Callable[[], object]]]:
         """Yield each container with other contents now, the names in it, and a function that restores them."""
         for mapping, items in self._dicts:
@@ -217,9 +236,17 @@ class ModelState:
         for owner, name, value in self._variables:
             if _value(owner, name) is not value:
                 yield owner, [name], functools.partial(_set, owner, name, value)
+        for variable, value in self._contexts:
+            if (now := variable.get(_UNSET)) is not value and now is not _UNSET:
+                # A variable without a value cannot lose it; callers of `isolated` and traced code have own contexts.
+                restore = functools.partial(variable.set, value)
+                yield variable, [variable.name], restore if value is not _UNSET else lambda: None
+        for namespace, variables in self._files.values():
+            for name in _names_apart(variables, _file_variables(namespace)):
+                yield namespace, [name], functools.partial(_set, namespace, name, variables.get(name, _UNSET))
         for cached, misses in self._caches:
             if cached.cache_info().misses != misses:
-                yield cached, [cached.__wrapped__.__name__], cached.cache_clear
+                yield cached, [getattr(cached.__wrapped__, "__name__", "a cached function")], cached.cache_clear
         for kind, attributes in self._classes.items():
             for name in _names_apart(attributes, _class_attributes(kind)):
                 yield kind, [name], functools.partial(_set, kind, name, attributes.get(name, _UNSET))
@@ -351,6 +378,10 @@ def globals_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 def attributes_of(code: types.CodeType) -> frozenset[str]:
     """Return the names of the attributes that a function reads or writes."""
     return frozenset(code.co_names).union(*(attributes_of(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+def _file_variables(namespace: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in namespace.items() if not name.startswith("__")}
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:

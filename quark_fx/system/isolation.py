@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -170,6 +170,7 @@ class Surroundings:
 def isolated(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function without autocast, inference mode, default device, and TF32, one call at a time.
 
+    It runs in a copy of the caller's context: variables of `contextvars` that the model's code sets stay as they were.
     Calls of other threads wait until it returns. The precision of float32 products belongs to the whole process: until
     then, other threads compute without TF32, too, and lose changes of these settings. The default dtype also belongs
     to the process, and stays.
@@ -182,7 +183,7 @@ def isolated(function: Callable[P, R]) -> Callable[P, R]:
             token = _CALLERS.set(caller)
             try:
                 with caller.plain().restored():
-                    return function(*args, **kwargs)
+                    return copy_context().run(function, *args, **kwargs)
             finally:
                 _CALLERS.reset(token)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -845,3 +847,90 @@ def test_batch_norms_write_to_their_statistics_only_in_training(training: bool) 
     assert writes.happened() == training
     writes.restore()
     assert all(map(torch.equal, before, tensors))
+
+
+def ramp() -> Tensor:
+    return torch.arange(8.0) + 1
+
+
+_table: ContextVar[Tensor | None] = ContextVar("_table", default=None)
+_table_without_default: ContextVar[Tensor] = ContextVar("_table_without_default")
+
+
+def of_context(_: Any) -> Tensor:
+    if _table.get() is None:
+        _table.set(ramp())
+    return _table.get()  # type: ignore[return-value]
+
+
+def of_context_without_default(_: Any) -> Tensor:
+    try:
+        return _table_without_default.get()
+    except LookupError:
+        _table_without_default.set(ramp())
+    return _table_without_default.get()
+
+
+def of_globals(_: Any) -> Tensor:
+    return globals().setdefault("late_table", ramp())  # type: ignore[no-any-return]
+
+
+def of_file(_: Any) -> Tensor:
+    file = sys.modules[__name__]
+    if not hasattr(file, "late_table"):
+        vars(file)["late_table"] = ramp()
+    return file.late_table  # type: ignore[no-any-return]
+
+
+def of_cached_partial(model: Any) -> Tensor:
+    return model.cached()  # type: ignore[no-any-return]
+
+
+def of_generator(model: Any) -> Tensor:
+    return next(model.tables)  # type: ignore[no-any-return]
+
+
+def endless() -> Iterator[Tensor]:
+    table = ramp()
+    while True:
+        yield table
+
+
+class Keeping(nn.Module):
+    """Multiply by a table that a function keeps somewhere."""
+
+    def __init__(self, table: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(8, 8), table
+        self.cached, self.tables = lru_cache(partial(ramp)), endless()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.table(self)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "table", [of_context, of_context_without_default, of_globals, of_file, of_cached_partial, of_generator]
+)
+def test_tables_in_contexts_variables_and_generators_are_real_after_capture(table: Callable[[Any], Tensor]) -> None:
+    model, x = seeded(Keeping(table)), rand(4, 8)
+    captured = qfx.capture_graph(model, x)
+    assert _table.get() is None
+    assert _table_without_default not in copy_context()
+    assert "late_table" not in globals()
+    expected = model.layer(x) * ramp()  # type: ignore[operator]
+    torch.testing.assert_close(captured.module(x)[0], expected)
+    assert torch.equal(copy_context().run(model, x), expected)
+    globals().pop("late_table", None)
+
+
+def test_a_table_by_a_size_that_varies_is_refused_with_a_way_out() -> None:
+    class BySize(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: dict[Any, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.tables.setdefault(x.shape[-1], torch.ones(()))
+
+    with pytest.raises(qfx.CaptureError, match=r"looked up by a size.*int\(size\), or pass `dynamic_shapes`"):
+        qfx.capture_graph(BySize().eval(), rand(4, 8))
