@@ -917,7 +917,7 @@ def test_tables_in_contexts_variables_and_generators_are_real_after_capture(tabl
     assert _table.get() is None
     assert _table_without_default not in copy_context()
     assert "late_table" not in globals()
-    expected = model.layer(x) * ramp()  # type: ignore[operator]
+    expected = model.layer(x) * ramp()
     torch.testing.assert_close(captured.module(x)[0], expected)
     assert torch.equal(copy_context().run(model, x), expected)
     globals().pop("late_table", None)
