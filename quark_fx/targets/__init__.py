@@ -11,14 +11,13 @@ from quark_fx.config.target import (
     find_target,
     register_target,
 )
-from quark_fx.targets.executorch import EXECUTORCH
 from quark_fx.targets.inductor import INDUCTOR, INDUCTOR_VNNI
 from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
 from quark_fx.targets.pytorch import TORCH
 from quark_fx.targets.sglang import SGLANG
 from quark_fx.targets.vllm import VLLM
 
-for target in (ONNX, ONNX_VNNI, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH):
+for target in (ONNX, ONNX_VNNI, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH):
     register_target(target)
 
 
@@ -28,7 +27,6 @@ def __getattr__(name: str) -> Target:
 
 
 __all__ = [
-    "EXECUTORCH",
     "INDUCTOR",
     "INDUCTOR_VNNI",
     "ONNX",

@@ -8,7 +8,7 @@ adds 8-bit products in 32 bits on every processor.
 from __future__ import annotations
 
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.config.target import Operand, Placement, Refusal, Target
+from quark_fx.config.target import Operand, Placement, Refusal, Target, register_target
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import INT4, INT8, INT32, UINT8
@@ -88,5 +88,6 @@ EXECUTORCH = Target(
         in_float=RECURRENT | {"embedding"},
     ),
 )
+register_target(EXECUTORCH)
 
 __all__ = ["EXECUTORCH"]
