@@ -7,7 +7,8 @@
 torch.Size([3, 4])
 """
 
-import quark_fx.vendors  # noqa: F401  (registers entries)
+import quark_fx.parity
+import quark_fx.vendors  # noqa: F401  (both register entries)
 from quark_fx import data, evaluation, export, observers, passes, presets, targets
 from quark_fx.analysis.analyze import analyze
 from quark_fx.analysis.report import Analysis

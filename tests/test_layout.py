@@ -46,6 +46,7 @@ ROOMS = (
     "from_pretrained",
     "analysis",
     "mixed_precision",
+    "parity",
     "vendors",
     "__init__",
     "command_line",
@@ -97,9 +98,9 @@ def test_imports_go_down(part: str) -> None:
     assert not upward, f"{part} (floor {FLOOR[part]}) imports {', '.join(sorted(upward))} from above"
 
 
-def test_rooms_of_vendors_register_themselves() -> None:
+def test_rooms_of_vendors_and_peers_register_themselves() -> None:
     """Nothing but `quark_fx` imports them, and none imports another."""
-    assert {part for part, imported in parts().items() if "vendors" in imported} == {"__init__"}
+    assert {part for part, imported in parts().items() if {"parity", "vendors"} & imported} == {"__init__"}
     for file in (PACKAGE / "vendors").glob("*/**/*.py"):
         vendor = file.relative_to(PACKAGE / "vendors").parts[0]
         others = {name for name in re.findall(r"quark_fx\.vendors\.(\w+)", file.read_text()) if name != vendor}

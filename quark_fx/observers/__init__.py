@@ -8,14 +8,12 @@ from quark_fx.observers.histogram import Bins, Histogram
 from quark_fx.observers.hqq import Hqq
 from quark_fx.observers.minmax import MinMax, MovingAverage, Placeholder
 from quark_fx.observers.mse import HistogramL2, Mse
-from quark_fx.observers.peers.linear_histogram import SPANS, LinearHistogram
 from quark_fx.observers.percentile import Percentile
 from quark_fx.observers.power_of_two import NonOverflow, PowerOfTwoMinMse
 from quark_fx.observers.reading import HistogramObserver
 
 __all__ = [
     "OBSERVERS",
-    "SPANS",
     "Adjusted",
     "Bins",
     "Distribution",
@@ -24,7 +22,6 @@ __all__ = [
     "HistogramL2",
     "HistogramObserver",
     "Hqq",
-    "LinearHistogram",
     "MinMax",
     "MovingAverage",
     "Mse",

@@ -12,6 +12,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import Format
 from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.observers.base import finite_range, observer
+from quark_fx.observers.grids import GRIDS
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.system.names import unknown
 
@@ -58,7 +59,7 @@ class Distribution(HistogramObserver):
             raise ValueError(f"a distribution is fitted to floats of 4 to 8 bits, not to {scheme.format}")
         bins = self.collected()
         # The peer's centers, roots and squares are float32, its sums are not.
-        values = bins.centers if self.grid == "dyadic" else bins.centers.float()
+        values = bins.centers if GRIDS[self.grid].exact else bins.centers.float()
         if self.scenario == "p3":
             values = values.sign() * values.abs().pow(1 / 3)
         share = bins.counts / bins.counts.sum(1, keepdim=True)

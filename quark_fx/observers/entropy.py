@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +12,8 @@ from torch import Tensor
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import observer
+from quark_fx.observers.grids import GRIDS
 from quark_fx.observers.histogram import Bins
-from quark_fx.observers.peers.entropy import onnxruntime_threshold
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.system.names import unknown
 from quark_fx.system.options import PositiveInt
@@ -23,8 +25,8 @@ class Entropy(HistogramObserver):
     """The threshold at which clipping and merging bins lose the least information.
 
     Args:
-        method: `"modelopt"` compares magnitudes; `"onnxruntime"` compares signed values and needs the signed grid
-            `"dyadic"` or `"onnxruntime"`.
+        method: Key of `METHODS`: `"modelopt"` compares magnitudes; one that compares signed values needs a grid with
+            zero in its middle.
         quantized_bins: Number of bins of the quantized distribution; by default the format's number of codes on one
             side of zero (both sides for `"onnxruntime"`).
         stride: Number of bins between candidates.
@@ -47,17 +49,19 @@ class Entropy(HistogramObserver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.method not in (methods := ("modelopt", "onnxruntime")):
-            raise unknown("entropy method", self.method, methods)
-        if self.method == "onnxruntime" and self.grid not in ("dyadic", "onnxruntime"):
-            raise ConfigError(f'method "onnxruntime" needs the grid "dyadic" or "onnxruntime", not {self.grid!r}')
-        if self.method == "modelopt" and self.grid in ("onnxruntime", "quark"):
-            raise ConfigError(f'method "modelopt" needs a grid that holds magnitudes, not {self.grid!r}')
+        if self.method not in METHODS:
+            raise unknown("entropy method", self.method, METHODS)
+        grid, signed = GRIDS[self.grid], METHODS[self.method].signed
+        if signed and not grid.centered:
+            grids = " or ".join(f'"{name}"' for name, one in GRIDS.items() if one.centered)
+            raise ConfigError(f'method "{self.method}" needs the grid {grids}, not {self.grid!r}')
+        if not signed and not (grid.exact or grid.absolute):
+            raise ConfigError(f'method "{self.method}" needs a grid that holds magnitudes, not {self.grid!r}')
 
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         signed = not scheme.format.signed and not scheme.symmetric
         levels = self.quantized_bins or 1 << (scheme.format.bits - (not signed))
-        magnitudes = self.method == "modelopt"
+        magnitudes = not METHODS[self.method].signed
         bins = self.collected(absolute=magnitudes)
         if not magnitudes and self.quantized_bins is None:
             levels = 1 << scheme.format.bits
@@ -68,8 +72,10 @@ class Entropy(HistogramObserver):
                 f"{available} bins leave no candidate from bin {start} on: raise bins or lower quantized_bins"
             )
         inside = torch.arange(start, available + 1, self.stride, device=low.device)
-        read = modelopt_threshold if magnitudes else onnxruntime_threshold
-        ranges = [read(Bins(edges[None], row[None]), levels, inside) for edges, row in zip(*bins, strict=True)]
+        ranges = [
+            METHODS[self.method].threshold(Bins(edges[None], row[None]), levels, inside)
+            for edges, row in zip(*bins, strict=True)
+        ]
         lower, upper = zip(*ranges, strict=True)
         return torch.stack(lower), torch.stack(upper)
 
@@ -106,3 +112,19 @@ def modelopt_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor,
     best = len(divergence) - 1 - divergence.flip(0).argmin()
     threshold = bins.edges[0, inside[best]]
     return -threshold, threshold
+
+
+class Method(NamedTuple):
+    """A method of `Entropy`.
+
+    Attributes:
+        threshold: Function with the arguments of `modelopt_threshold` that returns both ends of the range, scalars.
+        signed: Whether it compares signed values instead of magnitudes.
+    """
+
+    threshold: Callable[[Bins, int, Tensor], tuple[Tensor, Tensor]]
+    signed: bool
+
+
+METHODS = {"modelopt": Method(modelopt_threshold, signed=False)}
+"""Every method by its name; another module can add one."""

@@ -1,4 +1,4 @@
-"""Grids of histogram bins: the dyadic grid, and the grids of other tools."""
+"""Grids of histogram bins: the dyadic grid, and those that `register_grid` adds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from quark_fx.observers.histogram import Bins, Histogram
-from quark_fx.observers.peers.linear_histogram import SPANS, PeerGrid
+from quark_fx.system.registry import Registry
 
 
 class Grid(Protocol):
@@ -16,6 +16,20 @@ class Grid(Protocol):
     @property
     def absolute(self) -> bool:
         """True if it holds only magnitudes."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """True if its bins depend on the values alone, and not on their order."""
+        ...
+
+    @property
+    def centered(self) -> bool:
+        """True if its middle is zero."""
+        ...
+
+    def ends(self, bins: Bins, percentile: float) -> tuple[Tensor, Tensor] | None:
+        """Return the ends, `(channels,)`, of a range at a percentile; `None`: the range is that of `Percentile`."""
         ...
 
     def count(self, before: Any, x: Tensor, bins: int, *, skip_zeros: bool) -> Any:
@@ -30,7 +44,10 @@ class Grid(Protocol):
 class Dyadic:
     """Bins of a power-of-two width: exact merge, any order of batches."""
 
-    absolute = False
+    absolute, exact, centered = False, True, True
+
+    def ends(self, bins: Bins, percentile: float) -> None:
+        """Return `None`."""
 
     def count(self, before: Histogram | None, x: Tensor, bins: int, *, skip_zeros: bool) -> Histogram:
         """Return the histogram that also counts `x`."""
@@ -43,5 +60,14 @@ class Dyadic:
         return histogram.bins(absolute=absolute)
 
 
-GRIDS: dict[str, Grid] = {"dyadic": Dyadic(), **{span: PeerGrid(span) for span in SPANS}}
+GRIDS: Registry[Grid, Grid] = Registry("grid")
 """Every grid by its name in configurations."""
+_add = GRIDS.add
+
+
+def register_grid(name: str, grid: Grid) -> None:
+    """Register a grid; raises `ConfigError` if another module has registered that name."""
+    _add(grid, name, depth=2)
+
+
+register_grid("dyadic", Dyadic())

@@ -11,6 +11,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.observers.base import observer
 from quark_fx.observers.constant import smallest_error_qparams
+from quark_fx.observers.grids import GRIDS
 from quark_fx.observers.histogram import Bins
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.observers.squared_error import best_range
@@ -60,10 +61,10 @@ class Mse(HistogramObserver):
 
     def _candidates(self, bins: Bins, low: Tensor, high: Tensor) -> Tensor:
         largest = torch.maximum(-low, high)[:, None]
-        if self.grid == "dyadic":
+        if GRIDS[self.grid].exact:
             outer = bins.edges[:, self.bins + 1 :][:, self.start_bin :: self.stride]
             return torch.cat((torch.minimum(outer, largest), largest), dim=1)
-        positive = bins.centers.shape[1] // 2 if self.grid == "onnxruntime" else 0
+        positive = bins.centers.shape[1] // 2 if GRIDS[self.grid].centered else 0
         centers = bins.centers[:, positive:][:, self.start_bin :: self.stride]
         return torch.where(centers > 0, torch.minimum(centers, largest), largest)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import observer
+from quark_fx.observers.grids import GRIDS
 from quark_fx.observers.histogram import Bins
-from quark_fx.observers.peers.percentile import left_edges
 from quark_fx.observers.reading import HistogramObserver
 
 
@@ -45,8 +45,9 @@ class Percentile(HistogramObserver):
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         share = self.percentile / 100
         side = 1.0 - (100.0 - self.percentile) / 200.0
-        if self.grid != "dyadic":
-            return left_edges(self.collected(), self.percentile, absolute=self.absolute)
+        ends = GRIDS[self.grid].ends(self.collected(), self.percentile)
+        if ends is not None:
+            return ends
         if scheme.symmetric:
             limit = outer_edge(self.collected(absolute=True), share)
             return -limit, limit

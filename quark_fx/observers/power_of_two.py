@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from quark_fx.numbers.formats import parse_format
 from quark_fx.numbers.qparams import QParams, Scheme, Symmetry, affine_qparams, symmetric_qparams
 from quark_fx.numbers.scales import FLOAT32, POWER_OF_TWO
 from quark_fx.observers.base import Observer, finite_range, observer, state
+from quark_fx.observers.grids import GRIDS
 from quark_fx.observers.histogram import Histogram, power_of_two
 from quark_fx.observers.minmax import MinMax
-from quark_fx.observers.peers.linear_histogram import LinearHistogram, PeerGrid
 from quark_fx.observers.squared_error import Moments, squared_error
 from quark_fx.system.names import unknown
 from quark_fx.system.options import Interval, NonNegativeInt
@@ -95,7 +95,7 @@ class PowerOfTwoMinMse(Observer):
     bins: NonNegativeInt = 0
     vote: str = "int8"
     vote_symmetry: str = "symmetric"
-    histogram: Histogram | LinearHistogram | None = state()
+    histogram: Any = state()
     votes: Tensor | None = state()
     """Counts of batches that chose `2**(column - 127)`, int64, `(channels, 256)`; column 0: non-finite batches."""
 
@@ -116,7 +116,7 @@ class PowerOfTwoMinMse(Observer):
         if x.numel() == 0:
             return self
         if self.bins:
-            return replace(self, histogram=PeerGrid("quark").count(self.histogram, x, self.bins, skip_zeros=False))
+            return replace(self, histogram=GRIDS["quark"].count(self.histogram, x, self.bins, skip_zeros=False))
         # 9 bits from the range to the scale of an 8-bit format, 1 for the nearest rounding and half a cell.
         coarse = self.histogram.exponent if isinstance(self.histogram, Histogram) else None
         batch = Histogram.of(x, 1 << (10 + max(0, *self.offsets)), sums=True, coarse=coarse)
@@ -128,7 +128,7 @@ class PowerOfTwoMinMse(Observer):
         if self.votes is not None and other.votes is not None:
             return replace(self, votes=self.votes + other.votes)
         if self.histogram is not None and other.histogram is not None:
-            return replace(self, histogram=self.histogram.merge(other.histogram))  # type: ignore[arg-type]
+            return replace(self, histogram=self.histogram.merge(other.histogram))
         return other if self.histogram is None and self.votes is None else self
 
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ class PowerOfTwoMinMse(Observer):
         low, high = finite_range(histogram.low, histogram.high)
         if not scheme.format.is_integer:
             raise ValueError(f"a power-of-two search needs an integer format, not {scheme.format}")
-        if isinstance(histogram, LinearHistogram):
+        if not isinstance(histogram, Histogram):
             if not scheme.symmetric:
                 raise ValueError("a binned power-of-two search is symmetric only: set bins=0 for an asymmetric format")
             exponent, zero_point = _search(Moments.of(histogram.bins()), low, high, scheme, self.offsets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import Observer, finite_range, state
 from quark_fx.observers.grids import GRIDS
-from quark_fx.observers.histogram import Bins, Histogram
-from quark_fx.observers.peers.linear_histogram import LinearHistogram
-from quark_fx.system.names import unknown
+from quark_fx.observers.histogram import Bins
 from quark_fx.system.options import Interval
 
 
@@ -27,8 +25,7 @@ class HistogramObserver(Observer):
         bins: Number of bins on each side of zero for the dyadic grid (a power of two), or over the first batch's span
             for the grids of other tools.
         grid: Name of the grid: `"dyadic"` (bins of a power-of-two width: exact merge, any order of batches), or the
-            grid of another tool: `"onnxruntime"`, `"onnxruntime_absolute"`, `"modelopt"`, `"quark"`; see
-            `peers.linear_histogram.SPANS`.
+            grid of another tool (`quark_fx.parity.SPANS`).
         skip_zeros: Whether to leave exact zeros out of the histogram.
 
     Raises:
@@ -38,11 +35,12 @@ class HistogramObserver(Observer):
     bins: Annotated[int, Interval("[2, inf)")] = 2048
     grid: str = "dyadic"
     skip_zeros: bool = False
-    histogram: Histogram | LinearHistogram | None = state()
+    histogram: Any = state()
+    """Histogram of the grid."""
 
     def __post_init__(self) -> None:
         if self.grid not in GRIDS:
-            raise unknown("grid", self.grid, GRIDS)
+            raise GRIDS.unknown(self.grid)
         if self.grid == "dyadic" and self.bins & (self.bins - 1):
             raise ConfigError(f"a dyadic grid has a power of two of bins on a side, not {self.bins}")
 
@@ -57,7 +55,7 @@ class HistogramObserver(Observer):
             return other
         if other.histogram is None:
             return self
-        return replace(self, histogram=self.histogram.merge(other.histogram))  # type: ignore[arg-type]
+        return replace(self, histogram=self.histogram.merge(other.histogram))
 
     def reading(self, seen: Observer) -> Self | None:
         """Read the histogram that another reading collected, if it has the same bins."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import INT8, UINT8
 from quark_fx.numbers.qparams import Scheme, Symmetry
-from quark_fx.observers import Histogram, LinearHistogram, MinMax, Percentile
+from quark_fx.observers import Histogram, MinMax, Percentile
+from quark_fx.parity import LinearHistogram
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observers.md"
 SYMMETRIC = Scheme(format=INT8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quark_fx.observers.entropy import METHODS, Method
 from quark_fx.observers.histogram import Bins
 
 
@@ -57,3 +58,6 @@ def _smooth(p: Tensor, within: Tensor, eps: float = 1e-4) -> tuple[Tensor, Tenso
     taken = eps * zero.sum(1) / full.sum(1).clamp(min=1)
     p = torch.where(zero, eps, torch.where(full, p - taken[:, None], 0.0))
     return p, full.any(1)
+
+
+METHODS["onnxruntime"] = Method(onnxruntime_threshold, signed=True)

@@ -7,12 +7,14 @@ reproduce the numbers of ONNX Runtime, ModelOpt and Quark.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quark_fx.observers.grids import register_grid
 from quark_fx.observers.histogram import Bins
+from quark_fx.parity.percentile import left_edges
 
 CAPACITY = 16
 """The grid may grow to this many times its first number of bins."""
@@ -210,6 +212,17 @@ class PeerGrid:
 
     span: str
 
+    exact: ClassVar[bool] = False
+
+    @property
+    def centered(self) -> bool:
+        """True if its middle is zero."""
+        return self.span == "onnxruntime"
+
+    def ends(self, bins: Bins, percentile: float) -> tuple[Tensor, Tensor]:
+        """Return the ends, `(channels,)`, of a range at a percentile, at left edges of bins."""
+        return left_edges(bins, percentile, absolute=self.absolute)
+
     @property
     def absolute(self) -> bool:
         """True if the grid holds only magnitudes."""
@@ -229,3 +242,7 @@ class PeerGrid:
         if absolute and not self.absolute:
             raise ValueError(f'the grid "{self.span}" holds signed values, not magnitudes: use "dyadic" or "modelopt"')
         return histogram.bins()
+
+
+for _span in SPANS:
+    register_grid(_span, PeerGrid(_span))

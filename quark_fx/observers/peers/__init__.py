@@ -1,1 +1,0 @@
-"""Histograms and thresholds that reproduce the numbers of other tools, on grids that the first batch fixes."""
