@@ -210,6 +210,16 @@ class Sizes:
         """Peak bytes of a run of the whole graph on one batch."""
         return self.live(list(self.gm.graph.nodes))
 
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of `matrices` in float."""
+        return sum(m.values * m.itemsize for m in self.matrices.values())
+
+    @property
+    def forward_operations(self) -> int:
+        """Operations of a forward pass over all batches."""
+        return int(self.batches * sum(block.operations for block in self.blocks(Unit.BLOCK)))
+
     @property
     def coded(self) -> list[Coded]:
         """Operators with quantized weights."""

@@ -91,7 +91,7 @@ class CrossLayerEqualization(Selective):
 
 @dataclass(frozen=True, eq=False)
 class _Role:
-    """Role of a weight in the site at `index`; labels are documented in `Absorber`."""
+    """Role of a weight in the site at `index`; labels are documented in `Absorption`."""
 
     index: int
     labels: Tensor

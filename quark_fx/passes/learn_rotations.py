@@ -105,9 +105,7 @@ class LearnRotations(Rotating):
             each = 4 * 3 * self.iterations * _AT_ONCE
             return sum(each * m.inputs * math.isqrt(m.inputs) for m in block.matrices[:1])
 
-        return sizes.walk(
-            Unit.OPERATOR, turn, held=sum(m.values * m.itemsize for m in sizes.matrices.values()), work=work
-        )
+        return sizes.walk(Unit.OPERATOR, turn, held=sizes.weight_bytes, work=work)
 
     def _learned(self, gm: GraphModule, sites: Mapping[int, _Site], context: Context) -> Iterator[Chosen]:
         """Yield the matrix of each site; the data runs through the unchanged graph."""

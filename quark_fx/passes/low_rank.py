@@ -106,10 +106,8 @@ class LowRank(Selective):
             steps = 4 * 3 * _ROUNDS * (self.rank + _MORE)  # from three starts, two products with two forms
             return sum(m.inputs**2 * (m.rows * sizes.batches + m.outputs + 2 * steps) for m in block.matrices)
 
-        matrices = sizes.matrices.values()
-        scaled = sum(m.values * m.itemsize for m in matrices)
-        branches = sum(self.rank * (2 * m.inputs + m.outputs) * m.itemsize for m in matrices)
-        return sizes.walk(Unit.OPERATOR, turn, held=scaled + branches, work=work)
+        branches = sum(self.rank * (2 * m.inputs + m.outputs) * m.itemsize for m in sizes.matrices.values())
+        return sizes.walk(Unit.OPERATOR, turn, held=sizes.weight_bytes + branches, work=work)
 
     def _sites(self, gm: GraphModule, context: Context) -> list[_Site]:
         """Return the values to split, in graph order; report the reasons for operators that are skipped."""

@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
-from quark_fx.graph.linear import Linear
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.rescale.components import Means
 from quark_fx.rescale.planned_sites import NOT_WHOLE, SHARED_SCALE, PlannedSite, planned_sites, reads_whole
@@ -67,17 +66,15 @@ class NormalizeColumns(Selective):
     def needs(self, sizes: Sizes) -> Need:
         """Return the needs of a run: the squares of a weight, and the scaled weights."""
         squared = max((2 * FLOAT32 * m.values for m in sizes.matrices.values()), default=0)
-        scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
-        return Need((Moment(scaled + squared),), held=scaled)
+        return Need((Moment(sizes.weight_bytes + squared),), held=sizes.weight_bytes)
 
 
-def _mean_squares(gm: GraphModule, site: PlannedSite[Linear]) -> Tensor:
+def _mean_squares(gm: GraphModule, site: PlannedSite) -> Tensor:
     """Return the mean square of each component's weights over all readers, shape (components,)."""
     means = Means.of_none(site.site.channels)
     for reader in site.readers:
-        scaled = reader.scaled
-        columns = reader.value(gm).float().movedim(scaled.linear.input_axis, 0).flatten(1)
-        means.add(scaled.labels.unsqueeze(1).expand_as(columns), columns.square())
+        columns = reader.columns(gm)
+        means.add(reader.scaled.labels.unsqueeze(1).expand_as(columns), columns.square())
     return means.means
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class SmoothQuant(ScalingSolver):
             raise ConfigError("alphas are one or more strengths from 0 to 1; write alphas=(0.5,)")
 
     @property
-    def judge(self) -> type[Trial[Any]]:
+    def judge(self) -> type[Trial]:
         """Trial on quantized samples, or on the energy of channels with `rms`."""
         return EnergyTrial if self.rms else self.trial
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cached_property
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -12,13 +12,12 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.quant_config import Granularity
 from quark_fx.config.selection import Named, Selective
 from quark_fx.engine.context import Context
-from quark_fx.graph.linear import Linear
+from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import parameter
 from quark_fx.graph.pass_manager import Change
 from quark_fx.plan.placement import Coded, plan_quantization, require_finite_weights
-from quark_fx.rescale.scale_sites import ScaledInput, ScaleSite, SiteAnalysis, find_scale_sites
-
-T = TypeVar("T")
+from quark_fx.rescale.scale_sites import ScaleSite, SiteAnalysis, find_scale_sites
+from quark_fx.rescale.scale_walk import ScaledInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +26,7 @@ class PlannedWeight:
 
     Attributes:
         operator: Its planned quantization.
-        labels: Scale component of each element, see `Absorber`.
+        labels: Scale component of each element, see `Absorption`.
     """
 
     operator: Coded
@@ -39,20 +38,29 @@ class PlannedWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class Reader(PlannedWeight, Generic[T]):
+class Reader(PlannedWeight):
     """An operator that reads a site.
 
     Attributes:
         scaled: Its scaled input.
-        how: Data from which the pass estimates its benefit (`planned_sites`).
     """
 
     scaled: ScaledInput
-    how: T
+
+    @cached_property
+    def mapping(self) -> LinearMap:
+        """Mapping to matrix products, for an operator that has one."""
+        mapping = self.scaled.linear.matrices
+        assert mapping is not None
+        return mapping
+
+    def columns(self, gm: GraphModule) -> Tensor:
+        """Return the weights that multiply each input channel, float32, shape (channels, weights)."""
+        return self.value(gm).float().movedim(self.scaled.linear.input_axis, 0).flatten(1)
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedSite(Generic[T]):
+class PlannedSite:
     """A site whose operators will be quantized.
 
     Attributes:
@@ -64,7 +72,7 @@ class PlannedSite(Generic[T]):
 
     site: ScaleSite
     name: str
-    readers: tuple[Reader[T], ...]
+    readers: tuple[Reader, ...]
     producers: tuple[PlannedWeight, ...]
 
     @property
@@ -80,10 +88,10 @@ SHARED_SCALE = "the weights that make it share one scale"
 """Reason for skipping sites with `PlannedSite.shares_scale`."""
 
 
-def reads_whole(operator: Coded) -> Linear | None:
-    """Return an operator whose weights have codes and read all channels, or `None`."""
+def reads_whole(operator: Coded) -> bool:
+    """Tell whether the weights of an operator have codes and read all channels."""
     linear = operator.linear
-    return None if operator.weight.is_cast or linear is None or linear.groups > 1 else linear
+    return linear is not None and linear.groups == 1 and not operator.weight.is_cast
 
 
 def planned_sites(
@@ -92,9 +100,9 @@ def planned_sites(
     chooser: Selective,
     *,
     explicit: bool,
-    reads: Callable[[Coded], T | None],
+    reads: Callable[[Coded], bool],
     unread: str,
-) -> list[PlannedSite[T]]:
+) -> list[PlannedSite]:
     """Return the sites to scale; record why an operator has none, and the operators that `explicit` would add.
 
     Args:
@@ -102,8 +110,7 @@ def planned_sites(
         context: Context of the run.
         chooser: The pass, which may be limited to some operators.
         explicit: See `find_scale_sites`.
-        reads: Function that returns the data from which the pass estimates the benefit of scaling an operator's input,
-            or `None` if it cannot.
+        reads: Function that tells whether the pass can estimate the benefit of scaling an operator's input.
         unread: Reason for skipping sites with other consumers.
 
     Raises:
@@ -113,14 +120,24 @@ def planned_sites(
     require_finite_weights(gm, planned.values())
     analysis = find_scale_sites(gm, explicit=explicit)
     coded = {node: op for node, op in planned.items() if isinstance(op, Coded)}
-    more = sum(node in coded and reads(coded[node]) is not None for node in analysis.divisible)
+    more = sum(node in coded and reads(coded[node]) for node in analysis.divisible)
     context.remark = f"explicit=True could multiply for {more} more" if more else ""
     sites = []
     for site in selected_sites(analysis, planned, chooser, context.note):
-        readers = tuple(_readers(site, coded, reads))
-        name = site_name(site, planned)
+        name, labels = site_name(site, planned), {a.parameter: a.labels for a in site.consumers}
+        operators = [(coded[scaled.reader], scaled) for scaled in site.inputs if scaled.reader in coded]
+        readers = [
+            Reader(op, labels[op.weight_node], scaled)
+            for op, scaled in operators
+            if op.weight_node in labels and reads(op)
+        ]
+        producers = [
+            PlannedWeight(coded[a.node], a.labels)
+            for a in site.producers
+            if a.node in coded and coded[a.node].weight_node is a.parameter
+        ]
         if len(readers) == len(site.inputs):
-            sites.append(PlannedSite(site, name, readers, tuple(_producers(site, coded))))
+            sites.append(PlannedSite(site, name, tuple(readers), tuple(producers)))
         else:
             context.note(Change.skipped(name, unread))
     return sites
@@ -152,21 +169,6 @@ def selected_sites(
 def site_name(site: ScaleSite, operators: Mapping[Node, Named]) -> str:
     """Return the names of a site's consumers, for the report."""
     return ", ".join(operators[scaled.reader].name for scaled in site.inputs if scaled.reader in operators)
-
-
-def _readers(site: ScaleSite, coded: Mapping[Node, Coded], reads: Callable[[Coded], T | None]) -> Iterator[Reader[T]]:
-    labels = {absorber.parameter: absorber.labels for absorber in site.consumers}
-    for scaled in site.inputs:
-        op = coded.get(scaled.reader)
-        if op is not None and op.weight_node in labels and (how := reads(op)) is not None:
-            yield Reader(op, labels[op.weight_node], scaled, how)
-
-
-def _producers(site: ScaleSite, coded: Mapping[Node, Coded]) -> Iterator[PlannedWeight]:
-    for absorber in site.producers:
-        op = coded.get(absorber.node)
-        if op is not None and op.weight_node is absorber.parameter:
-            yield PlannedWeight(op, absorber.labels)
 
 
 __all__ = [

@@ -29,7 +29,7 @@ from quark_fx.graph.operators import (
     operator_row,
     stored_weight,
 )
-from quark_fx.rescale.scale_walk import Absorption, ReadInput, Walk, lift
+from quark_fx.rescale.scale_walk import Absorption, ScaledInput, Walk, lift
 
 W = TypeVar("W", bound=Walk)
 Rule = Callable[[Walk, Node], None]
@@ -77,7 +77,7 @@ def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
     if (vector := walk.along(value, [axis])) is not None:
         labels = linear.of_inputs(vector)
         absorptions.append(Absorption(node, linear.weight_at, weight, labels, divides=False))
-        walk.inputs[node] = ReadInput(linear, value, axis, vector)
+        walk.inputs[node] = ScaledInput(linear, value, axis, vector)
     if is_parameter(bias) and (sharer := walk.sharer(bias, node)) is not None:
         walk.stop_made(node, shared_with=sharer)
     elif (vector := walk.along(node, [linear.channel_dim(len(walk.shape(node)))])) is not None:

@@ -6,9 +6,10 @@ is a set of scales with all of its participants; the client chooses the scales.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,50 +21,10 @@ from quark_fx.graph.nodes import call, describe, fake_mode, get_attr, is_paramet
 from quark_fx.graph.operators import given_bounds, operator_row, set_argument
 from quark_fx.rescale.components import per_element
 from quark_fx.rescale.scale_rules import visit, weight_sharer
-from quark_fx.rescale.scale_walk import Components, Walk
+from quark_fx.rescale.scale_walk import Absorption, Components, ScaledInput, Walk
 
 _AT_ONCE = 1 << 20
 """Approximate number of elements of a parameter that are rescaled together."""
-
-
-@dataclass(frozen=True, eq=False)
-class Absorber:
-    """A parameter of a site.
-
-    Attributes:
-        node: Operator that reads it.
-        position: Position of the operator's argument for it, also through a transposition; -1 for other paths.
-        parameter: Its `get_attr` node.
-        labels: Scale component of each element, -1 for a scale of one; broadcastable with the parameter, which is
-            expanded to their common shape.
-    """
-
-    node: Node
-    position: int
-    parameter: Node
-    labels: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class ScaledInput:
-    """An activation that is divided, as the input of a weighted operator.
-
-    Attributes:
-        linear: The operator.
-        value: The activation.
-        axis: Channel dimension of the activation, counted from 0.
-        labels: Scale component of each channel, -1 for a scale of one; shape `(channels of the value,)`.
-    """
-
-    linear: Linear
-    value: Node
-    axis: int
-    labels: Tensor
-
-    @property
-    def reader(self) -> Node:
-        """Call of the operator."""
-        return self.linear.node
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +41,8 @@ class ScaleSite:
     """
 
     channels: int
-    producers: tuple[Absorber, ...]
-    consumers: tuple[Absorber, ...]
+    producers: tuple[Absorption, ...]
+    consumers: tuple[Absorption, ...]
     inputs: tuple[ScaledInput, ...]
     bounds: tuple[tuple[Node, Tensor], ...] = ()
     explicit: bool = False
@@ -153,7 +114,9 @@ def _explicit_sites(walk: Walk, readers: list[Linear]) -> Iterator[ScaleSite]:
     for (value, axis), members in together.items():
         channels = walk.sizes(value)[axis]
         vector = torch.arange(channels)
-        consumers = (Absorber(m.node, m.weight_at, m.stored.node, m.of_inputs(vector)) for m in members)
+        consumers = (
+            Absorption(m.node, m.weight_at, m.stored.node, m.of_inputs(vector), divides=False) for m in members
+        )
         inputs = (ScaledInput(linear, value, axis, vector) for linear in members)
         yield ScaleSite(channels, (), tuple(consumers), tuple(inputs), explicit=True)
 
@@ -230,35 +193,25 @@ def _sites(walk: Walk) -> list[ScaleSite]:
         for index in torch.unique(site[site >= 0]).tolist():
             yield index, torch.where(site == index, number[free], -1)
 
-    drafts: list[_Draft] = [_Draft() for _ in sizes]
-    for absorption in (a for absorptions in walk.absorptions.values() for a in absorptions):
+    order = {node: i for i, node in enumerate(walk.gm.graph.nodes)}
+    producers, consumers = ([list[Absorption]() for _ in sizes] for _ in range(2))
+    inputs, bounds = [list[ScaledInput]() for _ in sizes], [list[tuple[Node, Tensor]]() for _ in sizes]
+    for absorption in sorted(
+        itertools.chain(*walk.absorptions.values()), key=lambda absorption: order[absorption.node]
+    ):
         for index, labels in split(absorption.labels):
-            side = drafts[index].producers if absorption.divides else drafts[index].consumers
-            side.append(Absorber(absorption.node, absorption.position, absorption.parameter, labels))
+            (producers if absorption.divides else consumers)[index].append(replace(absorption, labels=labels))
     for node, labels in walk.bounds.items():
         for index, part in split(labels):
-            drafts[index].bounds.append((node, part))
-    for entry in walk.inputs.values():
+            bounds[index].append((node, part))
+    for entry in sorted(walk.inputs.values(), key=lambda entry: order[entry.reader]):
         for index, part in split(entry.labels):
-            drafts[index].inputs.append(ScaledInput(entry.linear, entry.value, entry.axis, part))
-    order = {node: i for i, node in enumerate(walk.gm.graph.nodes)}
-    for draft in drafts:
-        for side in (draft.producers, draft.consumers):
-            side.sort(key=lambda absorber: order[absorber.node])
-        draft.inputs.sort(key=lambda found: order[found.reader])
+            inputs[index].append(replace(entry, labels=part))
     sites = [
-        ScaleSite(size, tuple(d.producers), tuple(d.consumers), tuple(d.inputs), tuple(d.bounds))
-        for size, d in zip(sizes, drafts, strict=True)
+        ScaleSite(size, tuple(producers[i]), tuple(consumers[i]), tuple(inputs[i]), tuple(bounds[i]))
+        for i, size in enumerate(sizes)
     ]
     return sorted(sites, key=lambda site: order[site.inputs[0].reader])
-
-
-@dataclass
-class _Draft:
-    producers: list[Absorber] = field(default_factory=list)
-    consumers: list[Absorber] = field(default_factory=list)
-    inputs: list[ScaledInput] = field(default_factory=list)
-    bounds: list[tuple[Node, Tensor]] = field(default_factory=list)
 
 
 def _free(components: Components, labels: Tensor) -> Tensor:
@@ -333,7 +286,7 @@ def _scaled(value: Tensor, labels: Tensor, factor: Tensor) -> Tensor:
     return result
 
 
-def _rescale_statistics(producer: Absorber, factor: Tensor) -> None:
+def _rescale_statistics(producer: Absorption, factor: Tensor) -> None:
     """Rescale the statistics of the operator's output that `fold_batch_norm` recorded."""
     linear = Linear.of(producer.node)
     if (
@@ -366,6 +319,6 @@ def _rescale_bounds(gm: GraphModule, node: Node, labels: Tensor, scale: Tensor) 
 
 
 __all__ = [
-    *("Absorber", "ScaleSite", "ScaledInput", "SiteAnalysis"),
+    *("ScaleSite", "SiteAnalysis"),
     *("apply_scale", "find_scale_sites", "replace_parameter", "rescale"),
 ]

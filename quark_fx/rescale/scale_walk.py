@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +88,16 @@ class Components:
 
 @dataclass(frozen=True, eq=False)
 class Absorption:
-    """A parameter that absorbs scales: multiplied by its components' scales, or divided if `divides`."""
+    """A parameter that absorbs scales.
+
+    Attributes:
+        node: Operator that reads it.
+        position: Position of the operator's argument for it, also through a transposition; -1 for other paths.
+        parameter: Its `get_attr` node.
+        labels: Scale component of each element, -1 for a scale of one; broadcastable with the parameter, which is
+            expanded to their common shape.
+        divides: True if it is divided by its components' scales, false if it is multiplied.
+    """
 
     node: Node
     position: int
@@ -97,13 +106,26 @@ class Absorption:
     divides: bool
 
 
-class ReadInput(NamedTuple):
-    """The input of a weighted operator: the operator, the value, its channel dimension, and a component per channel."""
+@dataclass(frozen=True, eq=False)
+class ScaledInput:
+    """An activation that is divided, as the input of a weighted operator.
+
+    Attributes:
+        linear: The operator.
+        value: The activation.
+        axis: Channel dimension of the activation, counted from 0.
+        labels: Scale component of each channel, -1 for a scale of one; shape `(channels of the value,)`.
+    """
 
     linear: Linear
     value: Node
     axis: int
     labels: Tensor
+
+    @property
+    def reader(self) -> Node:
+        """Call of the operator."""
+        return self.linear.node
 
 
 class Walk:
@@ -116,7 +138,7 @@ class Walk:
         self.pending: dict[Node, None] = {}
         self.absorptions: dict[Node, list[Absorption]] = {}
         self.bounds: dict[Node, Tensor] = {}
-        self.inputs: dict[Node, ReadInput] = {}
+        self.inputs: dict[Node, ScaledInput] = {}
         self.products: dict[Node, Tensor] = {}
         self.reasons: list[tuple[Node | None, str]] = [(None, "")]
         self._known: dict[str, Any] = {}

@@ -26,7 +26,7 @@ _TILE, _DEVICE_TILE = 128, 1024
 """Rows of `x' x` per product, on and above the diagonal; a GPU needs more rows to use all of its processors."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Hessian:
     """Sums over an operator's input rows: half the Hessian of its squared output error with respect to its weight.
 

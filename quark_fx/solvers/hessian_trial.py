@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import ClassVar
 
 import torch
@@ -17,8 +16,7 @@ from quark_fx.engine.block_walk import FloatRun, walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes, has_scales_apart
-from quark_fx.errors import CalibrationError
-from quark_fx.graph.linear_map import LinearMap
+from quark_fx.errors import CalibrationError, Declined
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.sampling import spread_indices
@@ -28,7 +26,7 @@ from quark_fx.rescale.components import Means, per_element, sums_along
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
 from quark_fx.solvers.error_feedback import DAMPING, factor, stack_chunks
 from quark_fx.solvers.hessian import Entrance, Hessian
-from quark_fx.solvers.scaling import Point, ScaleOf, Trial, foresee
+from quark_fx.solvers.scaling import ScaleOf, Trial, search
 from quark_fx.system import accelerator
 
 _COPIES = 7
@@ -46,47 +44,36 @@ _ROWS = 512
 _SCALES = 1 << 26
 """Largest number of scale values computed before the search begins."""
 
+_ROUNDS = 2
+"""Rounds of the search per step size on a device; the first often finds a better point, the next seldom does."""
+
 _TRIES = 27
 """Approximate number of scales tried per site, on a grid of 21 by 21 points."""
-
 
 _Index = tuple[slice | Tensor, ...]
 """Index of a part of a weight."""
 
-_Found = dict[Reader[LinearMap], tuple[Hessian, Hessian]]
-"""Hessians of each operator's input, of calibration and of validation data."""
+_Measured = dict[Reader, tuple[Hessian, Hessian]]
+"""Hessians of each operator's input, of calibration and of validation data; operators with one input share them."""
 
 
-class HessianTrial(Trial[LinearMap]):
+class HessianTrial(Trial):
     """A site and the output error of its quantized weights, computed by quadratic forms of the weights."""
 
     unread = "not every operator that reads it has codes"
     moments: ClassVar = 2
     """Matrices of the size of a Hessian that exist at once."""
 
-    def __init__(self, gm: GraphModule, site: PlannedSite[LinearMap], measurements: _Found) -> None:
-        weights = {reader: _Weight.of(gm, reader, measurements[reader][0].h.device) for reader in site.readers}
-        counts = dict[int, tuple[Tensor | None, Tensor | None]]()
-        for learned, judge in measurements.values():  # readers of one value share these objects
-            try:
-                counts[id(learned)] = counts.get(id(learned)) or self.counts(learned, judge)
-            except CalibrationError as error:
-                self.refusal = str(error)
-                counts[id(learned)] = None, None
-        pairs = [
-            (weight, measurements[reader], counts[id(measurements[reader][0])]) for reader, weight in weights.items()
-        ]
-        self.calibration = tuple(_Form(weight, hessians[0], count[0]) for weight, hessians, count in pairs)
-        self.validation = tuple(_Form(weight, hessians[1], count[1]) for weight, hessians, count in pairs)
-        self._on_host = MeasuredSite.of(site.site.channels, self.calibration)
-        self.seen = self._on_host.to(self.calibration[0].seen.h.device)
-        if not self.seen.is_finite:
-            self.refusal = "its input is too large to be squared"
-
-    @property
-    def seen_on_host(self) -> MeasuredSite:
-        """Measurements of the site, on the host."""
-        return self._on_host
+    def __init__(self, gm: GraphModule, site: PlannedSite, measurements: _Measured) -> None:
+        self.forms = [_Form.of(gm, reader, measurements[reader]) for reader in site.readers]
+        self.seen = MeasuredSite.of(site.site.channels, self.forms)
+        if not bool(self.seen.root_mean_square.isfinite().all()):
+            raise Declined("its input is too large to be squared")
+        self._on_device, counts = self.seen.to(self.forms[0].hessians[0].h.device), cache(self.counts)
+        try:
+            self._counts = [counts(*form.hessians) for form in self.forms]
+        except CalibrationError as error:
+            raise Declined(str(error)) from error
 
     @classmethod
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor | None, Tensor | None]:
@@ -100,16 +87,16 @@ class HessianTrial(Trial[LinearMap]):
         return None, None
 
     @classmethod
-    def reads(cls, operator: Coded) -> LinearMap | None:
-        """Return how an operator multiplies matrices of codes, or `None` if it does not."""
-        return None if operator.linear is None or operator.weight.is_cast else operator.linear.matrices
+    def reads(cls, operator: Coded) -> bool:
+        """Tell whether an operator multiplies matrices of codes."""
+        return not operator.weight.is_cast and operator.linear is not None and operator.linear.matrices is not None
 
     @classmethod
     def measured(
-        cls, gm: GraphModule, sites: Mapping[int, PlannedSite[LinearMap]], context: Context, label: str
-    ) -> Iterator[tuple[int, _Found]]:
+        cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
+    ) -> Iterator[tuple[int, _Measured]]:
         """Walk the operators in order; yield a site when all of its readers have been measured."""
-        pending, hessians = dict(sites), _Found()
+        pending, hessians = dict(sites), _Measured()
         for run in walk_float_blocks(gm, context, unit=Unit.OPERATOR, label=label):
             hessians |= _measured(run, [reader for site in pending.values() for reader in site.readers], context)
             for number in [n for n, site in pending.items() if all(reader in hessians for reader in site.readers)]:
@@ -137,42 +124,44 @@ class HessianTrial(Trial[LinearMap]):
             moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
             return sum(moments) + sum(2 * _TRIES * asked(m) * m.inputs for m in block.matrices)
 
-        scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
-        return sizes.walk(Unit.OPERATOR, turn, held=scaled, work=work)
+        return sizes.walk(Unit.OPERATOR, turn, held=sizes.weight_bytes, work=work)
 
     def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
         """Return the errors on calibration data, summed over the readers; waits for the device once."""
-        return self._errors(self.calibration, scales)
-
-    def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> dict[Point, float]:
-        """Return the errors at the points of the search on a device, computed in advance; waits for it once."""
-        points, forms = [*itertools.product(*map(range, sizes))], self.calibration
-        if forms[0].seen.h.is_cpu or len(points) * len(self.seen.mean_weight) > _SCALES:
-            return {}
-        scales = scales_of(self.seen)
-        with accelerator.checked_later() as checks:
-
-            def errors(number: Tensor) -> Tensor:
-                scale = scales.index_select(0, number.view(1))[0]
-                return torch.stack([form.error(scale) for form in forms])
-
-            table = foresee(errors, len(forms), sizes, scales.device)
-        fine = torch.stack([condition for condition, _ in checks] or [table.new_ones((), dtype=torch.bool)]).all()
-        *terms, is_fine = torch.cat([table.flatten(), fine.to(table.dtype).view(1)]).tolist()
-        if not is_fine:  # the search may never reach the point that fails
-            return {}
-        rows = (terms[first : first + len(forms)] for first in range(0, len(terms), len(forms)))
-        return {point: sum(row) for point, row in zip(points, rows, strict=True) if not math.isnan(row[0])}
+        return self._errors(scales, 0)
 
     def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
         """Return the errors on validation data, averaged over the readers; waits for the device once."""
-        return [[error / len(self.validation)] for error in self._errors(self.validation, scales)]
+        return [[error / len(self.forms)] for error in self._errors(scales, 1)]
 
-    def _errors(self, forms: Sequence[_Form], scales: Sequence[ScaleOf]) -> list[float]:
+    def _errors(self, scales: Sequence[ScaleOf], part: int) -> list[float]:
         with accelerator.checked_later() as checks:
-            tried = [form.error(scale) for scale in (scale_of(self.seen) for scale_of in scales) for form in forms]
-        terms, count = accelerator.read(tried, checks), len(forms)
+            tried = [error for scale_of in scales for error in self._tried(scale_of(self._on_device), part)]
+        terms, count = accelerator.read(tried, checks), len(self.forms)
         return [sum(terms[first : first + count]) for first in range(0, len(terms), count)]
+
+    def _tried(self, scale: Tensor, part: int) -> list[Tensor]:
+        """Return the error of each operator on calibration data (0) or validation data (1)."""
+        return [form.error(scale, part, counts[part]) for form, counts in zip(self.forms, self._counts, strict=True)]
+
+    def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> Tensor | None:
+        """Return the errors at points of a search on a device, which waits for it once; `None` on a CPU."""
+        if self._on_device.mean_weight.is_cpu or math.prod(sizes) * len(self.seen.mean_weight) > _SCALES:
+            return None
+        scales = scales_of(self._on_device)
+        table = scales.new_full((len(scales), len(self.forms)), math.nan)
+
+        def errors(points: Tensor) -> Tensor:
+            tried = (scales.index_select(0, point.view(1))[0] for point in points)
+            return torch.stack([torch.stack(self._tried(scale, 0)) for scale in tried])
+
+        with accelerator.checked_later() as checks:
+            search(errors, sizes, table, rounds=_ROUNDS)
+        flags = [condition.to(table.dtype).view(1) for condition, _ in checks]
+        on_host = torch.cat([table.flatten(), *flags]).cpu()  # one transfer: each one makes the host wait
+        if not bool(on_host[table.numel() :].all()):  # the search may never reach the point that fails
+            return None
+        return on_host[: table.numel()].view(table.shape).double().sum(1, keepdim=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,144 +171,123 @@ class MeasuredSite:
     Attributes:
         root_mean_square: Root mean square of the activation, shape (components,).
         mean_weight: Mean magnitude of the weights, each divided by its scale, shape (components,).
-        is_finite: True if the squares of the activation are finite.
     """
 
     root_mean_square: Tensor
     mean_weight: Tensor
-    is_finite: bool
 
     @classmethod
     def of(cls, components: int, forms: Sequence[_Form]) -> MeasuredSite:
-        """Return the measurements of a site's readers; waits for the device once."""
-        squares, weights = Means.of_none(components), Means.of_none(components)
+        """Return the measurements of a site's readers, on the host; waits for the device once."""
+        squares, weights, ones = (
+            Means.of_none(components),
+            Means.of_none(components),
+            torch.ones(components, dtype=torch.float32),
+        )
         sums: list[tuple[Means, Tensor, Tensor, int]] = []
         with accelerator.checked_later() as checks:
             for form in forms:
-                for means, pairs in ((squares, [form.squared]), (weights, form.ratios())):
-                    for labels, values in pairs:
-                        sums.append((means, labels, sums_along(labels, values), values.numel()))
-        parts = [part.flatten() for _, _, part, _ in sums]
-        flags = [condition.to(torch.float32).view(1) for condition, _ in checks]
-        # One transfer: each one makes the host wait.
-        read = torch.cat([*parts, *flags]).cpu().split([*(len(part) for part in parts), len(flags)])
-        for (means, labels, part, size), on_host in zip(sums, read[:-1], strict=True):
-            means.add_sums(labels, on_host.view(part.shape), size)
-        accelerator.read([], [(flag, error) for flag, (_, error) in zip(read[-1], checks, strict=True)])
-        mean = squares.means.sqrt()
-        return cls(mean, weights.means, bool(mean.isfinite().all()))
+                for means, pairs in ((squares, [form.squared]), (weights, form.ratios(ones))):
+                    sums += [(means, labels, sums_along(labels, x), x.numel()) for labels, x in pairs]
+        tensors = [*(x for _, _, x, _ in sums), *(condition for condition, _ in checks)]
+        on_host = iter(accelerator.moved(tensors, torch.device("cpu"), copy=False))
+        for means, labels, _, size in sums:
+            means.add_sums(labels, next(on_host), size)
+        accelerator.read((), [(condition, error) for condition, (_, error) in zip(on_host, checks, strict=True)])
+        return cls(squares.means.sqrt(), weights.means)
 
     def to(self, device: torch.device) -> MeasuredSite:
         """Return the measurements on a device."""
-        if self.root_mean_square.device == device:
+        if self.mean_weight.device == device:
             return self
-        return replace(self, **{name: getattr(self, name).to(device) for name in ("root_mean_square", "mean_weight")})
-
-
-@dataclass(frozen=True, eq=False)
-class _Weight:
-    """Output channels of a weight used to evaluate scales, on the device of the operator's Hessian.
-
-    Attributes:
-        reader: Operator of the weight.
-        shape: Shape of the whole weight.
-        labels: Labels of the reader, on the device.
-        parts: Parts of the weight with their indices; the scales of different parts are independent.
-        places: The same indices, with index tensors on the device.
-        largest: Largest magnitude of each label if all scales follow the weight's largest magnitude, else `None`.
-    """
-
-    reader: Reader[LinearMap]
-    shape: torch.Size
-    labels: Tensor
-    parts: tuple[tuple[_Index, Tensor], ...]
-    places: tuple[_Index, ...]
-    largest: Tensor | None
-
-    @classmethod
-    def of(cls, gm: GraphModule, reader: Reader[LinearMap], device: torch.device) -> _Weight:
-        """Read the weight of an operator of `gm`."""
-        weight, largest = reader.value(gm), None
-        if reader.operator.weight.scale.has_unit:
-            alike = [dim for dim, size in enumerate(reader.labels.shape) if size == 1]
-            ends = (weight.amin(alike, keepdim=True), weight.amax(alike, keepdim=True)) if alike else (weight, weight)
-            largest = torch.maximum(-ends[0], ends[1]).float().to(device)
-        parts = tuple((index, weight[index].to(device)) for index in _parts(reader, weight))
-        places = tuple(tuple(i.to(device) if isinstance(i, Tensor) else i for i in index) for index, _ in parts)
-        return cls(reader, weight.shape, reader.labels.to(device), parts, places, largest)
-
-    def rounded(self, factor: Tensor) -> Iterator[tuple[_Index, Tensor, Tensor, QuantizedTensor]]:
-        """Yield for each part its index, its values, its factors, and the quantized product of values and factors.
-
-        Args:
-            factor: Factors of the shape of the labels.
-        """
-        op, amax = self.reader.operator, None if self.largest is None else (self.largest * factor).amax()
-        factor = factor.expand(self.shape)
-        for (index, part), place in zip(self.parts, self.places, strict=True):
-            real, s = part.float(), factor[place]
-            yield index, real, s, quantize_tensor(real * s, op.weight, linear=op.linear, amax=amax, pairs=op.pairs)
+        return MeasuredSite(self.root_mean_square.to(device), self.mean_weight.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """The squared output of one operator as a quadratic form of its weight.
+    """The squared output of an operator as a quadratic form of its weight, on the device of its Hessians.
 
     Attributes:
-        weight: Weight of the operator.
-        seen: Hessian of its input.
-        count: Weight of each input's squared error (`HessianTrial.counts`), shape (groups, inputs).
+        reader: The operator.
+        shape: Shape of its weight.
+        hessians: Hessians of its input, of calibration and of validation data.
+        parts: Parts of the weight that scales are tried on, each with its index and its labels; the scales of different
+            parts are independent.
+        largest: Labels and the largest magnitude of the weights of each, if all scales follow the weight's largest
+            magnitude, else `None`.
     """
 
-    weight: _Weight
-    seen: Hessian
-    count: Tensor | None
+    reader: Reader
+    shape: torch.Size
+    hessians: tuple[Hessian, Hessian]
+    parts: tuple[tuple[_Index, Tensor, Tensor], ...]
+    largest: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, gm: GraphModule, reader: Reader, hessians: tuple[Hessian, Hessian]) -> _Form:
+        """Read the weight of an operator of `gm`."""
+        weight, labels, device, largest = reader.value(gm), reader.labels, hessians[0].h.device, None
+        if reader.operator.weight.scale.has_unit:
+            alike = [dim for dim, size in enumerate(labels.shape) if size == 1]
+            ends = (weight.amin(alike, keepdim=True), weight.amax(alike, keepdim=True)) if alike else (weight, weight)
+            largest = labels.to(device), torch.maximum(-ends[0], ends[1]).float().to(device)
+        indices = _parts(reader, weight)
+        parts = tuple((i, _labels_at(labels, i).to(device), weight[i].to(device)) for i in indices)
+        return cls(reader, weight.shape, hessians, parts, largest)
+
+    def rounded(self, scale: Tensor) -> Iterator[tuple[_Index, Tensor, Tensor, QuantizedTensor]]:
+        """Yield for each part its index, its values, their factors, and the quantized product of both."""
+        op, amax = self.reader.operator, None
+        if self.largest is not None:
+            amax = (self.largest[1] * per_element(self.largest[0], scale)).amax()
+        for index, labels, part in self.parts:
+            real, s = part.float(), per_element(labels, scale)
+            yield index, real, s, quantize_tensor(real * s, op.weight, linear=op.linear, amax=amax, pairs=op.pairs)
 
     @property
     def squared(self) -> tuple[Tensor, Tensor]:
         """The component of each input channel, and its mean square, shape `(channels of the value,)`."""
-        squares, rows, reader = self.seen.h.diagonal(dim1=-2, dim2=-1), self.seen.rows, self.weight.reader
+        hessian, labels, kernel = self.hessians[0], self.reader.scaled.labels, self.reader.mapping.kernel
+        squares, rows = hessian.h.diagonal(dim1=-2, dim2=-1), hessian.rows
         # An input of a convolution is a channel at one position of the kernel; groups of channels are stored one after
         # another, and each group sees all rows.
-        squares, count = (squares, rows[0]) if reader.how.kernel else (squares.sum(0), rows.sum())
-        return reader.scaled.labels, squares.reshape(len(reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
+        squares, count = (squares, rows[0]) if kernel else (squares.sum(0), rows.sum())
+        return labels, squares.reshape(len(labels), -1).mean(1) / count.clamp_min(1)
 
-    def ratios(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def ratios(self, ones: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for parts of the weight, the component of each value and its magnitude divided by its scale."""
-        reader = self.weight.reader
-        labels, ones = reader.labels.expand(self.weight.shape), torch.ones(reader.labels.shape, dtype=torch.float32)
-        for index, real, _, rounded in self.weight.rounded(ones.to(self.seen.h.device)):
-            yield labels[index], (real / rounded.layout.spread(rounded.scale)).abs()
+        for index, real, _, rounded in self.rounded(ones.to(self.hessians[0].h.device)):
+            yield self.reader.labels.expand(self.shape)[index], (real / rounded.layout.spread(rounded.scale)).abs()
 
-    def error(self, scale: Tensor) -> Tensor:
-        """Return the relative squared error of the operator's output with its site scaled by `scale`, shape ()."""
-        factors = per_element(self.weight.labels, scale.to(self.weight.labels.device))
-        noise = torch.zeros((), device=factors.device, dtype=torch.float32)
-        for index, real, s, rounded in self.weight.rounded(factors):
-            noise += self._noise(index, rounded.dequantize().div_(s).sub_(real))
-        return noise / self._signal
+    def error(self, scale: Tensor, part: int, count: Tensor | None) -> Tensor:
+        """Return the relative squared error of the output with the site scaled by `scale`, shape ().
 
-    def _noise(self, index: _Index, lost: Tensor) -> Tensor:
-        """Return the squared error of the output if rounding to nearest adds `lost` to a part of the weight."""
-        if self.count is None:
-            return self._square(index, lost)
-        mapping = self.weight.reader.how
-        count = self.count[index[0]] if mapping.stacked else self.count
-        return (mapping.matrix(lost).square().sum(-2) * count).sum()
+        Args:
+            scale: The scale.
+            part: Index of the data in `hessians`.
+            count: Result of `HessianTrial.counts` for that data.
+        """
+        noise = torch.zeros((), device=self.hessians[0].h.device, dtype=torch.float32)
+        for index, real, s, rounded in self.rounded(scale.to(noise.device)):
+            noise += self._square(index, rounded.dequantize().div_(s).sub_(real), part, count)
+        return noise / self._signals[part]
 
     @cached_property
-    def _signal(self) -> Tensor:
-        """Squared output of the unscaled float weight."""
-        signal = torch.zeros((), device=self.seen.h.device, dtype=torch.float32)
-        for index, part in self.weight.parts:
-            signal += self._square(index, part.float())
-        return signal.clamp_min(torch.finfo(torch.float32).tiny)
+    def _signals(self) -> list[Tensor]:
+        """Squared output of the unscaled float weight on each part of the data."""
+        signals = [torch.zeros((), device=hessian.h.device, dtype=torch.float32) for hessian in self.hessians]
+        for part, signal in enumerate(signals):
+            for index, _, values in self.parts:
+                signal += self._square(index, values.float(), part, None)
+        return [signal.clamp_min(torch.finfo(torch.float32).tiny) for signal in signals]
 
-    def _square(self, index: _Index, part: Tensor) -> Tensor:
-        """Return the squared output of a part of a weight."""
-        mapping, h = self.weight.reader.how, self.seen.h
-        matrix = mapping.matrix(part)
-        return ((matrix @ (h[index[0]] if mapping.stacked else h)) * matrix).sum()
+    def _square(self, index: _Index, values: Tensor, part: int, count: Tensor | None) -> Tensor:
+        """Return the squared output of a part of a weight, or, with `count`, the sum of its weighted squares."""
+        mapping = self.reader.mapping
+        matrix, group = mapping.matrix(values), index[0] if mapping.stacked else slice(None)
+        if count is None:
+            return ((matrix @ self.hessians[part].h[group]) * matrix).sum()
+        return (matrix.square().sum(-2) * count[group]).sum()
 
 
 class FeedbackTrial(HessianTrial):
@@ -330,11 +298,6 @@ class FeedbackTrial(HessianTrial):
     """
 
     moments = 5
-
-    @property
-    def seen_on_host(self) -> MeasuredSite:
-        """Measurements of the site, on the host."""
-        return self._on_host
 
     @classmethod
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor, Tensor]:
@@ -349,13 +312,13 @@ class FeedbackTrial(HessianTrial):
         return one, other
 
 
-def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[_Index]:
+def _parts(reader: Reader, weight: Tensor) -> Iterator[_Index]:
     """Yield indices of parts of a weight whose scales are independent."""
     whole: list[slice | Tensor] = [slice(None)] * weight.dim()
-    if not has_scales_apart(reader.operator.weight, reader.how):
+    if not has_scales_apart(reader.operator.weight, reader.mapping):
         yield tuple(whole)
         return
-    outputs, stacked = reader.scaled.linear.output_axis, reader.how.stacked
+    outputs, stacked = reader.scaled.linear.output_axis, reader.mapping.stacked
     rows = spread_indices(weight.shape[outputs], _rows(weight.shape[outputs]))
     whole[outputs], axis = rows, 0 if stacked else outputs
     places = torch.arange(weight.shape[0]) if stacked else rows
@@ -366,18 +329,20 @@ def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[_Index]:
         yield tuple(index)
 
 
-def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Context) -> _Found:
+def _labels_at(labels: Tensor, index: _Index) -> Tensor:
+    """Return the labels of a part of a weight, still of size 1 where they do not change."""
+    return labels[tuple(slice(None) if size == 1 else i for i, size in zip(index, labels.shape, strict=True))]
+
+
+def _measured(run: FloatRun, readers: Sequence[Reader], context: Context) -> _Measured:
     """Return the Hessians of the readers in a block, of calibration and validation data."""
-    hessians, by_entrance = _Found(), dict[object, tuple[Hessian, Hessian]]()
-    nodes = named_nodes(run.module)
+    hessians, by_entrance, nodes = _Measured(), dict[object, tuple[Hessian, Hessian]](), named_nodes(run.module)
     for reader in readers:
-        if reader.scaled.reader.name not in run.block.operators:
-            continue
-        linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.how
-        if (key := Entrance.key(linear, mapping)) not in by_entrance:
-            entrance = Entrance(run.module, linear, mapping, run.inputs)
-            by_entrance[key] = Hessian.of_parts(context, entrance)
-        hessians[reader] = by_entrance[key]
+        if reader.scaled.reader.name in run.block.operators:
+            linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.mapping
+            if (key := Entrance.key(linear, mapping)) not in by_entrance:
+                by_entrance[key] = Hessian.of_parts(context, Entrance(run.module, linear, mapping, run.inputs))
+            hessians[reader] = by_entrance[key]
     return hessians
 
 

@@ -8,14 +8,14 @@ from functools import cache, cached_property
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from quark_fx.config.quant_config import Granularity, TensorSpec
-from quark_fx.engine.blocks import Unit, extract
+from quark_fx.engine.blocks import extract
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.graph.nodes import set_parameter
-from quark_fx.numbers.ops import dequantize, dynamic_qparams, encode, quantize
+from quark_fx.numbers import ops
 from quark_fx.numbers.qparams import QParams, affine_qparams
 from quark_fx.numbers.sampling import spread_indices
 from quark_fx.observers import MinMax
@@ -23,7 +23,7 @@ from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import observe_tensor, quantize_tensor
 from quark_fx.rescale.components import Means, largest_per_component, per_element
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
-from quark_fx.solvers.samples import CALIBRATION, POSITIONS, VALIDATION, Remembered, Sample, remember
+from quark_fx.solvers.samples import CALIBRATION, POSITIONS, VALIDATION, Remembered, Sample, Value, remember
 from quark_fx.solvers.scaling import ScaleOf, Trial
 
 _CHOICE = "choice"
@@ -33,7 +33,7 @@ _FEW = 96
 """Approximate number of positions in that part; few suffice, because good scales differ by less than they gain."""
 
 
-class SampleTrial(Trial[TensorSpec]):
+class SampleTrial(Trial):
     """A site and the outputs of its quantized operators on samples; activations and weights are quantized.
 
     Scales and ranges are measured on other folds of the calibration data than the samples they are evaluated on.
@@ -42,48 +42,45 @@ class SampleTrial(Trial[TensorSpec]):
     unread = "not every operator that reads it multiplies codes by codes, or data chooses its rows"
     gain = 0.85  # a smaller gain may be chance
 
-    def __init__(
-        self, gm: GraphModule, site: PlannedSite[TensorSpec], remembered: Mapping[tuple[Node, int], Remembered]
-    ) -> None:
-        operators = tuple(_Operator.of(gm, r, remembered[r.scaled.value, r.scaled.axis]) for r in site.readers)
-        self.operators, self.site = operators, site
+    def __init__(self, gm: GraphModule, site: PlannedSite, measurements: Mapping[Value, Remembered]) -> None:
+        self.operators = [_Operator.of(gm, r, measurements[r.scaled.value, r.scaled.axis]) for r in site.readers]
         self.producers = [
             (producer, _Reference([producer.value(gm)]))
             for producer in site.producers
             if producer.operator.weight.granularity is Granularity.TENSOR
         ]
-        largest = _largest(((op.reader.labels, op.weight.abs()) for op in operators), site.site.channels)
-        self.seen_without = cache(lambda fold: SampledSite(site.site.channels, operators, fold, largest))
+        has_pairs = any(w.operator.pairs is not None for w in (*site.readers, *site.producers))
+        self.limits = [True, False] if has_pairs else [True]
+        largest = _largest(((op.reader.labels, op.weight.abs()) for op in self.operators), site.site.channels)
+        inputs = [(op.reader.scaled.labels, op.statistics) for op in self.operators]
+        self.seen_without = cache(lambda fold: SampledSite(site.site.channels, inputs, fold, largest))
         self.seen = self.seen_without(None)
 
     @classmethod
-    def reads(cls, operator: Coded) -> TensorSpec | None:
-        """Return the spec of the operator's quantized input, or `None` if its input is not quantized."""
+    def reads(cls, operator: Coded) -> bool:
+        """Tell whether an operator's input is quantized, and the same in every run on one batch."""
         # The rows that an expert reads depend on the data, so samples of its activation may not be its real input.
-        spec = operator.input if operator.kind != "experts" else None
-        return None if spec is None or spec.is_cast else spec
+        return operator.kind != "experts" and operator.input is not None and not operator.input.is_cast
 
     @classmethod
     def measured(
-        cls, gm: GraphModule, sites: Mapping[int, PlannedSite[TensorSpec]], context: Context, label: str
-    ) -> Iterator[tuple[int, Mapping[tuple[Node, int], Remembered]]]:
+        cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
+    ) -> Iterator[tuple[int, Mapping[Value, Remembered]]]:
         """Sample the inputs of all sites' readers in one forward pass."""
-        remembered = remember(gm, (r.scaled for site in sites.values() for r in site.readers), context)
+        statistics = remember(gm, (r.scaled for site in sites.values() for r in site.readers), context)
         del gm  # a scaled site replaces tensors, and `gm` would keep the old ones alive
-        yield from ((number, remembered) for number in sites)
+        yield from ((number, statistics) for number in sites)
 
     @classmethod
     def needs(cls, sizes: Sizes) -> Need:
         """Return the needs of a run: the samples of all sites' inputs, and one forward pass."""
-        read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.coded if cls.reads(op) is not None}
-        most = sum(POSITIONS.values())
-        sampled = (FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in read.values() if m)
-        sample_bytes = int(sum(sampled))
+        read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.coded if cls.reads(op)}
+        matrices, most = [m for m in read.values() if m], sum(POSITIONS.values())
+        sample_bytes = int(sum(FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in matrices))
         # A trial holds the weight scaled, rounded, limited, and unscaled, its outputs, and the reference outputs.
-        tried = max((4 * m.target + 2 * FLOAT32 * most * m.groups * m.outputs for m in read.values() if m), default=0)
-        scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
-        operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
-        return Need((Moment(sample_bytes + max(sizes.forward, scaled + tried)),), held=scaled, operations=operations)
+        tried = max((4 * m.target + 2 * FLOAT32 * most * m.groups * m.outputs for m in matrices), default=0)
+        working = sample_bytes + max(sizes.forward, sizes.weight_bytes + tried)
+        return Need((Moment(working),), held=sizes.weight_bytes, operations=sizes.forward_operations)
 
     def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
         """Return the errors on a few samples.
@@ -95,9 +92,7 @@ class SampleTrial(Trial[TensorSpec]):
 
     def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
         """Return the errors on all samples, with the target's limits on pairs of codes and without."""
-        operators = [weight.operator for weight in (*self.site.readers, *self.site.producers)]
-        limits = [True, False] if any(op.pairs is not None for op in operators) else [True]
-        return [self._errors(scale_of, [VALIDATION, CALIBRATION], limits) for scale_of in scales]
+        return [self._errors(scale_of, [VALIDATION, CALIBRATION], self.limits) for scale_of in scales]
 
     def _errors(self, scale_of: ScaleOf, parts: Sequence[str], limits: Sequence[bool]) -> list[float]:
         """Return the relative squared error for each of `limits` and each part of the samples.
@@ -114,8 +109,7 @@ class SampleTrial(Trial[TensorSpec]):
                     total[i] += operator.outputs[part].error(operator.run(read, weight))
         for producer, reference in self.producers:
             factor, (real,) = per_element(producer.labels, scales(None)), reference.values
-            rounded = _rounded(real.float() / factor, producer.operator, limits)
-            for total, weight in zip(totals, rounded, strict=True):
+            for total, weight in zip(totals, _rounded(real.float() / factor, producer.operator, limits), strict=True):
                 weight_error = reference.error([weight * factor])
                 total[:] = [error + weight_error for error in total]
         return [error for total in totals for error in total]
@@ -127,33 +121,33 @@ class SampledSite:
 
     Attributes:
         components: Number of components of the site.
-        operators: Operators with this input.
+        inputs: Component of each channel, and statistics of the activation, per operator with this input.
         without: Fold to leave out.
         largest_weight: Largest magnitude of those operators' weights.
     """
 
     components: int
-    operators: tuple[_Operator, ...]
+    inputs: Sequence[tuple[Tensor, Remembered]]
     without: int | None
     largest_weight: Tensor
 
     @cached_property
     def largest(self) -> Tensor:
         """Largest magnitude of the activation."""
-        ends = [(operator.reader.scaled.labels, operator.seen.range(self.without)) for operator in self.operators]
+        ends = ((labels, statistics.range(self.without)) for labels, statistics in self.inputs)
         return _largest(((labels, torch.maximum(-low, high)) for labels, (low, high) in ends), self.components)
 
     @cached_property
     def deviation(self) -> Tensor:
         """Standard deviation of the activation's samples."""
         moments = [Means.of_none(self.components) for _ in range(2)]
-        for operator in self.operators:
-            for x in operator.seen.calibration_samples(self.without):
-                rows = x.float().movedim(operator.seen.axis, -1)
+        for labels, statistics in self.inputs:
+            for x in statistics.calibration_samples(self.without):
+                rows = x.float().movedim(statistics.axis, -1)
                 for power, moment in enumerate(moments, 1):
-                    moment.add(operator.reader.scaled.labels.expand(rows.shape), rows**power)
+                    moment.add(labels.expand(rows.shape), rows**power)
         mean, square = (moment.means for moment in moments)
-        return (square - mean.square()).clamp_min(0).sqrt().to(self.operators[0].weight.device)
+        return (square - mean.square()).clamp_min(0).sqrt().to(self.largest_weight.device)
 
 
 def _largest(pairs: Iterable[tuple[Tensor, Tensor]], components: int) -> Tensor:
@@ -165,22 +159,24 @@ def _largest(pairs: Iterable[tuple[Tensor, Tensor]], components: int) -> Tensor:
 class _Operator:
     """Operator that reads a site, with a module that computes it, its samples, and its float outputs of them."""
 
-    reader: Reader[TensorSpec]
+    reader: Reader
+    spec: TensorSpec
     module: GraphModule
     weight: Tensor
-    seen: Remembered
+    statistics: Remembered
     samples: dict[str, list[Sample]]
     outputs: dict[str, _Reference]
 
     @classmethod
-    def of(cls, gm: GraphModule, reader: Reader[TensorSpec], remembered: Remembered) -> _Operator:
+    def of(cls, gm: GraphModule, reader: Reader, statistics: Remembered) -> _Operator:
         """Build the operator and compute its float outputs."""
-        samples = remembered.samples[CALIBRATION]
-        positions = sum(x.numel() // x.shape[remembered.axis] for _, x in samples)
+        samples, spec = statistics.samples[CALIBRATION], reader.operator.input
+        assert spec is not None  # see `SampleTrial.reads`
+        positions = sum(x.numel() // x.shape[statistics.axis] for _, x in samples)
         few = -(-len(samples) // max(1, positions // _FEW))
         choice = [samples[i] for i in spread_indices(len(samples), few).tolist()]
         module = extract(gm, [reader.scaled.value], [reader.scaled.reader])
-        operator = cls(reader, module, reader.value(gm), remembered, remembered.samples | {_CHOICE: choice}, {})
+        operator = cls(reader, spec, module, reader.value(gm), statistics, statistics.samples | {_CHOICE: choice}, {})
         for part, pairs in operator.samples.items():
             operator.outputs[part] = _Reference(operator.run([x for _, x in pairs]))
         return operator
@@ -189,7 +185,7 @@ class _Operator:
         """Return the operator's outputs, with another weight if given; inputs are joined into one batch if possible."""
         if weight is not None:
             set_parameter(self.module, str(self.reader.operator.weight_node.target), weight)
-        joined = self.seen.divisible and len({x.shape[1:] for x in inputs}) == 1
+        joined = self.statistics.divisible and len({x.shape[1:] for x in inputs}) == 1
         with torch.no_grad():
             return [self.module(x)[0] for x in ([torch.cat(list(inputs))] if joined else inputs)]
 
@@ -203,38 +199,31 @@ class _Operator:
 
         Scale and range of a sample are measured without its fold, so the error estimates the error on new data.
         """
-        spec = self.reader.how
-        fmt = str(spec.format)
         divisors = cache(lambda without: per_element(self.reader.scaled.labels, scales(without)))
-        ranges = cache(lambda without: None if spec.dynamic else self._qparams(divisors(without), without))
+        ranges = cache(lambda without: self._qparams(divisors(without), without))
         for fold, x in self.samples[part]:
-            scaled, qparams = self._divided(x, divisors(fold)), ranges(fold)
-            axis, block = None, 0
-            if qparams is None:
-                measurement = spec.measurement(self.seen.axis)
-                _, _, axis, block, *_ = measurement
-                s, z = dynamic_qparams(scaled, *measurement)
-                codes = quantize(scaled, s, z, fmt, axis, block)
+            scaled = self._divided(x, divisors(fold))
+            if self.spec.dynamic:
+                fmt, _, axis, block, *_ = measurement = self.spec.measurement(self.statistics.axis)
+                rounded = ops.fake_quantize(scaled, *ops.dynamic_qparams(scaled, *measurement), fmt, axis, block)
             else:
-                s, z = qparams.scale, qparams.zero_point
-                codes = encode(scaled, qparams, spec.scheme)
-            rounded: Tensor = dequantize(codes, s, z, fmt, axis, block)
+                rounded = ops.rounded(scaled, ranges(fold), self.spec.scheme)
             yield self._divided(rounded, divisors(None) / divisors(fold)).to(x.dtype)
 
     def _qparams(self, divisor: Tensor, without: int | None) -> QParams:
         """Return the approximate quantization parameters that calibration would find for the divided activation."""
-        spec = self.reader.how
+        spec = self.spec
         if isinstance(spec.observer, MinMax):
-            low, high = self.seen.range(without)
+            low, high = self.statistics.range(without)
             return affine_qparams((low / divisor).min(), (high / divisor).max(), spec.scheme)
         observer = spec.new_observer
-        for x in self.seen.calibration_samples(without):
+        for x in self.statistics.calibration_samples(without):
             observer = observer.observe(self._divided(x, divisor).reshape(1, -1))
         qparams = observer.qparams(spec.scheme)
         return QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
 
     def _divided(self, x: Tensor, divisor: Tensor) -> Tensor:
-        return x.float() / divisor.reshape([-1 if dim == self.seen.axis else 1 for dim in range(x.dim())])
+        return x.float() / divisor.reshape([-1 if dim == self.statistics.axis else 1 for dim in range(x.dim())])
 
 
 def _rounded(weight: Tensor, operator: Coded, limits: Sequence[bool]) -> list[Tensor]:

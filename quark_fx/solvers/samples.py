@@ -1,11 +1,13 @@
-"""Statistics of activations: the range of each channel, and samples."""
+"""Statistics of operators' inputs from one pass over the data: the range of each channel, and samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import device_of, named_nodes
 from quark_fx.numbers.sampling import spread_indices
 from quark_fx.observers import MinMax
-from quark_fx.rescale.scale_sites import ScaledInput
+from quark_fx.rescale.scale_walk import ScaledInput
 from quark_fx.system import accelerator
 from quark_fx.system.memory import Slabs
 
@@ -40,6 +42,76 @@ _GOLDEN = 0.618
 
 Sample = tuple[int | None, Tensor]
 """Samples of an activation and their fold, `None` for validation data."""
+
+Value = tuple[Node, int]
+"""A value of a graph and the dimension of its channels."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of the data: the index within it of each batch of this rank, and the number of its batches on all ranks."""
+
+    numbers: Mapping[int, int]
+    count: int
+
+    @classmethod
+    def of(cls, batches: Sequence[int], context: Context) -> Part:
+        """Return the part that contains these batches of this rank."""
+        counts = context.ranks.gather(len(batches))
+        first = sum(counts[: context.ranks.index])
+        return cls({batch: first + i for i, batch in enumerate(batches)}, sum(counts))
+
+
+class InputWatch(nn.Module, ABC):
+    """Collects statistics of a value while batches run in order.
+
+    Args:
+        parts: Parts of the data.
+    """
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__()
+        self.parts, self.batches = parts, 0
+
+    def forward(self, x: Tensor) -> None:
+        for name, part in self.parts.items():
+            if self.batches in part.numbers:
+                self.observe(x, name, self.batches)
+        self.batches += 1
+
+    @abstractmethod
+    def observe(self, x: Tensor, part: str, batch: int) -> None:
+        """Add the values of a batch of this rank, which belongs to a part of the data."""
+
+
+W = TypeVar("W", bound=InputWatch)
+
+
+def watch_inputs(
+    gm: GraphModule,
+    inputs: Iterable[ScaledInput],
+    context: Context,
+    new_watch: Callable[[Value, Sequence[Linear], Mapping[str, Part]], W],
+) -> dict[Value, W]:
+    """Run the calibration batches once; return the watch of each value, in the order of `inputs`.
+
+    Args:
+        gm: Graph to run; unchanged.
+        inputs: Inputs of operators, of `gm` or of the graph it was copied from.
+        context: Context of the run.
+        new_watch: Function that returns the watch of a value, given the value, the operators that read it, and the
+            parts of the data.
+    """
+    context.data.require_batches()
+    readers: dict[Value, list[Linear]] = {}
+    for scaled in inputs:
+        readers.setdefault((scaled.value, scaled.axis), []).append(scaled.linear)
+    batches = {CALIBRATION: context.data.calibration, VALIDATION: context.data.validation}
+    parts = {name: Part.of(numbers, context) for name, numbers in batches.items()}
+    watches, nodes = {key: new_watch(key, linears, parts) for key, linears in readers.items()}, named_nodes(gm)
+    with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):
+        run_batches(gm, context)
+    return watches
 
 
 @dataclass(frozen=True)
@@ -91,42 +163,24 @@ class Remembered:
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> Remembered:
         """Return the statistics on a device; with `copy`, in new memory. Waits once for each dtype."""
-        ends = [end for r in self.ranges.values() for end in (r.low, r.high) if end is not None]
+        ends = [end for extremes in self.ranges.values() for end in extremes.ends]
         tensors = [*ends, *(x for pairs in self.samples.values() for _, x in pairs)]
-        moved = dict(zip(map(id, tensors), accelerator.moved(tensors, torch.device(device), copy=copy), strict=True))
-
-        def on(x: Tensor | None) -> Tensor | None:
-            return None if x is None else moved[id(x)]
-
-        ranges = {fold: replace(r, low=on(r.low), high=on(r.high)) for fold, r in self.ranges.items()}
-        samples = {part: [(f, moved[id(x)]) for f, x in pairs] for part, pairs in self.samples.items()}
+        moved = iter(accelerator.moved(tensors, torch.device(device), copy=copy))
+        ranges = {fold: MinMax(low=next(moved), high=next(moved)) for fold in self.ranges}
+        samples = {part: [(fold, next(moved)) for fold, _ in pairs] for part, pairs in self.samples.items()}
         return replace(self, ranges=ranges, samples=samples)
 
 
-def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -> dict[tuple[Node, int], Remembered]:
-    """Run the calibration batches once; return statistics of operators' inputs, by value and dimension of the channels.
+def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -> dict[Value, Remembered]:
+    """Run the calibration batches once; return ranges and samples of operators' inputs.
 
     Samples depend on the position of a batch in the data of all ranks, so the number of ranks does not matter.
 
     Args:
-        gm: Graph to run; unchanged.
-        inputs: Inputs of operators, of `gm` or of the graph it was copied from.
-        context: Context of the run.
+        gm, inputs, context: Arguments of `watch_inputs`.
     """
-    context.data.require_batches()
-    readers: dict[tuple[Node, int], list[Linear]] = {}
-    for scaled in inputs:
-        readers.setdefault((scaled.value, scaled.axis), []).append(scaled.linear)
-    parts = {
-        CALIBRATION: Part.of(context.data.calibration, context),
-        VALIDATION: Part.of(context.data.validation, context),
-    }
-    slabs = Slabs()
-    watches = {key: _Watch(key[1], linears, parts, slabs) for key, linears in readers.items()}
-    nodes = named_nodes(gm)
-    with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):
-        run_batches(gm, context)
-    statistics = {}
+    slabs, statistics = Slabs(), {}
+    watches = watch_inputs(gm, inputs, context, partial(_SampleWatch, slabs))
     for key, watch in watches.items():
         # Sending a view sends its whole storage, which here is a slab.
         ours = watch.remembered if context.ranks.alone else watch.remembered.to("cpu", copy=True)
@@ -134,58 +188,37 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
     return statistics
 
 
-@dataclass(frozen=True)
-class Part:
-    """Part of the data: the index within it of each batch of this rank, and the number of its batches on all ranks."""
-
-    numbers: Mapping[int, int]
-    count: int
-
-    @classmethod
-    def of(cls, batches: Sequence[int], context: Context) -> Part:
-        """Return the part that contains these batches of this rank."""
-        counts = context.ranks.gather(len(batches))
-        first = sum(counts[: context.ranks.index])
-        return cls({batch: first + i for i, batch in enumerate(batches)}, sum(counts))
-
-
-class _Watch(nn.Module):
-    """Collect statistics of a value while batches run in order.
+class _SampleWatch(InputWatch):
+    """Collects ranges and samples of a value.
 
     Args:
-        axis: Dimension of the channels.
-        readers: Operators with this input.
-        parts: Parts of the data.
         slabs: Memory for the statistics.
+        value: Value to watch.
+        readers: Operators that read it.
+        parts: Parts of the data.
 
     Attributes:
         least: Positions that one output of a reader depends on, along each dimension except samples and channels;
             `None` for all.
     """
 
-    def __init__(self, axis: int, readers: Sequence[Linear], parts: Mapping[str, Part], slabs: Slabs) -> None:
-        super().__init__()
+    def __init__(self, slabs: Slabs, value: Value, readers: Sequence[Linear], parts: Mapping[str, Part]) -> None:
+        super().__init__(parts)
+        _, axis = value
         self.remembered = Remembered(axis, axis > 0 and not any(linear.stacked for linear in readers))
-        windows = [_window(linear) for linear in readers]
-        window_sizes = [window for window in windows if window is not None]
-        self.least = (
-            list(map(max, zip_longest(*window_sizes, fillvalue=1))) if len(window_sizes) == len(windows) else None
-        )
-        self.parts, self.slabs, self.batches = parts, slabs, 0
+        self.slabs, windows = slabs, [_window(linear) for linear in readers]
+        sizes = [window for window in windows if window is not None]
+        self.least = [*map(max, zip_longest(*sizes, fillvalue=1))] if len(sizes) == len(windows) else None
 
-    def forward(self, x: Tensor) -> None:
-        for name, part in self.parts.items():
-            if (number := part.numbers.get(self.batches)) is None:
-                continue
-            tuned = name == CALIBRATION
-            pieces = -(-_FOLDS // part.count) if tuned and self.remembered.divisible else 1
-            for i, piece in enumerate(x.tensor_split(pieces) if pieces > 1 else (x,)):
-                if len(piece):
-                    fold = (number * pieces + i) * _FOLDS // (part.count * pieces) if tuned else None
-                    if fold is not None:
-                        self.remembered.widen(fold, piece, self.slabs)
-                    self._keep(name, fold, piece, number, part.count, pieces)
-        self.batches += 1
+    def observe(self, x: Tensor, part: str, batch: int) -> None:
+        number, count, learned = self.parts[part].numbers[batch], self.parts[part].count, part == CALIBRATION
+        pieces = -(-_FOLDS // count) if learned and self.remembered.divisible else 1
+        for i, piece in enumerate(x.tensor_split(pieces) if pieces > 1 else (x,)):
+            if len(piece):
+                fold = (number * pieces + i) * _FOLDS // (count * pieces) if learned else None
+                if fold is not None:
+                    self.remembered.widen(fold, piece, self.slabs)
+                self._keep(part, fold, piece, number, count, pieces)
 
     def _keep(self, part: str, fold: int | None, x: Tensor, number: int, count: int, pieces: int) -> None:
         batches = spread_indices(count, _BATCHES).tolist()
@@ -219,4 +252,5 @@ def _window(linear: Linear) -> tuple[int, ...] | None:
     return tuple((size - 1) * step + 1 for size, step in zip(linear.kernel, linear.dilation, strict=True))
 
 
-__all__ = ["CALIBRATION", "POSITIONS", "VALIDATION", "Part", "Remembered", "Sample", "remember"]
+__all__ = ["CALIBRATION", "POSITIONS", "VALIDATION", "InputWatch", "Part", "Remembered", "Sample", "Value"]
+__all__ += ["remember", "watch_inputs"]

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.engine.room import with_room
 from quark_fx.engine.sizes import Need, Sizes
+from quark_fx.errors import Declined
 from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.plan.placement import Coded
 from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
@@ -32,20 +33,12 @@ from quark_fx.solvers.in_turn import Chosen, choose_in_turn
 from quark_fx.solvers.proposals import naming_failures
 
 S = TypeVar("S", bound=type)
-T = TypeVar("T")
 
 ScaleOf = Callable[[Any], Tensor]
 """Function from the measurements of a site to a scale, shape (components,)."""
 
-Point = tuple[int, ...]
-"""Point of a grid, given by its position along each axis."""
 
-
-_LONG = 10
-"""Smallest number of steps of a long axis, which is first tried at every fifth of its length."""
-
-
-class Trial(ABC, Generic[T]):
+class Trial(ABC):
     """A site with its measurements, and the quantization errors at it after a scale is applied.
 
     Args:
@@ -56,32 +49,28 @@ class Trial(ABC, Generic[T]):
     Attributes:
         unread: Reason for leaving a site that the trial cannot evaluate.
         gain: Ratio of new to old errors below which a scale is accepted.
-        refusal: Reason that no scale can be tried, empty if there is none.
-        seen: Measurements that a solver gets, of all calibration data.
+        seen: Measurements of all calibration data, on the host, from which a solver computes the scale to apply.
+
+    Raises:
+        Declined: If no scale can be tried.
     """
 
     unread: ClassVar[str]
     gain: ClassVar[float] = 1.0
-    refusal: str = ""
     seen: Any
 
     @abstractmethod
-    def __init__(self, gm: GraphModule, site: PlannedSite[T], measurements: Any) -> None: ...
-
-    @property
-    def seen_on_host(self) -> Any:
-        """Measurements with tensors on the host, where the scale to apply is computed."""
-        return self.seen
+    def __init__(self, gm: GraphModule, site: PlannedSite, measurements: Any) -> None: ...
 
     @classmethod
     @abstractmethod
-    def reads(cls, operator: Coded) -> T | None:
-        """Return the data needed to evaluate a scale for an operator (`Reader.how`), or `None` if it cannot be."""
+    def reads(cls, operator: Coded) -> bool:
+        """Tell whether the trial can evaluate a scale for an operator."""
 
     @classmethod
     @abstractmethod
     def measured(
-        cls, gm: GraphModule, sites: Mapping[int, PlannedSite[T]], context: Context, label: str
+        cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
     ) -> Iterator[tuple[int, Any]]:
         """Run the calibration data through a graph, and yield the numbers of sites with their measurements.
 
@@ -101,18 +90,21 @@ class Trial(ABC, Generic[T]):
     def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
         """Return the relative squared error on calibration data for each scale, for the search."""
 
-    def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> dict[Point, float]:
-        """Return `errors` of points that the search is likely to request, if computing them in advance is cheaper.
+    @abstractmethod
+    def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
+        """Return, for each scale, the errors that must all decrease; the first, on validation data, is reported."""
+
+    def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> Tensor | None:
+        """Return `errors` of points that `search` is likely to request, if computing them in advance is cheaper.
 
         Args:
             scales_of: Function that returns the scales of all points of the grid, shape (points, components).
             sizes: Number of positions along each axis of the grid.
-        """
-        return {}
 
-    @abstractmethod
-    def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
-        """Return, for each scale, the errors that must all decrease; the first, on validation data, is reported."""
+        Returns:
+            The errors, float64, shape (points, 1), NaN for other points.
+        """
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +118,13 @@ class ScalingSolver(Selective, ABC):
         explicit: Insert a multiplication if nothing before the site can absorb the scale.
     """
 
-    trial: ClassVar[type[Trial[Any]]]
+    trial: ClassVar[type[Trial]]
     """Measurements to make and error to minimize."""
 
     explicit: bool = False
 
     @property
-    def judge(self) -> type[Trial[Any]]:
+    def judge(self) -> type[Trial]:
         """The trial; an option may select another one."""
         return self.trial
 
@@ -163,54 +155,47 @@ class ScalingSolver(Selective, ABC):
             gm, context, self, explicit=self.explicit, reads=self.judge.reads, unread=self.judge.unread
         )
 
-        def chosen(pending: Mapping[int, PlannedSite[Any]]) -> Iterator[Chosen]:
+        def choose(pending: Mapping[int, PlannedSite]) -> Iterator[Chosen]:
             # Scales change the values between operators, so the data runs through the unchanged graph.
-            measured = self.judge.measured(copy_graph(gm), pending, context, type(self).__name__)
-            return self._settled(gm, measured, pending, context)
+            for number, measurements in self.judge.measured(copy_graph(gm), pending, context, type(self).__name__):
+                with naming_failures(self, pending[number].name):
+                    chosen = with_room(context, partial(self._choose, gm, pending[number], measurements, context))
+                del measurements  # before the next site is measured
+                # All ranks must apply the same scale, but another processor may break a tie differently.
+                yield number, *context.ranks.gather(chosen)[0]
 
-        return choose_in_turn(sites, context, chosen, lambda site, scale: apply_scale(gm, site.site, scale))
+        return choose_in_turn(sites, context, choose, lambda site, scale: apply_scale(gm, site.site, scale))
 
     def needs(self, sizes: Sizes) -> Need:
         """Return the needs of a run."""
         return self.judge.needs(sizes)
 
-    def _settled(
-        self,
-        gm: GraphModule,
-        measured: Iterator[tuple[int, Any]],
-        sites: Mapping[int, PlannedSite[Any]],
-        context: Context,
-    ) -> Iterator[Chosen]:
-        for number, measurements in measured:
-            with naming_failures(self, sites[number].name):
-                settled = with_room(context, partial(self._settled_site, gm, sites[number], measurements, context))
-            del measurements  # before the next site is measured
-            # All ranks must apply the same scale, but another processor may break a tie differently.
-            yield number, *context.ranks.gather(settled)[0]
-
-    def _settled_site(
-        self, gm: GraphModule, site: PlannedSite[Any], measurements: Any, context: Context
+    def _choose(
+        self, gm: GraphModule, site: PlannedSite, measurements: Any, context: Context
     ) -> tuple[Tensor | None, Change]:
         """Return the scale of a site, or `None` if no scale is better, and the change to report."""
-        began, grid, trial = time.perf_counter(), self.grid, self.judge(gm, site, measurements)
-        if trial.refusal:
-            return None, Change.skipped(site.name, trial.refusal)
+        began, grid = time.perf_counter(), self.grid
+        try:
+            trial = self.judge(gm, site, measurements)
+        except Declined as declined:
+            return None, Change.skipped(site.name, declined.reason)
+        points, sizes = [*itertools.product(*grid.values())], [len(axis) for axis in grid.values()]
+        scales: list[ScaleOf] = [partial(self.scale, values=values) for values in points]
 
-        def scale_of(point: Point) -> ScaleOf:
-            values = tuple(axis[i] for axis, i in zip(grid.values(), point, strict=True))
-            return lambda seen: self.scale(seen, values)
+        def errors(numbers: Tensor) -> Tensor:
+            by_point = trial.errors([scales[number] for number in numbers.tolist()])
+            return torch.tensor(by_point, dtype=torch.float64).unsqueeze(1)
 
-        sizes = [len(axis) for axis in grid.values()]
-        best = search(lambda points: trial.errors([*map(scale_of, points)]), sizes, trial.foreseen(self.scales, sizes))
+        best = int(search(errors, sizes, trial.foreseen(self.scales, sizes)))
         ones = torch.ones(site.site.channels, dtype=torch.float32)
-        before, after = trial.verdicts([lambda seen: ones, scale_of(best)])
-        seconds = time.perf_counter() - began
-        if not all(a < trial.gain * b for b, a in zip(before, after, strict=True)):
-            refusal = Change.skipped(site.name, _refusal(before, after, trial.gain, context), before[0])
-            return None, replace(refusal, seconds=seconds)
-        what = ", ".join(f"{name} {axis[i]:g}" for (name, axis), i in zip(grid.items(), best, strict=True))
-        change = Change(site.name, what, before=before[0], after=after[0], seconds=seconds)
-        return scale_of(best)(trial.seen_on_host).cpu(), change
+        before, after = trial.verdicts([lambda seen: ones, scales[best]])
+        what = ", ".join(f"{name} {value:g}" for name, value in zip(grid, points[best], strict=True))
+        change = Change(site.name, what, before=before[0], after=after[0])
+        if is_better := all(a < trial.gain * b for b, a in zip(before, after, strict=True)):
+            scale = scales[best](trial.seen).cpu()
+        else:
+            change = Change.skipped(site.name, _refusal(before, after, trial.gain, context), before[0])
+        return scale if is_better else None, replace(change, seconds=time.perf_counter() - began)
 
 
 def _refusal(before: Sequence[float], after: Sequence[float], gain: float, context: Context) -> str:
@@ -222,107 +207,72 @@ def _refusal(before: Sequence[float], after: Sequence[float], gain: float, conte
     return context.data.refusal(after[0])
 
 
+_LONG = 10
+"""Smallest number of steps of a long axis, which is first tried at every fifth of its length."""
+
+
 def search(
-    errors: Callable[[Sequence[Point]], Sequence[float]],
-    sizes: Sequence[int],
-    foreseen: Mapping[Point, float] | None = None,
-) -> Point:
+    errors: Callable[[Tensor], Tensor], sizes: Sequence[int], table: Tensor | None = None, *, rounds: int | None = None
+) -> Tensor:
     """Return the point with the smallest error found, by searching along each axis, then with decreasing steps.
 
+    A point is its number in the order of `itertools.product`, int64, shape ().
+
     Args:
-        errors: Function that returns the errors of points. It is called once per point, with as many points at a time
-            as possible, since each call waits for the device.
+        errors: Function from points, shape (points,), to their errors, shape (points, summands). It is called with as
+            many points as possible, since a call may wait for the device.
         sizes: Number of positions along each axis. A long axis is tried at every fifth of its length, then around the
             best point; a short axis is followed from its middle while the error decreases.
-        foreseen: Errors that are already available.
+        table: Errors of all points, shape (points, summands), NaN for points that were not tried; the search adds to
+            it. Default: no point was tried.
+        rounds: Number of rounds per step size, for a device that the host must not wait for; points may be tried twice.
+            Default: search until no point is better, and try each point once.
     """
-    by_point, lasts = dict(foreseen or {}), [size - 1 for size in sizes]
+    table = torch.full((math.prod(sizes), 1), math.nan, dtype=torch.float64) if table is None else table
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
-    def least(points: Sequence[Point]) -> Point:
-        if new := [point for point in dict.fromkeys(points) if point not in by_point]:
-            by_point.update(zip(new, errors(new), strict=True))
-        return min(points, key=by_point.__getitem__)
+    def moved(point: Tensor, steps: Sequence[int]) -> Tensor:
+        """Return the point so many steps away along each axis, or `point` if that is not on the grid."""
+        to, inside = point, point >= 0
+        for stride, size, step in zip(strides, sizes, steps, strict=True):
+            place = point // stride % size + step
+            to, inside = to + step * stride, inside & (place >= 0) & (place < size)
+        return torch.where(inside, to, point)
 
-    best: Point = tuple(0 if last >= _LONG else last // 2 for last in lasts)
-    for axis, last in enumerate(lasts):
-        if last >= _LONG:
-            best = least([_moved(best, axis, i) for i in (*range(0, last, last // 5), last)])
+    def least(points: Sequence[Tensor], tried: int) -> Tensor:
+        """Return the point with the smallest error, of equal ones the first; so many were tried before."""
+        numbers = torch.stack([*points])
+        new = numbers[tried:] if rounds else numbers[table[numbers, 0].isnan()].unique()
+        if len(new):
+            table.index_copy_(0, new, errors(new).nan_to_num(nan=math.inf, posinf=math.inf))
+        return numbers[table[numbers].sum(-1).argmin().view(1)].view(())
+
+    def descended(point: Tensor, neighbors: Sequence[Sequence[Sequence[int]]], most: int, tried: int) -> Tensor:
+        for _ in range(most):
+            previous = point
+            for steps in neighbors:
+                point = least([point, *(moved(point, step) for step in steps)], tried)
+            if rounds is None and bool(point == previous):
+                break
+        return point
+
+    middles = (stride * ((size - 1) // 2) for stride, size in zip(strides, sizes, strict=True) if size <= _LONG)
+    best = torch.full((), sum(middles), dtype=torch.int64, device=table.device)
+    for axis, (stride, size) in enumerate(zip(strides, sizes, strict=True)):
+        if size > _LONG:
+            start = best - best // stride % size * stride
+            best = least([start + i * stride for i in (*range(0, size - 1, (size - 1) // 5), size - 1)], 0)
             continue
-        for step in (1, -1):
-            while 0 <= best[axis] + step <= last:
-                # The current point comes first, so a tie does not move it.
-                if best == (best := least([best, _moved(best, axis, best[axis] + step)])):
-                    break
-    reaches = [max(2, last // 5) for last in lasts]
+        for sign in (1, -1):
+            best = descended(best, [[[sign * (i == axis) for i in range(len(sizes))]]], size - 1, tried=0)
+    reaches = [max(2, (size - 1) // 5) for size in sizes]
     while any(reaches := [reach // 2 for reach in reaches]):
-        previous: Point | None = None
-        while previous != best:
-            previous = best
-            for steps in _steps(reaches):
-                best = least([best, *_beside(best, steps, lasts)])
+        both_ways = [[[sign * step for step in steps] for sign in (-1, 1)] for steps in _steps(reaches)]
+        best = descended(best, both_ways, rounds or len(table), tried=1)
     return best
 
 
-_PASSES = 2
-"""Rounds of `foresee` per step size; the first often finds a better point, the next seldom does."""
-
-
-def foresee(errors: Callable[[Tensor], Tensor], parts: int, sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Follow `search` on a device for a fixed number of steps, without waiting for the device.
-
-    Args:
-        errors: Function that returns the errors, shape (parts,), of a point, given by its number, int64, shape (), in
-            the order of `itertools.product`.
-        parts: Number of summands of the error.
-        sizes: Number of positions along each axis.
-        device: Device of the errors.
-
-    Returns:
-        The errors of all points, shape (points, parts), NaN for points that were not tried.
-    """
-    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    table = torch.full((math.prod(sizes), parts), math.nan, dtype=torch.float32, device=device)
-
-    def along(point: Tensor, axis: int) -> Tensor:
-        return point // strides[axis] % sizes[axis]
-
-    def beside(point: Tensor, step: Point) -> Tensor:
-        moved, inside = point, torch.ones((), dtype=torch.bool, device=device)
-        for axis, (by, stride) in enumerate(zip(step, strides, strict=True)):
-            place = along(point, axis) + by
-            moved, inside = moved + by * stride, inside & (place >= 0) & (place < sizes[axis])
-        return torch.where(inside, moved, point)
-
-    def least(points: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
-        for point in new:
-            table.index_copy_(0, point.view(1), errors(point).view(1, -1))
-        numbers = torch.stack([*points, *new])
-        return numbers[table[numbers].sum(-1).argmin().view(1)].view(())
-
-    lasts = [size - 1 for size in sizes]
-    start = sum((0 if last >= _LONG else last // 2) * stride for last, stride in zip(lasts, strides, strict=True))
-    best = torch.full((), start, dtype=torch.int64, device=device)
-    for axis, last in enumerate(lasts):
-        places = (*range(0, last, max(1, last // 5)), last) if last >= _LONG else range(last + 1)
-        best = least([], [best + (i - along(best, axis)) * strides[axis] for i in places])
-    reaches = [max(2, last // 5) for last in lasts]
-    while any(reaches := [reach // 2 for reach in reaches]):
-        for steps in [*_steps(reaches)] * _PASSES:
-            best = least([best], [beside(best, tuple(sign * s for s in steps)) for sign in (-1, 1)])
-    return table
-
-
-def _moved(point: Point, axis: int, position: int) -> Point:
-    return (*point[:axis], position, *point[axis + 1 :])
-
-
-def _beside(point: Point, step: Point, lasts: Sequence[int]) -> Iterator[Point]:
-    """Yield the points one step back and one step ahead that are on the grid."""
-    near = (tuple(p + sign * s for p, s in zip(point, step, strict=True)) for sign in (-1, 1))
-    yield from (p for p in near if all(0 <= i <= last for i, last in zip(p, lasts, strict=True)))
-
-
-def _steps(reaches: Sequence[int]) -> Iterator[Point]:
+def _steps(reaches: Sequence[int]) -> Iterator[Sequence[int]]:
     """Yield a step along each axis, then along two axes in opposite directions, since one can offset the other."""
     steps = [tuple(reach if i == axis else 0 for i in range(len(reaches))) for axis, reach in enumerate(reaches)]
     yield from steps
@@ -336,4 +286,4 @@ def scaling_solver(cls: S) -> S:
     return registered
 
 
-__all__ = ["Point", "ScaleOf", "ScalingSolver", "Trial", "scaling_solver", "search"]
+__all__ = ["ScaleOf", "ScalingSolver", "Trial", "scaling_solver", "search"]

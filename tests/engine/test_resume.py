@@ -213,7 +213,7 @@ def test_a_run_continues_from_every_block(name: str, device: torch.device, tmp_p
 
 def measured_by_scalings(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return at how many sites a run measures."""
-    trial: type[Trial[Any]] = HessianTrial if name == "awq" else SampleTrial
+    trial: type[Trial] = HessianTrial if name == "awq" else SampleTrial
     counted, measured = list[int](), trial.measured
 
     def counting(gm: GraphModule, sites: Any, *rest: Any) -> Any:

@@ -19,7 +19,8 @@ from quark_fx.graph.nodes import parameter, stored_tensors
 from quark_fx.graph.pass_manager import Change, copy_graph, pass_from_dict, pass_name, pass_to_dict, run_passes
 from quark_fx.passes import AbsorbHighBias, CrossLayerEqualization, fold_batch_norm
 from quark_fx.presets import INT8_STATIC
-from quark_fx.rescale.scale_sites import Absorber, apply_scale, find_scale_sites
+from quark_fx.rescale.scale_sites import apply_scale, find_scale_sites
+from quark_fx.rescale.scale_walk import Absorption
 
 
 def folded(model: nn.Module, x: Tensor) -> GraphModule:
@@ -33,7 +34,7 @@ def equalized(gm: GraphModule, x: Tensor, p: CrossLayerEqualization | None = Non
     return gm, record.rewrites
 
 
-def largest(gm: GraphModule, absorbers: tuple[Absorber, ...], channels: int) -> Tensor:
+def largest(gm: GraphModule, absorbers: tuple[Absorption, ...], channels: int) -> Tensor:
     """Return the largest magnitude of a site's weights per component."""
     found = torch.zeros(channels)
     for absorber in absorbers:

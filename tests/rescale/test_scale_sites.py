@@ -21,7 +21,8 @@ from quark_fx.graph.operators import operator_row
 from quark_fx.graph.pass_manager import copy_graph, run_passes
 from quark_fx.passes import fold_batch_norm, fold_constants
 from quark_fx.rescale.scale_rules import RULES
-from quark_fx.rescale.scale_sites import Absorber, ScaleSite, apply_scale, find_scale_sites
+from quark_fx.rescale.scale_sites import ScaleSite, apply_scale, find_scale_sites
+from quark_fx.rescale.scale_walk import Absorption
 
 ROUNDING = 1e-9
 """Of the largest output, for float64: scales span twelve decades, and a few thousand roundings add up."""
@@ -97,7 +98,7 @@ def sites_of(model: nn.Module, x: Tensor) -> tuple[GraphModule, tuple[ScaleSite,
     return gm, find_scale_sites(gm).sites
 
 
-def shown(absorbers: Sequence[Absorber]) -> dict[str, list[int]]:
+def shown(absorbers: Sequence[Absorption]) -> dict[str, list[int]]:
     """Return the labels of each parameter, in its order of elements."""
     return {str(a.parameter.target): a.labels.flatten().tolist() for a in absorbers}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,91 +16,109 @@ from quark_fx.errors import PassError
 from quark_fx.passes import AWQ, AdaRound, SmoothQuant
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 from quark_fx.rescale.components import largest_per_component, per_element
-from quark_fx.solvers.hessian_trial import _TRIES
+from quark_fx.solvers.hessian_trial import _ROUNDS, _TRIES
 from quark_fx.solvers.sample_trial import SampledSite
 from quark_fx.solvers.samples import CALIBRATION, Remembered
-from quark_fx.solvers.scaling import foresee, scaling_solver, search
+from quark_fx.solvers.scaling import scaling_solver, search
 from quark_fx.solvers.solver import Bias, OutputError, Solver, solver
 from quark_fx.system.memory import Slabs
 
+Point = tuple[int, ...]
+"""Positions along the axes of a grid."""
 
-def each(error: Callable[[tuple[int, ...]], float]) -> Callable[[Sequence[tuple[int, ...]]], list[float]]:
-    """Return the errors of points, as `search` asks for them."""
-    return lambda points: [error(point) for point in points]
+
+def position(number: int, sizes: Point) -> Point:
+    """Return the positions of a point that `search` numbers."""
+    return tuple(number // math.prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes))
+
+
+def found(error: Callable[[Point], float], sizes: Point, calls: list[list[Point]] | None = None) -> Point:
+    """Return the point that `search` ends at; note the points of each call."""
+
+    def errors(numbers: Tensor) -> Tensor:
+        points = [position(number, sizes) for number in numbers.tolist()]
+        if calls is not None:
+            calls.append(points)
+        return torch.tensor([[error(point)] for point in points], dtype=torch.float64)
+
+    return position(int(search(errors, sizes)), sizes)
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.9], ids=["bowl", "valley"])
 @pytest.mark.parametrize("best", [(7, 13), (0, 0), (20, 1), (4, 0), (11, 14), (20, 20)])
-def test_the_search_ends_where_the_error_is_least(best: tuple[int, int], slope: float) -> None:
-    asked = set()
-
-    def error(exponents: tuple[int, ...]) -> float:
-        asked.add(exponents)
+def test_the_search_ends_where_the_error_is_least(best: Point, slope: float) -> None:
+    def error(exponents: Point) -> float:
         r, q = (one - other for one, other in zip(exponents, best, strict=True))
         return r * r + q * q + 2 * slope * r * q  # less of one may be more of the other
 
-    calls: list[int] = []
-
-    def errors(points: Sequence[tuple[int, ...]]) -> list[float]:
-        calls.append(len(points))
-        return [error(point) for point in points]
-
-    assert search(errors, (21, 21)) == best
-    assert sum(calls) == len(asked) <= 1.5 * _TRIES  # each once
-    assert calls[:2] == [6, 5]  # each call waits for the device, so a line is asked at once
+    calls = list[list[Point]]()
+    assert found(error, (21, 21), calls) == best
+    asked = [point for call in calls for point in call]
+    assert len(asked) == len(set(asked)) <= 1.5 * _TRIES  # each once
+    assert [*map(len, calls[:2])] == [6, 5]  # each call waits for the device, so a line is asked at once
 
 
 @pytest.mark.parametrize("sizes", [(21, 21), (5, 12)])
 @pytest.mark.parametrize("best", [(0.1, 0.1), (0.35, 0.6), (0.55, 0.9)])
 def test_where_the_search_goes_is_foreseen_without_a_decision_of_the_host(
-    best: tuple[float, float], sizes: tuple[int, int]
+    best: tuple[float, ...], sizes: Point
 ) -> None:
     ends = [share * (size - 1) for share, size in zip(best, sizes, strict=True)]
 
-    def parts(number: Tensor) -> Tensor:
-        r, q = number // sizes[1] - ends[0], number % sizes[1] - ends[1]
-        return torch.stack((r * r + r * q, q * q))
+    def errors(numbers: Tensor) -> Tensor:
+        r, q = numbers // sizes[1] - ends[0], numbers % sizes[1] - ends[1]
+        return torch.stack((r * r + r * q, q * q), 1)
 
-    found = foresee(parts, 2, sizes, torch.device("cpu"))
-    points = [*itertools.product(*map(range, sizes))]
-    known = {p: sum(row) for p, row in zip(points, found.tolist(), strict=True) if row[0] == row[0]}
-    assert len(known) <= 1.5 * _TRIES
-    errors = {p: sum(parts(torch.tensor(i)).tolist()) for i, p in enumerate(points)}
-    assert known == {p: errors[p] for p in known}
-    asked = list[tuple[int, ...]]()
-    assert search(each(lambda p: asked.append(p) or errors[p]), sizes, known) == search(each(errors.get), sizes)  # type: ignore[func-returns-value, arg-type]
+    asked = list[int]()
+
+    def noted(numbers: Tensor) -> Tensor:
+        asked.extend(numbers.tolist())
+        return errors(numbers).sum(1, keepdim=True).double()
+
+    table = torch.full((math.prod(sizes), 2), torch.nan)
+    search(errors, sizes, table, rounds=_ROUNDS)
+    known = ~table[:, 0].isnan()
+    assert int(known.sum()) <= 1.5 * _TRIES
+    assert torch.equal(table[known], errors(torch.arange(len(table)))[known])
+    ahead = search(noted, sizes, table.sum(1, keepdim=True).double())
     assert len(asked) <= 4  # of a third look around one point
+    assert int(ahead) == int(search(noted, sizes))
 
 
 @pytest.mark.parametrize("steps", [2, 4, 9, 10, 17, 32])
 def test_the_ends_of_any_grid_are_tried(steps: int) -> None:
-    assert search(each(lambda point: -float(sum(point))), (steps + 1, steps + 1)) == (steps, steps)
+    assert found(lambda point: -float(sum(point)), (steps + 1, steps + 1)) == (steps, steps)
 
 
 def test_a_short_axis_is_followed_from_its_middle() -> None:
     """Of two that are alike the one upwards; what lies beyond a worse one is not asked."""
-    asked = []
-
-    def error(point: tuple[int, ...]) -> float:
-        asked.append(point[0])
-        return (1.0, 0.5, 0.7, 0.5, 0.9, 0.0)[point[0]]
-
-    assert search(each(error), [6]) == (3,)
-    assert set(asked) == {2, 3, 4}
+    calls, errors = list[list[Point]](), (1.0, 0.5, 0.7, 0.5, 0.9, 0.0)
+    assert found(lambda point: errors[point[0]], (6,), calls) == (3,)
+    assert {point[0] for call in calls for point in call} == {2, 3, 4}
 
 
 def test_a_long_axis_and_a_short_one_are_searched_together() -> None:
-    assert search(each(lambda point: abs(point[0] - 13) + abs(point[1] - point[0] // 6)), (21, 4)) == (13, 2)
+    assert found(lambda point: abs(point[0] - 13) + abs(point[1] - point[0] // 6), (21, 4)) == (13, 2)
+
+
+@pytest.mark.parametrize("spoiled", [(0, 0), (8, 8), (20, 20)])
+def test_a_point_without_an_error_is_never_chosen(spoiled: Point) -> None:
+    def error(point: Point) -> float:
+        return math.nan if point == spoiled else abs(point[0] - 8) + abs(point[1] - 7)
+
+    calls = list[list[Point]]()
+    assert found(error, (21, 21), calls) == (8, 7)
+    assert sum(call.count(spoiled) for call in calls) <= 1
 
 
 def remembered(*folds: int) -> Remembered:
     """Return what is remembered of a value with two channels, a sample a fold; magnitudes are those of the fold."""
-    found, slabs = Remembered(1, divisible=True), Slabs()
+    statistics, slabs = Remembered(1, divisible=True), Slabs()
     for fold in folds:
         x = (fold + 1) * rand(3, 2, seed=fold)
-        found.widen(fold, x, slabs)
-        found.samples[CALIBRATION].append((fold, x))
-    return found
+        statistics.widen(fold, x, slabs)
+        statistics.samples[CALIBRATION].append((fold, x))
+    return statistics
 
 
 def test_parts_of_the_data_merge_to_what_all_of_it_leaves() -> None:
@@ -121,10 +139,10 @@ def test_what_is_sent_to_other_ranks_is_no_larger_than_its_values() -> None:
 
 def test_a_fold_is_left_out_by_its_number_though_others_are_empty() -> None:
     """Two batches of one sample are the folds 0 and 2 of four."""
-    found = remembered(0, 2)
+    both = remembered(0, 2)
     for mine, other in ((0, 2), (2, 0)):
-        assert all(torch.equal(a, b) for a, b in zip(found.range(mine), remembered(other).range(None), strict=True))
-        (sample,) = found.calibration_samples(mine)
+        assert all(torch.equal(a, b) for a, b in zip(both.range(mine), remembered(other).range(None), strict=True))
+        (sample,) = both.calibration_samples(mine)
         assert torch.equal(sample, remembered(other).samples[CALIBRATION][0][1])
     alone = remembered(3)
     assert all(torch.equal(a, b) for a, b in zip(alone.range(3), alone.range(None), strict=True))
@@ -135,21 +153,21 @@ def test_what_is_seen_of_a_site_is_that_of_its_samples(monkeypatch: pytest.Monke
     model, data = seeded(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4))), [rand(2, 16, seed=i) for i in range(8)]
     with torch.no_grad():
         model[0].weight.mul_(torch.linspace(0.1, 10, 16))  # type: ignore[operator]
-    found, scale = list[SampledSite](), SmoothQuant.scale
+    sites, scale = list[SampledSite](), SmoothQuant.scale
 
     def noted(self: SmoothQuant, seen: SampledSite, values: tuple[float, ...]) -> Tensor:
-        found.append(seen)
+        sites.append(seen)
         return scale(self, seen, values)
 
     monkeypatch.setattr(SmoothQuant, "scale", noted)
     quantize(model, INT8_STATIC.replace(passes=(SmoothQuant(),)), data)
-    seen = next(site for site in found if site.without is None)
+    seen = next(site for site in sites if site.without is None)
     with torch.no_grad():
         x = torch.cat([model[0](batch) for batch in data[:7]])
     torch.testing.assert_close(seen.deviation, x.std(0, correction=0))
     torch.testing.assert_close(seen.largest, x.abs().amax(0))
     torch.testing.assert_close(seen.largest_weight, model[1].weight.detach().abs().amax(0))  # type: ignore[operator]
-    torch.testing.assert_close(next(s for s in found if s.without == 3).largest, x[:12].abs().amax(0))
+    torch.testing.assert_close(next(s for s in sites if s.without == 3).largest, x[:12].abs().amax(0))
 
 
 def test_components_go_to_elements_and_back() -> None:
