@@ -35,6 +35,7 @@ FINISHED = (
     "quark_fx/model",
     "quark_fx/numbers",
     "quark_fx/observers",
+    "quark_fx/parity",
     "quark_fx/passes",
     "quark_fx/plan",
     "quark_fx/presets.py",
@@ -44,6 +45,7 @@ FINISHED = (
     "quark_fx/solvers",
     "quark_fx/system",
     "quark_fx/targets",
+    "quark_fx/vendors",
 )
 """Files and folders whose docstrings, comments, messages, and names of variables are in plain words."""
 

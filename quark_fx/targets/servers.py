@@ -107,7 +107,7 @@ def capability(server: str, weight: TensorSpec | None, read: TensorSpec | None) 
     '7.5'
     """
     rows = (row for row in PRODUCTS if row.has(Operand.WEIGHT, weight) and row.has(Operand.INPUT, read))
-    return next((found for row in rows if (found := row.on(server))), "")
+    return next((least for row in rows if (least := row.on(server))), "")
 
 
 def _measures_a_share(spec: TensorSpec, operand: Operand) -> bool:
@@ -193,7 +193,7 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
             rows = [row for row in PRODUCTS if row.on(server) and row.has(Operand.WEIGHT, weight)]
             reads = ", ".join(dict.fromkeys(kind for row in rows for kind in row.reads))
             return (
-                f"{server} cannot multiply {weight} weights by {read or _FLOAT} activations; beside these weights they "
+                f"{server} cannot multiply {weight} weights by {read or _FLOAT} activations; with these weights they "
                 f"are {reads}; change input= or weight="
             )
         if read is None:
@@ -201,7 +201,7 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
         if not weight.scheme.symmetric:
             return "weights must not have zero points if activations are rounded; set symmetry='symmetric'"
         if not read.scheme.symmetric and (weight.group_size or weight.format.bits < 8):
-            return "activations must not have zero points beside packed weights; set format='int8' of input"
+            return "activations must not have zero points with packed weights; set format='int8' of input"
         # A fused layer has one scale for all of its weights.
         again = is_float and weight.granularity is Granularity.TENSOR
         return f"{server} rounds FP8 weights per tensor again when it fuses them; set granularity='channel'" * again

@@ -142,7 +142,7 @@ def test_what_reads_one_value_in_another_module_or_decides_is_apart() -> None:
         ),
         (
             QuantConfig(weight=W4.weight, input=TOKEN.replace(symmetry="asymmetric")),
-            r"o: activations must not have zero points beside packed weights",
+            r"o: activations must not have zero points with packed weights",
         ),
         (QuantConfig(weight=SQUARE, input=GROUPS), r"o: its outputs or inputs are not a multiple of 128; exclude it"),
         (
@@ -168,7 +168,7 @@ def test_square_blocks_are_multiplied_by_activations_in_groups(target: str) -> N
     model, x = nn.Sequential(nn.Linear(256, 128)).eval(), [torch.randn(4, 256)]
     for read in (None, GROUPS.replace(granularity="token", group_size=None)):
         with pytest.raises(
-            qfx.ConfigError, match=r"group 128x128 weights by .*; beside these weights they are fp8_e4m3 group 128"
+            qfx.ConfigError, match=r"group 128x128 weights by .*; with these weights they are fp8_e4m3 group 128"
         ):
             qfx.quantize(model, QuantConfig(weight=SQUARE, input=read, target=target), x)  # type: ignore[arg-type]
     config = QuantConfig(weight=SQUARE, input=GROUPS, target=target)  # type: ignore[arg-type]
