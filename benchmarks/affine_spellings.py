@@ -11,10 +11,8 @@ batch norms and with ordinary ones.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -22,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torchvision
@@ -32,6 +30,7 @@ from torchvision.models import detection, segmentation
 
 import quark_fx as qfx
 from benchmarks.common import judged, sqnr, table
+from benchmarks.experiment import experiment
 
 CHANNELS = 8
 
@@ -331,7 +330,7 @@ def detectors() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
         yield f"{name}ForObjectDetection", make
 
 
-def models() -> Iterator[tuple[str, nn.Module]]:
+def real_models() -> Iterator[tuple[str, nn.Module]]:
     """Yield torchvision's networks with batch norms and seeded weights."""
     plain = {"weights": None, "weights_backbone": None}
     yield "resnet18", torchvision.models.resnet18()
@@ -349,7 +348,7 @@ def models() -> Iterator[tuple[str, nn.Module]]:
 
 def pairs(words: list[str]) -> Iterator[tuple[str, int, nn.Module, nn.Module]]:
     """Yield the name of each model that has one of some words, a batch size, and both versions of the model."""
-    for name, model in models():
+    for name, model in real_models():
         if words and not any(word in name for word in words):
             continue
         with torch.no_grad():
@@ -360,16 +359,16 @@ def pairs(words: list[str]) -> Iterator[tuple[str, int, nn.Module, nn.Module]]:
             yield name, 2, thawed(make()), make()
 
 
-def main() -> int:
+@experiment()
+def main(
+    only: Annotated[str, "words of cells or models, separated by commas"] = "",
+    models: Annotated[bool, "detectors and segmentation models"] = False,
+) -> int:
     """Measure and print; return 1 if a cell is wrong."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="words of cells or models, separated by commas")
-    parser.add_argument("--models", action="store_true", help="detectors and segmentation models")
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    words = [word for word in options.only.split(",") if word]
+    words = [word for word in only.split(",") if word]
     rows: list[tuple[str, ...]] = []
-    if options.models:
+    if models:
         for name, samples, plain, frozen_model in pairs(words):
             torch.manual_seed(0)
             batches = [torch.randn(samples, 3, 64, 64) for _ in range(2)]
@@ -389,4 +388,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

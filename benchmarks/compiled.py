@@ -14,18 +14,15 @@ float, simulated by `eager()`, and with `eager(kernels=True)`. `--sections` meas
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import os
 import statistics
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torchvision
@@ -39,13 +36,13 @@ from benchmarks.common import (
     environment,
     estimate_batch_norm,
     images,
-    publish,
     sections_of,
     spread,
     sqnr,
     table,
     timed,
 )
+from benchmarks.experiment import Option, experiment
 from quark_fx.evaluation.runs import main_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -215,7 +212,7 @@ FLOAT, SIMULATED, KERNELS = "float", "eager()", "eager(kernels=True)"
 PROMPT, NEW, ROUNDS = 32, 32, 5
 
 
-def generate(preset: str) -> dict[str, Any]:
+def generated(preset: str) -> dict[str, Any]:
     """Return seconds of greedy generation by model, which tokens are those of the simulated one, and kernels."""
     model, data = llama_135m()
     qmodel = qfx.quantize(model, preset, data, progress=False)
@@ -261,7 +258,7 @@ round in parentheses. Compilation is not timed."""
     return "\n\n".join([text, table(header, rows), "  \n".join(notes)])
 
 
-def sections() -> dict[str, tuple[str, Callable[[int], str]]]:
+def all_sections() -> dict[str, tuple[str, Callable[[int], str]]]:
     """Return title and measurement, of some rounds, of each section by the name of its option."""
 
     def of(case: Case, name: str, variables: dict[str, str]) -> tuple[str, Callable[[int], str]]:
@@ -282,36 +279,36 @@ def sections() -> dict[str, tuple[str, Callable[[int], str]]]:
     return found
 
 
-def main() -> None:
-    """Run and report."""
-    known = sections()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of one run of each model at batch 1")
-    parser.add_argument("--case", choices=CASES, help="run one case in this process and print its figures")
-    parser.add_argument("--generate", choices=GENERATED, help="generate in this process and print the figures")
-    parser.add_argument("--sections", nargs="+", choices=known, default=list(known), help="those to measure")
-    parser.add_argument("--write", action="store_true", help="update these sections of results/compiled.md")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    if arguments.case:
+@experiment(page="compiled.md", own_environment=True)
+def main(
+    rounds: Annotated[int, "rounds of one run of each model at batch 1"] = 15,
+    case: Annotated[str | None, Option("run one case in this process and print its figures", choices=CASES)] = None,
+    generate: Annotated[str | None, Option("generate in this process and print the figures", choices=GENERATED)] = None,
+    sections: Annotated[Sequence[str], Option("those to measure; default: all", choices=all_sections())] = tuple(
+        all_sections()
+    ),
+    write: bool = False,
+) -> Iterator[str]:
+    """Measure, and yield the page as it grows."""
+    if case:
         if AVX2.items() <= os.environ.items():
             inductor.cpp.simdlen = 256
-        print(json.dumps(measure(CASES[arguments.case], arguments.rounds)))
+        print(json.dumps(measure(CASES[case], rounds)))
         return
-    if arguments.generate:
-        print(json.dumps(generate(arguments.generate)))
+    if generate:
+        print(json.dumps(generated(generate)))
         return
-    found = sections_of("compiled.md") if arguments.write else {}
-    for name in arguments.sections:
+    found = sections_of("compiled.md") if write else {}
+    known = all_sections()
+    for name in sections:
         title, measured = known[name]
-        found[title] = f"## {title}\n\n{measured(arguments.rounds)}\n\n{environment()}\n"
-        publish(page(found), "compiled.md" if arguments.write else None)
+        found[title] = f"## {title}\n\n{measured(rounds)}\n\n{environment()}\n"
+        yield page(found)
 
 
 def page(found: dict[str, str]) -> str:
     """Return the page of sections by title."""
-    shown = "\n".join(found[title] for title, _ in sections().values() if title in found)
+    shown = "\n".join(found[title] for title, _ in all_sections().values() if title in found)
     return f"""# Quantized models in PyTorch
 
 [Speed in PyTorch](../../docs/speed.md) says how to get them.

@@ -15,21 +15,19 @@ of its logits; *difference* is the largest of all steps, in quantization steps. 
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import torch
 import transformers
 from transformers.cache_utils import DynamicCache
 
 import quark_fx as qfx
-from benchmarks.common import environment, judged, publish, sections_of, table
+from benchmarks.common import environment, judged, sections_of, table
+from benchmarks.experiment import Option, Pages, experiment
 from quark_fx.export import CacheScales, GenerationQuantizer
 
 STEPS, WINDOW = 32, 8
@@ -183,33 +181,31 @@ def _rows(families: list[str], weights: str) -> Iterator[list[str]]:
         yield row
 
 
-def main() -> int:
-    """Compare, print, and write if asked to; return 1 if a family is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="default: all")
-    parser.add_argument("--weights", nargs="+", choices=["float", "int4"], default=["float", "int4"])
-    parser.add_argument("--write", action="store_true", help="update sections of results/decoded.md")
-    arguments = parser.parse_args()
-    if arguments.write and arguments.families:
-        parser.error("--write is for all families")
+@experiment(page="decoded.md", own_environment=True)
+def main(
+    *families: Annotated[str, Option("default: all", choices=FAMILIES)],
+    weights: Annotated[Sequence[str], Option(choices=["float", "int4"])] = ("float", "int4"),
+    write: bool = False,
+) -> Pages:
+    """Measure, and yield the page; return 1 if a cell is wrong."""
+    if write and families:
+        sys.exit("--write is for all families")
     torch.set_num_threads(1)
-    logging.disable(logging.ERROR)
-    warnings.simplefilter("ignore")
-    sections = sections_of("decoded.md") if arguments.write else {}
+    sections = sections_of("decoded.md") if write else {}
     outcomes = {"refused": "refused", f"{STEPS} of {STEPS}": "right"}
     counts: Counter[str] = Counter()
-    for weights in arguments.weights:
-        rows = list(_rows(arguments.families or [*FAMILIES], weights))
+    for form in weights:
+        rows = list(_rows([*families] or [*FAMILIES], form))
         counts.update(outcomes.get(row[2], "wrong") for row in rows)
         header = ("family", "layers with a window", "right", "difference, or why it is refused")
-        sections[weights] = f"## {weights}\n\n{table(header, rows)}\n\n{environment()}\n"
+        sections[form] = f"## {form}\n\n{table(header, rows)}\n\n{environment()}\n"
         heading = (
             "# Decoder families\n\nWritten by `python -m benchmarks.decoded --write`; `--weights` chooses sections.\n"
             "The docstring of the command says what is measured.\n"
         )
-        publish("\n".join([heading, *sections.values()]), "decoded.md" if arguments.write else None)
+        yield "\n".join([heading, *sections.values()])
     return judged(counts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,17 +14,13 @@ operators without arguments. It leaves out those that make, move, or draw values
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import logging
-import sys
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import onnxruntime
 import torch
@@ -33,6 +29,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from benchmarks.common import judged
+from benchmarks.experiment import experiment
 from quark_fx.export.to_onnx.resized_bytes import INTERPOLATIONS
 from quark_fx.presets import INT8_STATIC
 
@@ -448,31 +445,29 @@ def _runs(function: Function, x: Tensor) -> bool:
     )
 
 
-def main() -> int:
+@experiment()
+def main(
+    *names: Annotated[str, "parts of names of operators and functions; default: all"],
+    types: Sequence[str] = ("float32", "float16", "int64", "int32", "int8", "uint8"),
+) -> int:
     """Compare, and print the wrong cells; return 1 if there is one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="parts of names of operators and functions; default: all")
-    parser.add_argument("--types", nargs="+", default=["float32", "float16", "int64", "int32", "int8", "uint8"])
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    logging.disable(logging.ERROR)
-    warnings.simplefilter("ignore")
 
     def chosen(name: str) -> bool:
-        return not arguments.names or any(part in name for part in arguments.names)
+        return not names or any(part in name for part in names)
 
     operators, unknown = of_operators(chosen)
     print(f"no arguments for: {', '.join(unknown) or 'none'}", flush=True)
     counts: Counter[str] = Counter()
-    for dtype in arguments.types:
+    for dtype in types:
         kinds = kinds_of(getattr(torch, dtype))
         first = next(iter(kinds.values()))
         functions = {name: function for name, function in FUNCTIONS.items() if chosen(name)} | operators
         functions = {name: function for name, function in functions.items() if _runs(function, first)}
         with tempfile.TemporaryDirectory() as folder:
-            names, files, refused = list(functions), list[Any](), dict[str, str]()
-            for start in range(0, len(names), 32):
-                some, also = exported({name: functions[name] for name in names[start : start + 32]}, first, folder)
+            keys, files, refused = list(functions), list[Any](), dict[str, str]()
+            for start in range(0, len(keys), 32):
+                some, also = exported({name: functions[name] for name in keys[start : start + 32]}, first, folder)
                 files += some
                 refused |= also
         for name, reason in refused.items():
@@ -488,4 +483,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

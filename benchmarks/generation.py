@@ -15,14 +15,12 @@ after the first. All models are in one process and take turns, after a warm-up o
 
 from __future__ import annotations
 
-import argparse
 import gc
-import logging
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +29,8 @@ from transformers.exporters import ExportedModel, OnnxConfig, OnnxExporter
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, publish, spread, table
+from benchmarks.common import environment, spread, table
+from benchmarks.experiment import experiment
 from quark_fx.export import CacheScales, GenerationQuantizer, generator, share_weights
 
 PROMPT, TOKENS, TIMED = 32, 64, 24
@@ -216,21 +215,18 @@ def _megabytes(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.iterdir()) / 1e6
 
 
-def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parameters", type=int, default=300, help="of the layers of the large model, in millions")
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    for name in ("torch.onnx", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    compared = [compare(arm, options.prompts) for arm in ARMS]
+@experiment(page="generation.md", own_environment=True)
+def main(
+    prompts: int = 8,
+    rounds: int = 3,
+    parameters: Annotated[int, "of the layers of the large model, in millions"] = 300,
+) -> str:
+    """Measure, and return the page."""
+    compared = [compare(arm, prompts) for arm in ARMS]
     print(table(TOKEN_HEADER, compared), flush=True)
     with tempfile.TemporaryDirectory() as root:
-        size, raced = races(options.rounds, options.parameters, Path(root))
-    publish(page(compared, size, raced, options), "generation.md" if options.write else None)
+        size, raced = races(rounds, parameters, Path(root))
+    return page(compared, size, raced, (prompts, rounds, parameters))
 
 
 TOKEN_HEADER = ("weights", "format", "equal prompts", "torch's lead where they differ", "perplexity", "divergence")
@@ -238,20 +234,21 @@ SPEED_HEADER = ("weights", "threads", "tokens a second", "times float32", "MB on
 
 
 def page(
-    compared: list[tuple[object, ...]], size: str, raced: list[tuple[object, ...]], options: argparse.Namespace
+    compared: list[tuple[object, ...]], size: str, raced: list[tuple[object, ...]], given: tuple[int, int, int]
 ) -> str:
     """Return the text of the page."""
+    prompts, rounds, parameters = given
     return f"""# Generation with a KV cache
 
-{environment()} Command: `python -m benchmarks.generation --prompts {options.prompts} --rounds {options.rounds} \
---parameters {options.parameters} --write`.
+{environment()} Command: `python -m benchmarks.generation --prompts {prompts} --rounds {rounds} \
+--parameters {parameters} --write`.
 
 Greedy generation of {TOKENS} tokens after {PROMPT} by the small trained Llama, ONNX Runtime beside `qmodel.eager()`:
 
 {table(TOKEN_HEADER, compared)}
 
 A Llama of {size} with random weights, embedding and head in float, greedy generation after a prompt
-of {PROMPT} tokens; rounds: {options.rounds}, median (smallest to largest), the ratio taken within each round:
+of {PROMPT} tokens; rounds: {rounds}, median (smallest to largest), the ratio taken within each round:
 
 {table(SPEED_HEADER, raced)}
 """

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import re
 import shutil
 import sys
@@ -221,8 +220,6 @@ def main(
     folders: Annotated[Path | None, "where folders are kept; default: nowhere"] = None,
 ) -> str:
     """Measure, and return the page."""
-    for logger in ("torch.onnx", "transformers"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
     rows: list[list[str]] = []
     with one_thread(), tempfile.TemporaryDirectory() as root:
         for name in models:

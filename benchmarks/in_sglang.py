@@ -14,18 +14,17 @@ filled, and tensors of the checkpoint that were not read. `--write` updates `res
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import quark_fx as qfx
-from benchmarks.common import environment, one_thread, peer_job, publish, table
+from benchmarks.common import environment, one_thread, peer_job, table
+from benchmarks.experiment import Option, experiment
 from benchmarks.in_vllm import (
     CT,
     REFUSED,
@@ -127,18 +126,18 @@ def _written(row: Row, folder: Path) -> str:
 HEADER = ("model", "checkpoint", "what", "layers", "head", "weights")
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sglang", type=Path, required=True, metavar="PYTHON", help="the Python of its environment")
-    parser.add_argument("--only", default="", help="rows whose checkpoint or model contains this; no other tables")
-    parser.add_argument("--write", action="store_true", help="update results/sglang.md")
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
+@experiment(page="sglang.md", own_environment=True)
+def main(
+    sglang: Annotated[Path, Option("the Python of its environment", metavar="PYTHON")],
+    only: Annotated[str, "rows whose checkpoint or model contains this; no other tables"] = "",
+) -> str | None:
+    """Measure, and return the page."""
     with one_thread(), tempfile.TemporaryDirectory() as folder:
-        lines = measure(options.sglang, Path(folder), rows_of(options.only))
-    text = _tables(lines) if options.only else page(lines, _versions(options.sglang))
-    publish(text, "sglang.md" if options.write and not options.only else None)
+        lines = measure(sglang, Path(folder), rows_of(only))
+    if only:
+        print(_tables(lines))
+        return None
+    return page(lines, _versions(sglang))
 
 
 def _versions(python: Path) -> str:

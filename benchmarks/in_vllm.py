@@ -15,17 +15,15 @@ and the ratio is taken within each round. `--write` updates `results/vllm.md`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -33,8 +31,9 @@ from torch import Tensor
 import quark_fx as qfx
 from benchmarks import language_models
 from benchmarks.checkpoints import ASYMMETRIC, BYTES, SYMMETRIC
-from benchmarks.common import environment, one_thread, peer_job, publish, spread, table
+from benchmarks.common import environment, one_thread, peer_job, spread, table
 from benchmarks.compiled import llama_135m
+from benchmarks.experiment import Option, experiment
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import FP8_E4M3, INT8, UINT8
 from quark_fx.numbers.scales import FLOAT16
@@ -351,24 +350,22 @@ def _folder(name: str) -> str:
 HEADER = ("model", "checkpoint", "what", "dtype", "difference", "dB", "tokens", "kernel")
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, required=True, metavar="PYTHON", help="the Python of its environment")
-    parser.add_argument("--only", default="", help="rows that contain this; no other tables")
-    parser.add_argument("--rounds", type=int, default=3, help="of the speeds")
-    parser.add_argument("--write", action="store_true", help="update results/vllm.md")
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
+@experiment(page="vllm.md", own_environment=True)
+def main(
+    vllm: Annotated[Path, Option("the Python of its environment", metavar="PYTHON")],
+    only: Annotated[str, "rows that contain this; no other tables"] = "",
+    rounds: Annotated[int, "of the speeds"] = 3,
+) -> str | None:
+    """Measure, and return the page."""
     with one_thread(), tempfile.TemporaryDirectory() as folder:
-        job = Job(options.vllm, Path(folder))
-        run, without = measure(job, [row for row in all_rows() if options.only in f"{row.model} {row.form} {row.what}"])
-        if options.only:
-            publish("\n\n".join((table(HEADER, run), table(("model", "checkpoint", "what", "says"), without))), None)
-            return
-        lines, rates, shares = refused(job), speed(job, options.rounds), job.cache_rounding()
-    versions = _versions(options.vllm)
-    publish(page(run, without, lines, rates, shares, versions), "vllm.md" if options.write else None)
+        job = Job(vllm, Path(folder))
+        run, without = measure(job, [row for row in all_rows() if only in f"{row.model} {row.form} {row.what}"])
+        if only:
+            print(table(HEADER, run), table(("model", "checkpoint", "what", "says"), without), sep="\n\n")
+            return None
+        lines, rates, shares = refused(job), speed(job, rounds), job.cache_rounding()
+    versions = _versions(vllm)
+    return page(run, without, lines, rates, shares, versions)
 
 
 def _versions(python: Path) -> str:

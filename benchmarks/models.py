@@ -10,7 +10,6 @@ bytes of parameters and buffers (marked `*`). `--write` updates `results/models.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import json
@@ -25,7 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torchvision
@@ -33,7 +32,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
-from benchmarks.common import environment, estimate_batch_norm, images, publish, sqnr, table, timed
+from benchmarks.common import environment, estimate_batch_norm, images, sqnr, table, timed
+from benchmarks.experiment import Option, experiment
 from quark_fx.export.program import to_exported_program
 
 BATCH, TOKENS = 4, 32
@@ -374,29 +374,28 @@ Reproduce with `python -m benchmarks.models`.
     return "\n\n".join(sections)
 
 
-def main() -> None:
-    """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="names of models, separated by commas; default: all")
-    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
-    parser.add_argument("--child", metavar="MODEL", help="measure one model in this process and print it as JSON")
-    parser.add_argument("--write", action="store_true", help="update results/models.md")
-    arguments = parser.parse_args()
-    if arguments.child:
+@experiment(page="models.md", own_environment=True)
+def main(
+    only: Annotated[str | None, "names of models, separated by commas; default: all"] = None,
+    jobs: Annotated[int, "models at a time"] = 1,
+    child: Annotated[str | None, Option("measure one model here and print it as JSON", metavar="MODEL")] = None,
+) -> str | None:
+    """Measure, and return the page."""
+    if child:
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
         with tempfile.TemporaryDirectory() as directory:
-            print("\n" + json.dumps(asdict(measure(arguments.child, Path(directory)))))
-        return
-    names = arguments.only.split(",") if arguments.only else list(MODELS)
+            print("\n" + json.dumps(asdict(measure(child, Path(directory)))))
+        return None
+    names = only.split(",") if only else list(MODELS)
     if unknown := set(names) - set(MODELS):
-        parser.error(f"unknown model(s) {', '.join(sorted(unknown))}; choose from {', '.join(MODELS)}")
+        sys.exit(f"unknown model(s) {', '.join(sorted(unknown))}; choose from {', '.join(MODELS)}")
     results = []
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         for result in pool.map(in_own_process, names):
             print(" ".join(row(result)), result.worst_kernel, result.error, file=sys.stderr, flush=True)
             results.append(result)
-    publish(page(results), "models.md" if arguments.write else None)
+    return page(results)
 
 
 if __name__ == "__main__":

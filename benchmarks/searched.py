@@ -18,25 +18,24 @@ ours. All choices are then rounded alike.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import subprocess
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, one_thread, publish, sections_of, table
+from benchmarks.common import one_thread, sections_of, table
+from benchmarks.experiment import Option, experiment
 from quark_fx.passes import GPTQ
 
 PAGE = "searched.md"
@@ -269,8 +268,6 @@ def section(name: str, pythons: Mapping[str, Path]) -> Iterator[str]:
 {found.verified_on} windows of validation data, which calibrates nothing and decides among the configurations tried:
 
 {table(("weights", "bits", "KL"), measured)}
-
-{environment()}
 """
 
 
@@ -291,22 +288,22 @@ of the clock, beside other work; those of others include loading the model. Repr
 {chr(10).join(text for _, text in sorted(sections.items()))}"""
 
 
-def main() -> None:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--auto-round", type=Path, help="Python of an environment that has auto-round")
-    parser.add_argument("--modelopt", type=Path, help="Python of an environment that has nvidia-modelopt")
-    parser.add_argument("--write", action="store_true", help="update results/searched.md")
-    arguments = parser.parse_args()
-    pythons = {peer: python for peer in PEERS if (python := getattr(arguments, peer)) is not None}
-    warnings.simplefilter("ignore", UserWarning)
-    sections = sections_of(PAGE) if arguments.write else {}
+@experiment(page=PAGE, own_environment=True)
+def main(
+    models: Annotated[Sequence[str], Option(choices=MODELS)] = tuple(MODELS),
+    auto_round: Annotated[Path | None, "Python of an environment that has auto-round"] = None,
+    modelopt: Annotated[Path | None, "Python of an environment that has nvidia-modelopt"] = None,
+    write: bool = False,
+) -> Iterator[str]:
+    """Measure, and yield the page as it grows."""
+    given = {"auto_round": auto_round, "modelopt": modelopt}
+    pythons = {peer: python for peer, python in given.items() if python is not None}
+    sections = sections_of(PAGE) if write else {}
     with one_thread():
-        for name in arguments.models:
+        for name in models:
             for text in section(name, pythons):
                 sections[text.partition("\n")[0].removeprefix("## ")] = text
-                publish(page(sections), PAGE if arguments.write else None)
+                yield page(sections)
 
 
 if __name__ == "__main__":
