@@ -6,9 +6,9 @@
 2. Draw lines of consequence by seed, from one room after the other, and one mutation for each: a comparison, an
    operator, a condition, a constant, swapped arguments, or a dropped statement. Lines that only write messages, and
    lines outside of functions, are not drawn.
-3. For each mutant, run the recorded tests that execute the line, shortest first, then the other tests of its room
-   (`tests/ROOM`) within `--seconds` of CPU time. Stop at the first test that fails and passes without the mutation. A
-   mutant that uses the CPU time up without an end counts as caught.
+3. For each mutant, run the recorded tests that execute the line, shortest first, then the tests in `tests/ROOM` and in
+   files that import its room, within `--seconds` of CPU time. Stop at the first test that fails and passes without the
+   mutation. A mutant that crashes the process, or that uses the CPU time up in one test, counts as caught.
 
 All tests are collected once. Each mutant is a fork of that process with the code object of one function replaced, so
 code that tests run in other processes is not mutated. Exits with 1 if fewer than 95 % are caught.
@@ -30,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -320,7 +321,7 @@ class Check:
         print(f"{len(records)} tests execute {len(readers)} lines", flush=True)
         for mutant in drawn(list(readers), self.count, self.seed):
             near = [items[test] for test in readers[mutant.file, mutant.line] if test in items]
-            room = [item for item in session.items if item.nodeid.startswith(f"tests/{mutant.room}/")]
+            room = [item for item in session.items if _is_of_room(item, mutant.room.removesuffix(".py"))]
             verdict, caught = self._verdict(mutant, {item.nodeid: item for item in (*near, *room)})
             self.rows.append((mutant, verdict, caught))
             print(f"{mutant.file}:{mutant.line}  {mutant.mutation}\n    {verdict}", flush=True)
@@ -385,6 +386,16 @@ class Check:
             sent, _ = _forked(lambda send: send(_passes(item, self.seconds)))
             self._sound[item.nodeid] = sent == [True]
         return self._sound[item.nodeid]
+
+
+def _is_of_room(item: pytest.Item, room: str) -> bool:
+    """Return whether the test is in the folder of the room, or its file imports the room."""
+    return item.nodeid.startswith(f"tests/{room}/") or f"quark_fx.{room}" in _source(item.path)
+
+
+@cache
+def _source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def _record(item: pytest.Item, seconds: float) -> tuple[bool, float, list[Line]]:

@@ -32,6 +32,8 @@ def is_installed_name(source: str | Path) -> bool:
 
     >>> is_installed_name("pydoc_data.topics:topics")
     True
+    >>> is_installed_name("notes.txt")
+    False
     """
     return _INSTALLED.fullmatch(str(source)) is not None and not Path(source).exists()
 
