@@ -299,3 +299,30 @@ def test_circular_padding_is_written_as_slices(rank: int, tmp_path: Path) -> Non
         assert {qfx.verify(qmodel, file, [x], runtime=one).max_steps < 1 for one in ("openvino", "onnxruntime")} == {
             True
         }
+
+
+class Rolls(nn.Module):
+    """Codes of a convolution that are rolled along dimensions of free sizes, which a file measures."""
+
+    def __init__(self, rank: int, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        convolution: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+        self.first, self.last, self.dims = convolution(3, 8, 3, padding=1), convolution(16, 2, 1), dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        result: Tensor = self.last(torch.cat([y.roll([1] * len(self.dims), self.dims), y], 1))
+        return result
+
+
+@needs_openvino
+@pytest.mark.parametrize(("rank", "dims"), [(1, (2,)), (2, (2,)), (2, (2, 3)), (3, (4,))])
+def test_codes_whose_sizes_are_measured_are_as_in_torch(rank: int, dims: tuple[int, ...], tmp_path: Path) -> None:
+    auto = torch.export.Dim.AUTO
+    batches = [rand(4, 3, *(8,) * rank, seed=i) for i in range(2)]
+    free = {"x": {0: auto, **dict.fromkeys(range(2, rank + 2), auto)}}
+    qmodel = quantize(seeded(Rolls(rank, dims)), STATIC, batches, dynamic_shapes=free)
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    others = [rand(3, 3, *(10,) * rank)]
+    assert qfx.verify(qmodel, file, others, runtime="openvino").max_steps <= 1
+    assert qfx.verify(qmodel, file, others).max_steps <= 1

@@ -96,13 +96,34 @@ def _is_moved_from(value: ir.Value | None, operator: str) -> bool:
 
 
 def _pool_one_value(model: ir.Model, node: ir.Node) -> None:
-    """Insert maximum pools with a window of one value, which change nothing."""
     for index in _resized(node):
-        value = operand(node, index)
-        same = ir.node("MaxPool", [value], attributes={"kernel_shape": [1] * (shape_of(value).rank() - 2)})
-        same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
-        node.prepend(same)
-        node.replace_input_with(index, same.outputs[0])
+        _pool(node, index, shape_of(operand(node, index)).rank())
+
+
+def _pool(node: ir.Node, index: int, rank: int) -> None:
+    """Insert a maximum pool with a window of one value before an input of a rank, which changes nothing."""
+    value = operand(node, index)
+    same = ir.node("MaxPool", [value], attributes={"kernel_shape": [1] * (rank - 2)})
+    same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
+    node.prepend(same)
+    node.replace_input_with(index, same.outputs[0])
+
+
+def _measured_codes(node: ir.Node) -> ir.Value | None:
+    """Return the codes of a convolution, dequantized, that a `Shape` reads, possibly after moves and joins."""
+    value = node.inputs[0]
+    while (mover := made_by(value, *MOVES, "Concat")) is not None:
+        value = mover.inputs[0]
+    source = made_by(value, "DequantizeLinear")
+    codes = None if source is None else made_by(source.inputs[0], "QuantizeLinear")
+    of_convolution = codes is not None and made_by(codes.inputs[0], "Conv", "ConvTranspose", "Relu", "Clip") is not None
+    known = value is not None and value.shape is not None and value.shape.rank() > 2
+    return value if of_convolution and known else None
+
+
+def _measure_pooled(model: ir.Model, node: ir.Node) -> None:
+    rank = shape_of(_measured_codes(node)).rank()
+    _pool(node, 0, rank)
 
 
 def _pads_in_circles(node: ir.Node) -> bool:
@@ -159,6 +180,14 @@ _ROWS = {
         operators=("Concat",),
         condition=_resized,
         rewrite=_pool_one_value,
+    ),
+    "sizes of codes": Workaround(
+        runtime="openvino",
+        versions=("2026.4",),
+        fault="returns wrong values of a convolution if its codes are also measured by Shape",
+        operators=("Shape",),
+        condition=_measured_codes,
+        rewrite=_measure_pooled,
     ),
     "circular padding": Workaround(
         runtime="openvino",
