@@ -18,7 +18,7 @@ from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles, some_of
 from quark_fx.checkpoints.gguf_file import open_gguf, require_bounded
 from quark_fx.checkpoints.open_checkpoint import limited_modules, open_checkpoint, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
-from quark_fx.export.runtime.checkpoint_process import named_tensors
+from quark_fx.export.runtime.checkpoint_process import named_tensors, scale_positions
 from quark_fx.export.runtime.runners import RUNNERS, FileRunner, Runner, TorchRunner
 from quark_fx.model.serialization import load
 
@@ -108,6 +108,7 @@ def _gguf_model(path: Path) -> nn.Module:
             f"{path} lacks weights for {some_of(names)} of the {type(model).__name__} that it describes; copy or "
             "export it again"
         )
+    scale_positions(model, path)
     return model.eval()
 
 

@@ -118,9 +118,9 @@ def test_models_that_readers_take_for_others_are_refused(message: str) -> None:
 
 
 def test_mixtures_that_its_reader_does_not_know_are_refused() -> None:
-    config = transformers.MixtralConfig(**SIZES, hidden_size=64, intermediate_size=64, num_local_experts=2)
-    with torch.device("meta"), pytest.raises(ExportError, match=r"models of type mixtral .* known .*qwen3moe"):
-        Reader.of(transformers.MixtralForCausalLM(config), package)
+    config = transformers.OlmoeConfig(**SIZES, hidden_size=64, intermediate_size=64, num_experts=2)
+    with torch.device("meta"), pytest.raises(ExportError, match=r"models of type olmoe .* known .*qwen3moe"):
+        Reader.of(transformers.OlmoeForCausalLM(config), package)
 
 
 def test_how_routers_score_is_a_number() -> None:
@@ -146,10 +146,10 @@ class Scaled:
 
 @pytest.mark.parametrize(("step", "factor"), [(1, 2.0), (1, -1.0), (2, 1.0)])
 def test_what_cannot_be_undone_is_refused(step: int, factor: float) -> None:
-    reader = Reader("any", None, {}, {"w.weight": "w"}, Scaled(step, factor), {})
+    reader = Reader("any", None, {}, {"w.weight": "w"}, Scaled(step, factor), {}, {})
     with pytest.raises(ExportError, match="transforms this tensor in a way that cannot be inverted"):
         reader.places("w", (4, 6))
-    (place,) = Reader("any", None, {}, {"w.weight": "w"}, Scaled(-1, 1.0), {}).places("w", (4, 6))
+    (place,) = Reader("any", None, {}, {"w.weight": "w"}, Scaled(-1, 1.0), {}, {}).places("w", (4, 6))
     assert place.rows.tolist() == [3, 2, 1, 0]
     assert place.width == 6
 

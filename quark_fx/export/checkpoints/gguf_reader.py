@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ExportError
+from quark_fx.export.checkpoints.gguf_architectures import ARCHITECTURES
+from quark_fx.export.runtime.checkpoint_process import FREQUENCIES
 
 Array = np.ndarray[Any, Any]
 
@@ -86,6 +88,7 @@ class Reader:
         names: Names of the model's tensors; keys are names in the file, without an ending for stacks.
         processor: Object that transforms tensors when they are read.
         extra: Values by key of the file that do not come from a field.
+        tensors: Tensors by name in the file that do not come from a tensor of the model.
     """
 
     architecture: str
@@ -94,6 +97,7 @@ class Reader:
     names: Mapping[str, str]
     processor: Any
     extra: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, model: Any, package: Any) -> Reader:
@@ -107,25 +111,29 @@ class Reader:
         config = model.config
         written = {_plain(name): name for name in package.MODEL_ARCH_NAMES.values()}
         fields = {_plain(name): name for name in reading.GGUF_CONFIG_MAPPING}
+        row = ARCHITECTURES.get(config.model_type)
         architecture, known_as = written.get(_plain(config.model_type)), fields.get(_plain(config.model_type))
-        if architecture is None or known_as is None:
-            supported = ", ".join(sorted(written[name] for name in fields if name in written))
+        assumed: Mapping[str, Any]
+        if row is not None:
+            architecture, assumed, processor = row.name, row.assumed, row.processor(reading, config.to_dict())
+            keys = dict(row.fields)
+        elif architecture is None or known_as is None:
+            supported = ", ".join(sorted({*ARCHITECTURES, *(written[name] for name in fields if name in written)}))
             raise ExportError(
                 f"models of type {config.model_type} are not written as GGUF; known to its reader are {supported}"
             )
-        rope = _rope(config).get("rope_type", "default")
-        if rope != "default":
-            raise ExportError(
-                f"positions are scaled (rope_type {rope!r}), which is not written yet; choose a checkpoint"
-            )
-        processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config.to_dict())
-        names = reading.get_gguf_hf_weights_map(model, processor)
-        keys = {key: field for key, field in reading.GGUF_CONFIG_MAPPING[known_as].items() if field}
+        else:
+            processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config.to_dict())
+            keys = {key: field for key, field in reading.GGUF_CONFIG_MAPPING[known_as].items() if field}
+            assumed = reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {})
+        tensors = _frequencies(config, architecture)
+        assumed = {**assumed, "rope_parameters": config.rope_parameters} if tensors else assumed
+        names = reading.get_gguf_hf_weights_map(model, processor, None if row is None else architecture)
         extra = _width_of_experts(model, names, package) | _gating(config, keys, package)
         extra |= _extra(config, keys, package)
-        reader = cls(architecture, config, _fields(package) | keys, names, processor, extra)
+        reader = cls(architecture, config, _fields(package) | keys, names, processor, extra, tensors)
         reader._require_keys()
-        reader._require_alike(keys.values(), reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {}))
+        reader._require_alike(keys.values(), assumed)
         return reader
 
     def metadata(self) -> Iterator[tuple[str, Any]]:
@@ -278,6 +286,24 @@ def _rope(config: Any) -> dict[str, Any]:
     """Return the position encoding; if layers differ, the encoding of the layers with full attention."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("full_attention") or parameters
+
+
+def _frequencies(config: Any, architecture: str) -> dict[str, Tensor]:
+    """Return divisors of the frequencies of scaled positions, which llama.cpp reads from a tensor.
+
+    Raises:
+        ExportError: If positions are scaled in another way than that of Llama 3.
+    """
+    rope = _rope(config)
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return {}
+    if kind != "llama3" or architecture != "llama":
+        raise ExportError(f"positions are scaled (rope_type {kind!r}), which is not written yet; choose a checkpoint")
+    utilities = importlib.import_module("transformers.modeling_rope_utils")
+    scaled, _ = utilities.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    plain = rope["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
+    return {FREQUENCIES: plain / scaled}
 
 
 def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dict[str, int]:

@@ -167,7 +167,7 @@ def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list
     tied = checkpoint.shell.config.tie_word_embeddings
     repeats = dict(checkpoint.shell._tied_weights_keys or {})
     skipped = {theirs for theirs, first in repeats.items() if tied or _are_equal(layers, theirs, first)}
-    tensors, errors = list[Stored](), list[tuple[str, str]]()
+    tensors, errors = [_extra(name, tensor, package) for name, tensor in reader.tensors.items()], []
     for name in (*checkpoint.tensors, *layers, *checkpoint.rows):
         try:
             if name in skipped:
@@ -191,6 +191,13 @@ def _floats(name: str, tensor: Tensor, reader: Reader, package: Any) -> Iterator
     for place in reader.places(name, tensor.shape):
         stored = (*place.shape[:-1], 4 * place.shape[-1]) if place.shape else (4,)
         yield Stored(name, place, package.GGMLQuantizationType.F32, stored, partial(_float_rows, tensor, place))
+
+
+def _extra(name: str, tensor: Tensor, package: Any) -> Stored:
+    """Return a tensor of the file that the model does not have."""
+    place = Place(name, tuple(tensor.shape), 1, torch.arange(len(tensor)), 0)
+    stored = (4 * len(tensor),)
+    return Stored(name, place, package.GGMLQuantizationType.F32, stored, partial(_float_rows, tensor, place))
 
 
 def _float_rows(tensor: Tensor, place: Place) -> Callable[[slice], Tensor]:

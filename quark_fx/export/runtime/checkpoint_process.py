@@ -46,10 +46,26 @@ def _load(path: Path) -> Any:
 
     if path.is_file():
         options = {"gguf_file": path.name, "dtype": torch.float32, "local_files_only": True}
-        return transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
+        return scale_positions(transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options), path)
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
     options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
     return getattr(transformers, architecture).from_pretrained(path, **options)
+
+
+FREQUENCIES = "rope_freqs.weight"
+"""Tensor of a GGUF file with the divisors of the frequencies of scaled positions."""
+
+
+def scale_positions(model: Any, path: Path) -> Any:
+    """Return a model with its frequencies divided as its GGUF file says, which transformers skips."""
+    import gguf
+
+    for stored in gguf.GGUFReader(path).tensors:
+        if stored.name == FREQUENCIES:
+            for module in model.modules():
+                if isinstance(getattr(module, "inv_freq", None), Tensor):
+                    module.inv_freq.div_(torch.tensor(stored.data))
+    return model
 
 
 def main(path: str, given: str, made: str) -> None:
@@ -64,4 +80,4 @@ if __name__ == "__main__":
         sys.exit(f"{type(error).__name__}: {error}")
 
 
-__all__ = ["answers", "named_tensors"]
+__all__ = ["FREQUENCIES", "answers", "named_tensors", "scale_positions"]
