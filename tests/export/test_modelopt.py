@@ -153,7 +153,7 @@ MIXED = ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(
 
 REFUSED: dict[str, tuple[QuantConfig, str]] = {
     "integers": (INT8_DYNAMIC.replace(exclude=ENDS), "int-quantized channel tensor; ModelOpt's layout holds"),
-    "two algorithms": (MIXED, "FP8, beside FP8_PER_CHANNEL_PER_TOKEN; a checkpoint has one algorithm for all layers"),
+    "two algorithms": (MIXED, "FP8 next to FP8_PER_CHANNEL_PER_TOKEN; a checkpoint has one algorithm for all layers"),
     "an embedding": (
         ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(exclude=("lm_head",), input=None),
         "of linear layers but experts",

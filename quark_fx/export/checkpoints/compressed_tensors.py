@@ -295,7 +295,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
         if inputs is not None and inputs["group_size"] != square:
             raise ExportError(
                 f"activations in other groups than weights in blocks of {square}x{square}; it holds fp8_e4m3 in square "
-                "blocks beside float32 scales per group of as many channels"
+                "blocks only with activations that have a float32 scale per group of as many channels"
             )
     elif not integer and (size or weight.format.bits < 8):
         weights, kind = _block_weights(layer, weights)

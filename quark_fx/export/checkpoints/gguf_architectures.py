@@ -1,4 +1,4 @@
-"""Architectures that llama.cpp reads and transformers' GGUF reader does not: keys, and the order of rows, as rows."""
+"""Architectures that llama.cpp reads and transformers' GGUF reader does not: a row of keys and orders for each."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Reader:
         names: Names of the model's tensors; keys are names in the file, without an ending for stacks.
         processor: Object that transforms tensors when they are read.
         extra: Values by key of the file that do not come from a field.
-        tensors: Tensors by name in the file that do not come from a tensor of the model.
+        tensors: Tensors, keyed by name in the file, that no tensor of the model corresponds to.
     """
 
     architecture: str
@@ -292,7 +292,7 @@ def _frequencies(config: Any, architecture: str) -> dict[str, Tensor]:
     """Return divisors of the frequencies of scaled positions, which llama.cpp reads from a tensor.
 
     Raises:
-        ExportError: If positions are scaled in another way than that of Llama 3.
+        ExportError: If positions are scaled otherwise than in Llama 3.
     """
     rope = _rope(config)
     kind = rope.get("rope_type", "default")

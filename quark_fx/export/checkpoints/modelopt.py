@@ -1,4 +1,4 @@
-"""Checkpoints in the layout of NVIDIA ModelOpt, as vLLM reads it from `config.json`."""
+"""Checkpoints in the layout of NVIDIA ModelOpt that vLLM reads from `config.json`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         chosen[_algorithm(layer, scheme)] = None
         first, *rest = chosen
         if rest:
-            raise ExportError(f"{rest[-1]}, beside {first}; a checkpoint has one algorithm for all layers")
+            raise ExportError(f"{rest[-1]} next to {first}; a checkpoint has one algorithm for all layers")
         require_read(layer.name, checkpoint.left)
         tensors, strategy = parts(layer, scheme), scheme["weights"]["strategy"]
         if strategy == "block":

@@ -168,7 +168,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
         raise ExportError(str(error)) from error
     if branched := sorted(correspondence.rounding.branches):
         raise ExportError(
-            "checkpoints have no place for the branches in float that LowRank computes beside "
+            "checkpoints have no place for the branches in float that LowRank adds to "
             f"{', '.join(branched)}; save() the quantized model, export it to ONNX, or quantize without LowRank"
         )
     files = qmodel.config.target.checkpoints
