@@ -233,7 +233,7 @@ def _not_computed(model: nn.Module, rewrite: Rewrite, calls: int) -> QuarkError:
         change = f"rewrote {place} in {where}"
         if calls > 1:
             remedy += f", or give each of the {calls} calls of {where} a separate module"
-        elif not any(True for _ in model.get_submodule(rewrite.path).parameters(recurse=False)):
+        elif (module := dict(model.named_modules()).get(rewrite.path)) is None or not module._parameters:
             remedy += ", or call the operator in a module that computes nothing else (as `nn.SiLU` does for `silu`)"
     return QuarkError(
         f"pass {rewrite.made_by} {change}; eager() can only rewrite modules without parameters that have one call, "

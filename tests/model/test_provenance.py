@@ -210,7 +210,12 @@ def test_a_pass_of_anybody_leaves_notes() -> None:
     assert rewrites(qmodel.graph_module) == (Rewrite("1", "drop_tanh", Kind.LEFT_OUT, "aten.tanh.default"),)
     torch.testing.assert_close(qmodel.eager()(rand(4, 8)), qmodel(rand(4, 8)), rtol=0, atol=0)
     for pass_, other, kind, change in (
-        (drop_tanh, seeded(Parent()), Kind.REPLACED, r"rewrote .*test_provenance\.py:\d+\) in the model; .*nn.SiLU"),
+        (
+            drop_tanh,
+            seeded(Parent()),
+            Kind.REPLACED,
+            r"let module b read another value than .*test_provenance\.py:\d+\);",
+        ),
         (read_the_input, model, Kind.REROUTED, r"let module 2 read another value than .*activation\.py:\d+\);"),
     ):
         qmodel = quantize(other, INT8_WEIGHT_ONLY.replace(passes=(pass_,)), [rand(4, 8)])
@@ -302,7 +307,7 @@ def test_notes_that_do_not_fit_the_model_are_refused_by_name(tmp_path: Path) -> 
     for rewrite in (["no.such", "p", "left out", ""], ["", "p", "replaced", ""]):
         document["provenance"]["rewrites"] = [rewrite]
         (tmp_path / "graph.json").write_text(document_text(document))
-        with pytest.raises(qfx.QuarkError, match=r"\(pass p\)"):
+        with pytest.raises(qfx.QuarkError, match=r"pass p "):
             qfx.load(tmp_path).eager(cnn())
 
 
