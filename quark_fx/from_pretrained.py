@@ -13,15 +13,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from quark_fx.checkpoints.configuration import METHOD
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.resources import IN_RESOURCES, Resources, require_usable
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.quantization import needs_data, quantize, resolve
 from quark_fx.system.options import require_names
-
-METHOD = "quark_fx"
-"""Name of the quantization method in transformers."""
 
 _OPTIONS = ("resources", "dynamic_shapes", "verify", "progress")
 """Arguments of `quantize` that are passed on."""

@@ -10,6 +10,9 @@ from typing import Any
 from quark_fx.errors import CheckpointError
 from quark_fx.system.untrusted import read_json
 
+METHOD = "quark_fx"
+"""Name in `quantization_config` of the method that quantizes a float model while transformers loads it."""
+
 CONFIG_LIMIT = 1 << 24
 """Bytes of the largest configuration that is read."""
 _WEIGHTS = frozenset({".safetensors", ".bin"})
@@ -126,6 +129,7 @@ def class_of(config: dict[str, Any], directory: Path, transformers: Any) -> Any:
 
 __all__ = [
     "CONFIG_LIMIT",
+    "METHOD",
     "NO_CODES",
     "class_of",
     "entries",

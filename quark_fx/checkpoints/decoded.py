@@ -71,7 +71,7 @@ _WORDS: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }
 """Methods and numbers of bits of layouts of 32-bit words, by their names in configurations."""
 
-_E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quark_fx.checkpoints.configuration import (
     CONFIG_LIMIT,
+    METHOD,
     NO_CODES,
     class_of,
     entries,
@@ -282,7 +283,8 @@ def method_of(model: nn.Module) -> str:
         settings = getattr(getattr(module, "config", None), "quantization_config", None)
         if settings is not None:
             method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
-            return str(getattr(method, "value", method))
+            name = str(getattr(method, "value", method))
+            return "" if name == METHOD else name
     return ""
 
 

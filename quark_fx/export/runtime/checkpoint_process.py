@@ -64,7 +64,7 @@ def scale_positions(model: Any, path: Path) -> Any:
         if stored.name == FREQUENCIES:
             for module in model.modules():
                 if isinstance(getattr(module, "inv_freq", None), Tensor):
-                    module.inv_freq.div_(torch.tensor(stored.data))
+                    module.inv_freq.div_(torch.tensor(stored.data, dtype=torch.float32))
     return model
 
 
