@@ -198,7 +198,7 @@ class DecodedFiles:
         if method and not any(tensor.form for tensor in tensors.values()):
             raise CheckpointError(
                 f"{files.path} is quantized by {method} (config.json says in {key}), but holds no codes of that; fetch "
-                " the files again"
+                "the files again"
             )
         return cls(files, tensors, method)
 

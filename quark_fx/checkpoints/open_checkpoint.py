@@ -74,7 +74,7 @@ def open_checkpoint(
         raise ConfigError(f"dtype is {dtype!r}; pass torch.float32, torch.float16 or torch.bfloat16")
     files = CheckpointFiles.of(path)
     shelf = Shelf(scratch or tempfile.gettempdir())
-    config = read_configuration(files.directory) if factory is None else _optional_configuration(files.directory)
+    config = read_configuration(files.directory) if factory is None else _configuration_of_codes(files)
     with ExitStack() as stack:
         coded, stored = None, files
         if quantized_by(config):
@@ -95,10 +95,15 @@ ROUNDED_BY = "_quark_fx_rounded_by"
 """Attribute of an opened model: the method that quantized its checkpoint, if there was one."""
 
 
-def _optional_configuration(directory: Path) -> dict[str, Any]:
-    """Return `config.json` next to the weights of a factory's model; empty unless it is an object."""
+def _configuration_of_codes(files: CheckpointFiles) -> dict[str, Any]:
+    """Return `config.json` next to tensors that may be codes of a factory's model; empty if there is none.
+
+    Next to floats, it belongs to another file.
+    """
+    if all(dtype in NO_CODES for dtype, _ in files.headers.values()):
+        return {}
     try:
-        config = read_json(directory / "config.json", CONFIG_LIMIT)
+        config = read_json(files.directory / "config.json", CONFIG_LIMIT)
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
@@ -281,8 +286,8 @@ def method_of(model: nn.Module) -> str:
     """Return the method that quantized the codes from which transformers loaded a model; empty for a float model."""
     for module in model.modules():
         settings = getattr(getattr(module, "config", None), "quantization_config", None)
-        if settings is not None:
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+        method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+        if method is not None:
             name = str(getattr(method, "value", method))
             return "" if name == METHOD else name
     return ""

@@ -7,6 +7,7 @@ import json
 import operator
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -129,6 +130,15 @@ def test_a_factory_reads_codes_too(tmp_path: Path) -> None:
     assert not any((tmp_path / "scratch").iterdir())
 
 
+@pytest.mark.parametrize("method", ["gptq", "bitsandbytes", None])
+def test_a_file_of_floats_next_to_the_configuration_of_codes_is_read_alone(method: str | None, tmp_path: Path) -> None:
+    layer = seeded(nn.Linear(8, 4))
+    save_file(dict(layer.state_dict()), tmp_path / "adapter.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method, "bits": 4}}))
+    model = qfx.open_checkpoint(tmp_path / "adapter.safetensors", lambda: nn.Linear(8, 4))
+    assert torch.equal(model.get_parameter("weight"), layer.weight)
+
+
 def changed(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -213,3 +223,11 @@ def test_a_model_that_transformers_loaded_from_codes_is_refused(method: str) -> 
         model.config.quantization_config = stored
         with pytest.raises(ConfigError, match=f"loaded from codes of {method}; pass the directory"):
             qfx.quantize(model, "int8_dynamic", [{"input_ids": IDS}], progress=False)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bits": 4}, {"quant_method": None}, "int8", object()], ids=["empty", "bits", "null", "text", "object"])
+def test_a_model_whose_configuration_names_no_method_is_float(settings: object) -> None:
+    model = seeded(nn.Sequential(nn.Linear(8, 4)))
+    model.config = SimpleNamespace(quantization_config=settings)  # type: ignore[assignment]
+    qmodel = qfx.quantize(model, "int8_dynamic", [torch.ones(2, 8)], progress=False)
+    assert "rounded before" not in str(qmodel.report())
