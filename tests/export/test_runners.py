@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -11,9 +15,11 @@ import torch
 from tiny import mlp, quantize, tokens
 
 import quark_fx as qfx
+from quark_fx.config.target import OnnxFiles, register_target
 from quark_fx.evaluation import Embedding, compare, evaluate, runner_of
-from quark_fx.export.runtime.runners import FileRunner
+from quark_fx.export.runtime.runners import FileRunner, OnnxRuntimeRunner, register_runner
 from quark_fx.export.runtime.session import may_optimize
+from quark_fx.export.runtime.trial import run_once
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="OpenVINO is not installed")
 
@@ -33,6 +39,38 @@ def test_a_file_is_evaluated_and_compared_in_its_runtime(runtime: str | None, tm
     assert distance.sqnr > 30
     assert evaluate(runner, Embedding([batch], reference=mlp()))["cosine"] > 0.99
     assert found.shape == own.shape
+
+
+class AnotherRunner(OnnxRuntimeRunner):
+    """ONNX Runtime under another name."""
+
+    runtime, title, workarounds = "another_runtime", "Another Runtime", ""
+    fails = False
+
+    def run_arrays(self, feed: Any) -> list[Any]:
+        if self.fails:
+            raise RuntimeError("no kernel")
+        return super().run_arrays(feed)
+
+
+@pytest.mark.parametrize("version", [{}, {"__version__": "3.1-dev"}], ids=["no version", "3.1"])
+def test_a_runner_from_outside_checks_the_files_of_its_target(
+    version: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_runner(AnotherRunner)
+    target = replace(qfx.Target.ONNX, name="another", onnx=OnnxFiles(runtime="another_runtime"))
+    config = qfx.presets.INT8_STATIC.replace(target=register_target(target))
+    qmodel = quantize(mlp(), config, tokens())
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert "Another Runtime" in str(file.report())
+    package = ModuleType("another_runtime")
+    vars(package).update(version)
+    monkeypatch.setitem(sys.modules, "another_runtime", package)
+    assert run_once(Path(file), ir.load(file), qmodel) == ()
+    assert qfx.verify(qmodel, file, tokens(), runtime="another_runtime").max_steps < 1
+    monkeypatch.setattr(AnotherRunner, "fails", True)
+    with pytest.raises(qfx.ExportError, match=f"fails in Another Runtime {'3.1' if version else 'of an unknown'}"):
+        run_once(Path(file), ir.load(file), qmodel)
 
 
 def test_other_runtimes_open_no_file(tmp_path: Path) -> None:

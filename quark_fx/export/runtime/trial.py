@@ -106,7 +106,7 @@ def _in_runtime(runner_class: type[FileRunner], path: Path, model: ir.Model, qmo
         return NotRun(name, f"it is not installed; pip install 'quark_fx[{runner_class.extra}]'")
     if reason := _too_large(model):
         return NotRun(name, reason)
-    version = package.__version__.partition("-")[0]
+    version = str(getattr(package, "__version__", "of an unknown version")).partition("-")[0]
     try:
         runner = runner_class(path)
     except Exception as error:
