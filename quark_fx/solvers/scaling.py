@@ -200,10 +200,11 @@ class ScalingSolver(Selective, ABC):
 
 def _refusal(before: Sequence[float], after: Sequence[float], gain: float, context: Context) -> str:
     """Return the reason for rejecting a scale; the error on validation data comes first."""
-    if all(a < b for b, a in zip(before, after, strict=True)):
+    worse = [a for b, a in zip(before, after, strict=True) if not a < b]  # NaN is not better
+    if not worse:
         return f"less than {1 - gain:.0%} better ({after[0]:.3g})"
     if after[0] < before[0]:
-        return f"no better on the calibration data ({after[-1]:.3g})"
+        return f"no better on the calibration data ({worse[0]:.3g})"
     return context.data.refusal(after[0])
 
 

@@ -19,7 +19,7 @@ from quark_fx.rescale.components import largest_per_component, per_element
 from quark_fx.solvers.hessian_trial import _ROUNDS, _TRIES
 from quark_fx.solvers.sample_trial import SampledSite
 from quark_fx.solvers.samples import CALIBRATION, Remembered
-from quark_fx.solvers.scaling import scaling_solver, search
+from quark_fx.solvers.scaling import _refusal, scaling_solver, search
 from quark_fx.solvers.solver import Bias, OutputError, Solver, solver
 from quark_fx.system.memory import Slabs
 
@@ -109,6 +109,18 @@ def test_a_point_without_an_error_is_never_chosen(spoiled: Point) -> None:
     calls = list[list[Point]]()
     assert found(error, (21, 21), calls) == (8, 7)
     assert sum(call.count(spoiled) for call in calls) <= 1
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [
+        ([0.9, 0.9, 0.9], "less than 15% better (0.9)"),
+        ([0.5, 1.5, 0.4], "no better on the calibration data (1.5)"),
+        ([0.5, 0.4, math.nan], "no better on the calibration data (nan)"),
+    ],
+)
+def test_a_refusal_gives_the_error_that_is_no_better(after: list[float], reason: str) -> None:
+    assert _refusal([1.0] * 3, after, 0.85, None) == reason  # type: ignore[arg-type]
 
 
 def remembered(*folds: int) -> Remembered:
