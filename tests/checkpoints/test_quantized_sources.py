@@ -225,7 +225,11 @@ def test_a_model_that_transformers_loaded_from_codes_is_refused(method: str) -> 
             qfx.quantize(model, "int8_dynamic", [{"input_ids": IDS}], progress=False)
 
 
-@pytest.mark.parametrize("settings", [{}, {"bits": 4}, {"quant_method": None}, "int8", object()], ids=["empty", "bits", "null", "text", "object"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bits": 4}, {"quant_method": None}, "int8", object()],
+    ids=["empty", "bits", "null", "text", "object"],
+)
 def test_a_model_whose_configuration_names_no_method_is_float(settings: object) -> None:
     model = seeded(nn.Sequential(nn.Linear(8, 4)))
     model.config = SimpleNamespace(quantization_config=settings)  # type: ignore[assignment]

@@ -302,7 +302,7 @@ def _frequencies(config: Any, architecture: str) -> dict[str, Tensor]:
         raise ExportError(f"positions are scaled (rope_type {kind!r}), which is not written yet; choose a checkpoint")
     utilities = importlib.import_module("transformers.modeling_rope_utils")
     scaled, _ = utilities.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    plain = rope["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
+    plain = rope["rope_theta"] ** -(torch.arange(len(scaled), dtype=torch.float32) / len(scaled))
     return {FREQUENCIES: plain / scaled}
 
 
