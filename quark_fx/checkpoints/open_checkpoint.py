@@ -282,6 +282,10 @@ def _skipped(model: Any, files: CheckpointFiles) -> set[str]:
     }
 
 
+_FLOAT = frozenset({METHOD, "gguf"})
+"""Methods with which transformers loads float weights."""
+
+
 def method_of(model: nn.Module) -> str:
     """Return the method that quantized the codes from which transformers loaded a model; empty for a float model."""
     for module in model.modules():
@@ -289,7 +293,7 @@ def method_of(model: nn.Module) -> str:
         method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
         if method is not None:
             name = str(getattr(method, "value", method))
-            return "" if name == METHOD else name
+            return "" if name in _FLOAT else name
     return ""
 
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -156,19 +156,26 @@ class ScalingSolver(Selective, ABC):
         )
 
         def choose(pending: Mapping[int, PlannedSite]) -> Iterator[Chosen]:
-            # Scales change the values between operators, so the data runs through the unchanged graph.
-            for number, measurements in self.judge.measured(copy_graph(gm), pending, context, type(self).__name__):
-                with naming_failures(self, pending[number].name):
-                    chosen = with_room(context, partial(self._choose, gm, pending[number], measurements, context))
-                del measurements  # before the next site is measured
-                # All ranks must apply the same scale, but another processor may break a tie differently.
-                yield number, *context.ranks.gather(chosen)[0]
+            # Scales change the values between operators, so the data runs through a copy of the unchanged graph. It is
+            # copied here, not in the generator, which starts after the choices of an interrupted run were applied.
+            measured = self.judge.measured(copy_graph(gm), pending, context, type(self).__name__)
+            return self._choices(gm, pending, measured, context)
 
         return choose_in_turn(sites, context, choose, lambda site, scale: apply_scale(gm, site.site, scale))
 
     def needs(self, sizes: Sizes) -> Need:
         """Return the needs of a run."""
         return self.judge.needs(sizes)
+
+    def _choices(
+        self, gm: GraphModule, sites: Mapping[int, PlannedSite], measured: Iterable[tuple[int, Any]], context: Context
+    ) -> Iterator[Chosen]:
+        for number, measurements in measured:
+            with naming_failures(self, sites[number].name):
+                chosen = with_room(context, partial(self._choose, gm, sites[number], measurements, context))
+            del measurements  # before the next site is measured
+            # All ranks must apply the same scale, but another processor may break a tie differently.
+            yield number, *context.ranks.gather(chosen)[0]
 
     def _choose(
         self, gm: GraphModule, site: PlannedSite, measurements: Any, context: Context
