@@ -7,6 +7,6 @@ from quark_fx import observers
 from quark_fx.parity import entropy as entropy
 from quark_fx.parity.linear_histogram import SPANS, LinearHistogram
 
-vars(observers).update(SPANS=SPANS, LinearHistogram=LinearHistogram)  # names of earlier commits
+vars(observers).update(SPANS=SPANS, LinearHistogram=LinearHistogram)  # their public names
 
 __all__ = ["SPANS", "LinearHistogram"]

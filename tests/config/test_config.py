@@ -417,8 +417,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown target": (
         lambda: QuantConfig.from_dict({"target": "tpu"}),
-        "unknown target 'tpu'; choose one of onnx, onnx_vnni, openvino, tensorrt, executorch, vllm, sglang, "
-        "inductor, inductor_vnni, torch, dpu",
+        "unknown target 'tpu'; choose one of onnx, onnx_vnni, vllm, sglang, inductor, inductor_vnni, torch, dpu, "
+        "executorch, openvino, tensorrt",
     ),
     "unknown observer": (
         lambda: TensorSpec.from_dict({"format": "int8", "observer": "minmix"}),

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from benchmarks.output_structures import require_right
 from quark_fx.errors import ExportError
-from quark_fx.export.to_onnx import formats as formats_of_files
+from quark_fx.export.to_onnx import rules
 from quark_fx.export.to_onnx.export_onnx import CHOSEN_NAMES
-from quark_fx.export.to_onnx.rules import TRANSLATED, onnx_rule
+from quark_fx.export.to_onnx.rules import onnx_rule
 
 
 class Calls(nn.Module):
@@ -186,9 +186,9 @@ def test_signed_codes_of_every_rank_are_multiplied(shape: tuple[int, ...], tmp_p
 
 def test_every_format_reads_the_order_of_a_transposition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no earlier rule removed or stored it: one weight is read as it is and in another order."""
-    earlier = [rule for rule in TRANSLATED if rule.name not in ("drop_idle_transpose", "transpose_weight")]
-    assert len(earlier) == len(TRANSLATED) - 2
-    monkeypatch.setattr(formats_of_files, "TRANSLATED", tuple(earlier))
+    earlier = [rule for rule in rules.TRANSLATED if rule.name not in ("drop_idle_transpose", "transpose_weight")]
+    assert len(earlier) == len(rules.TRANSLATED) - 2
+    monkeypatch.setattr(rules, "TRANSLATED", tuple(earlier))
     for order in ((0, 1), (1, 0)):
         one_scale = qfx.presets.INT8_STATIC.replace(weight=qfx.TensorSpec(format=qfx.formats.INT8))
         cases: list[tuple[Any, str, Callable[[Calls, Tensor], Tensor]]] = [
@@ -205,7 +205,7 @@ def test_every_format_reads_the_order_of_a_transposition(tmp_path: Path, monkeyp
                 node.replace_input_with(1, step.outputs[0])
                 return True
 
-            monkeypatch.setattr(formats_of_files, "TRANSLATED", (*earlier, permute))
+            monkeypatch.setattr(rules, "TRANSLATED", (*earlier, permute))
             given = quantize(Calls(function, 16, 16).eval(), preset, BATCHES)
             file = qfx.export.onnx(given, tmp_path / "model.onnx", format=format)
             steps = qfx.verify(given, file, BATCHES).max_steps
