@@ -7,6 +7,7 @@ from quark_fx import observers
 from quark_fx.parity import entropy as entropy
 from quark_fx.parity.linear_histogram import SPANS, LinearHistogram
 
-vars(observers).update(SPANS=SPANS, LinearHistogram=LinearHistogram)  # their public names
+for _name, _value in (("SPANS", SPANS), ("LinearHistogram", LinearHistogram)):
+    setattr(observers, _name, _value)  # their public names
 
 __all__ = ["SPANS", "LinearHistogram"]

@@ -7,7 +7,7 @@ reproduce the numbers of ONNX Runtime, ModelOpt and Quark.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,7 +212,10 @@ class PeerGrid:
 
     span: str
 
-    exact: ClassVar[bool] = False
+    @property
+    def exact(self) -> bool:
+        """False: the first batch fixes the bins."""
+        return False
 
     @property
     def centered(self) -> bool:
