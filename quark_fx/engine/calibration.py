@@ -295,10 +295,10 @@ def _stacked(values: list[Tensor]) -> Tensor:
 
 
 def _unusable(place: str, error: ValueError) -> CalibrationError:
-    return CalibrationError(
-        f"{place} cannot be quantized: {error}; check the model's weights and the calibration data, or exclude the "
-        "operator"
-    )
+    advice = "check the model's weights and the calibration data, or exclude the operator"
+    if error.__cause__ is not None:  # an exception that `naming_observer` caught
+        advice = "fix the observer, or choose another one"
+    return CalibrationError(f"{place} cannot be quantized: {error}; {advice}")
 
 
 def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[Observer]) -> list[Observer]:

@@ -416,6 +416,13 @@ def test_an_observer_that_fails_is_named_with_the_value_it_watched(part: str, wh
         quantize(seeded(nn.Sequential(nn.Linear(8, 4))), INT8_STATIC.replace(**{part: spec}), [rand(4, 8)])
 
 
+def test_the_remedy_for_an_observer_that_raises_is_in_the_observer() -> None:
+    assert INT8_STATIC.input is not None
+    spec = replace(INT8_STATIC.input, observer=observer(Fails)(where="observe"))
+    with pytest.raises(CalibrationError, match="KeyError: 'gain'; fix the observer, or choose another one"):
+        quantize(seeded(nn.Sequential(nn.Linear(8, 4))), INT8_STATIC.replace(input=spec), [rand(4, 8)])
+
+
 def test_a_deferred_check_comes_before_an_error_of_a_later_step() -> None:
     def first_and_later(fine: bool) -> None:
         with accelerator.checked_later():

@@ -102,13 +102,20 @@ def test_what_cannot_be_compared_is_named(here: None, checkpoint: Path, tmp_path
         qfx.verify(qmodel, checkpoint, BATCHES)
 
 
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [
+        ("RuntimeError: q_norm has another size", r"If llama\.cpp is to read"),
+        ("ValueError: GGUF model with architecture smollm3 is not supported yet.", "transformers reads no GGUF file of"),
+    ],
+)
 def test_a_gguf_file_that_transformers_does_not_read_may_still_be_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reason: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "llm.gguf").touch()
-    failed = CompletedProcess([], 1, "", "RuntimeError: q_norm has another size\n")
+    failed = CompletedProcess([], 1, "", f"{reason}\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
-    with pytest.raises(ExportError, match=r"does not load or run .*\nRuntimeError: .*\nIf llama\.cpp is to read"):
+    with pytest.raises(ExportError, match=rf"does not load or run .*\n{reason}\n{hint}"):
         TransformersRunner(tmp_path / "llm.gguf")(IDS)
 
 

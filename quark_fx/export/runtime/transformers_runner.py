@@ -124,7 +124,12 @@ def _results(path: Path, batches: list[tuple[tuple[Any, ...], dict[str, Any]]]) 
             hint = [
                 "Install the package in the message; compressed-tensors and GGUF need no package for kernels."
             ] * missing
-            if path.suffix == ".gguf" and not missing:
+            if "GGUF model with architecture" in "".join(said[-1:]):
+                hint.append(
+                    "transformers reads no GGUF file of this architecture, so it cannot compare: try the file in "
+                    "llama.cpp. On the command line, --no-verify skips the comparison."
+                )
+            elif path.suffix == ".gguf" and not missing:
                 hint.append(
                     "If llama.cpp is to read the file, try it there: transformers replaces some sizes by its "
                     "defaults, such as the size of Qwen3's heads."
