@@ -419,7 +419,13 @@ _DECODED = ", ".join(_MATRICES)
 
 
 def group_of(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the group in a configuration of compressed-tensors that contains a layer."""
+    """Return the group in a configuration of compressed-tensors that contains a layer.
+
+    >>> targets = {"any": ["Linear"], "pattern": ["re:.*up"], "name": ["a.up"]}
+    >>> groups = {"config_groups": {name: {"targets": part, "format": name} for name, part in targets.items()}}
+    >>> [group_of(layer, groups)["format"] for layer in ("a.up", "b.up", "b.down")]
+    ['name', 'pattern', 'any']
+    """
     groups = [group for group in (quantization.get("config_groups") or {}).values() if isinstance(group, dict)]
     for fits in (layer.__eq__, lambda target: names_layer(target, layer)):  # names take precedence over patterns
         for group in groups:

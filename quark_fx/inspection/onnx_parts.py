@@ -172,6 +172,8 @@ def _block_format(node: ir.Node, act: str) -> str:
 
     >>> _block_format(ir.node("Values_fp4_e2m1", [], domain="quark_fx"), "Values")
     'fp4_e2m1'
+    >>> _block_format(ir.node("Round_int32_float32", [], domain="quark_fx"), "Round")  # not int3, which begins alike
+    'int32'
     """
     kind, _, rest = node.op_type.partition("_")
     if node.domain != "quark_fx" or kind != act:

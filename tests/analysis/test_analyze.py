@@ -235,6 +235,11 @@ def test_the_table_names_culprits_and_remedies() -> None:
     assert found.to_dict()["rows"][0]["remedies"][0]["what"] == found.rows[0].remedies[0].what
 
 
+def test_only_a_preset_that_was_given_by_name_is_named() -> None:
+    names = [analyze(mlp(), config, tokens(8, 8)).preset for config in ("fp8_static", preset("int8_static"))]
+    assert names == ["fp8_static", ""]
+
+
 def test_remedies_change_what_they_say() -> None:
     config = preset("int8_static")
     assert Remedy(what="", gain=0.0, exclude=("a", "b")).applied(config).exclude == ("a", "b")

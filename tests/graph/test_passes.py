@@ -250,6 +250,7 @@ def test_an_addmm_is_a_linear() -> None:
     ("tensor", "value", "words"),
     [
         ("running_var", -0.5, r"1\.running_var of .* is -0\.5 in channel 1, and a variance is not negative"),
+        ("running_var", 0.0, r"1\.running_var of .* is 0 in channel 1"),
         ("running_var", float("inf"), r"1\.running_var of .* holds NaN or infinity"),
         ("running_mean", float("nan"), r"1\.running_mean of .* holds NaN or infinity"),
         ("weight", float("nan"), r"1\.weight of .* holds NaN or infinity"),
@@ -257,7 +258,7 @@ def test_an_addmm_is_a_linear() -> None:
     ],
 )
 def test_a_norm_with_impossible_statistics_is_named(tensor: str, value: float, words: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, eps=0.0)).eval()
     getattr(model[1], tensor).data[1] = value
     with pytest.raises(qfx.CalibrationError, match=words):
         qfx.quantize(model, "int8_static", [rand(2, 3, 4, 4)], progress=False)

@@ -219,6 +219,12 @@ def node(document: dict[str, Any], op: str) -> Any:
     return next(n for n in document["nodes"] if n["op"] == op)
 
 
+def limit(document: dict[str, Any], field: str, beyond: int, *numbers: Any) -> None:
+    """Limit the sizes of the last dimension of the first input, or of one `beyond` it."""
+    last = len(document["inputs"][0]["shape"]) - 1
+    document["signature"][field] = [[document["signature"]["input_names"][0], last + beyond, *numbers]]
+
+
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no nodes": lambda d: d.pop("nodes"),
     "no signature": lambda d: d.pop("signature"),
@@ -248,6 +254,11 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "argument of another type": lambda d: node(d, "call_function")["args"].__setitem__(1, 8),
     "keyword that the operator has not": lambda d: node(d, "call_function").update(kwargs={"colour": 1}),
     "shapes that do not fit": lambda d: d["inputs"][0].update(shape=[4, 5]),
+    "limit of a dimension that the input has not": lambda d: limit(d, "input_limits", 1, 1, 9),
+    "limit of an input that does not exist": lambda d: d["signature"].update(input_limits=[["ghost", 0, 1, 9]]),
+    "limit that is no number": lambda d: limit(d, "input_limits", 0, 1, "9"),
+    "multiple of a dimension that the input has not": lambda d: limit(d, "input_multiples", 1, 4),
+    "multiple of one": lambda d: limit(d, "input_multiples", 0, 1),
 }
 
 

@@ -72,13 +72,13 @@ def textbook(
     return codes, ratio, clear
 
 
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(("strided", "together"), [(False, 20), (True, 20), (True, 128)])
 @on_devices
 def test_every_decision_is_that_of_the_algorithm(
-    strided: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    strided: bool, together: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, size = 48, 8
-    monkeypatch.setattr(error_feedback, "_CHUNK", 20 * inputs)  # some rows at a time
+    monkeypatch.setattr(error_feedback, "_CHUNK", together * inputs)  # some rows of a matrix, or both matrices
     numbers = torch.arange(inputs) % (inputs // size) if strided else torch.arange(inputs) // size
     columns = Columns(numbers)
     members = [(numbers == g).nonzero().flatten() for g in range(columns.count)]
