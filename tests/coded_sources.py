@@ -25,10 +25,17 @@ def words_of(codes: Tensor, bits: int) -> Tensor:
     return torch.tensor(words, dtype=torch.int32).t().contiguous()
 
 
-def gptq(folder: Path, bits: int = 4, *, version: int = 1, config: Mapping[str, Any] = MappingProxyType({})) -> Tensor:
+def gptq(
+    folder: Path,
+    bits: int = 4,
+    *,
+    version: int = 1,
+    group: int = 32,
+    config: Mapping[str, Any] = MappingProxyType({}),
+) -> Tensor:
     """Write a layer of GPTQ with inputs in any order of groups, next to floats, and return its values."""
     generator = torch.Generator().manual_seed(bits)
-    inputs, outputs, group = 64, 96, 32
+    inputs, outputs = 64, 96
     codes = torch.randint(0, 1 << bits, (inputs, outputs), generator=generator)
     zeros = torch.randint(1, 1 << bits, (inputs // group, outputs), generator=generator)
     scales = torch.rand(inputs // group, outputs, generator=generator).half()

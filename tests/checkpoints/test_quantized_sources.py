@@ -101,6 +101,11 @@ def test_a_layer_of_gptq_has_its_own_number_of_bits(tmp_path: Path) -> None:
     assert torch.equal(values(tmp_path)[f"{LAYER}.weight"], expected)
 
 
+def test_a_group_size_of_minus_one_means_all_inputs(tmp_path: Path) -> None:
+    expected = gptq(tmp_path, group=64, config={"group_size": -1})
+    assert torch.equal(values(tmp_path)[f"{LAYER}.weight"], expected)
+
+
 def test_experts_of_mxfp4_have_the_values_that_transformers_decodes(tmp_path: Path) -> None:
     module = pytest.importorskip("transformers.integrations.mxfp4")
     tensors, decoded = mxfp4(tmp_path / "source"), values(tmp_path / "source")

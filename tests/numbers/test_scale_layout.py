@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,15 @@ def test_a_large_tensor_has_the_values_of_its_rows(axis: int, block: int) -> Non
     zero = torch.zeros(layout.scale_shape, dtype=torch.int32)
     got = ops.dequantize(codes, scale, zero, "int8", axis, block)
     assert torch.equal(got, codes.float() * layout.spread(scale))
+
+
+def test_pieces_cover_the_rows_and_cut_through_no_block() -> None:
+    for rows, block, most in itertools.product((12, 100), (0, 2, 3, 7), (8, 30)):
+        pieces = [piece for piece in Layout.of((rows, 4), 0, block).pieces(most) if isinstance(piece, slice)]
+        ends = [0, *(piece.stop for piece in pieces)]
+        assert [piece.start for piece in pieces] == ends[:-1]
+        assert ends[-2] < rows <= ends[-1]
+        assert all(end % max(1, block) == 0 for end in ends)
 
 
 def test_an_axis_beyond_the_rank_is_refused() -> None:

@@ -181,6 +181,13 @@ def test_a_concatenation_keeps_its_parts_apart() -> None:
     assert (made["a.weight"], made["b.weight"]) == ([0, 1], [2, 3, 4])
 
 
+def test_a_value_whose_largest_rows_are_returned_is_not_scaled() -> None:
+    layers = {"a": nn.Linear(5, 4), "b": nn.Linear(4, 3)}
+    net = Net(lambda m, x: (m.b(y := F.relu(m.a(x))), y.amax(0)), **layers)
+    _, sites = sites_of(net, rand(3, 5))  # of the result, each channel is one element
+    assert not sites
+
+
 def test_the_part_of_a_concatenation_that_cannot_be_scaled_is_left_out() -> None:
     net = Net(lambda m, x: m.c(torch.cat([m.a(x), torch.sigmoid(m.b(x))], 1)), a=conv(3, 2), b=conv(3, 3), c=conv(5, 2))
     _, (site,) = sites_of(net, X)

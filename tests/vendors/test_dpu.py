@@ -23,6 +23,7 @@ from quark_fx.graph.nodes import target_name
 from quark_fx.graph.pass_manager import pass_name, run_passes
 from quark_fx.passes import AdaRound, AlignShifts, BiasCorrection
 from quark_fx.presets import XINT8
+from quark_fx.vendors.amd.dpu import continues
 from quark_fx.vendors.amd.passes.align_shifts import RULES
 
 UNALIGNED = XINT8.replace(passes=tuple(p for p in XINT8.passes if pass_name(p) != "AlignShifts"))
@@ -273,6 +274,15 @@ def test_a_convolution_that_two_read_is_rounded_before_the_leaky_relu() -> None:
     )
     leaky = calls(quantize(model, XINT8, image()), "aten.leaky_relu")[0]
     assert target_name(leaky.args[0]) == "quark_fx.dequantize.default"  # type: ignore[arg-type]
+
+
+def test_a_factor_belongs_to_a_hard_sigmoid_that_nothing_else_reads() -> None:
+    times = torch.ops.aten.mul.Scalar  # as the factors that the passes for a DPU insert
+    alone = build(lambda m, x: times(F.hardsigmoid(m.a(x)), 2), **convs(a=(3, 4, 1)))
+    shared = build(lambda m, x: [times(y := F.hardsigmoid(m.a(x)), 2), y], **convs(a=(3, 4, 1)))
+    for model, together in ((alone, True), (shared, False)):
+        (factor,) = calls(qfx.capture_graph(model, tuple(image(6))).module, "aten.mul.Scalar")
+        assert continues(factor.all_input_nodes[0], factor) == together
 
 
 def test_alignment_costs_a_trained_network_little(tmp_path: Path) -> None:
