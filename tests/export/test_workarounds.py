@@ -16,7 +16,7 @@ import torch
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, NotImplemented, RuntimeException
 from test_onnx_rules import CODES, IMAGE, MATRIX, STATIC, WEIGHT, described, graph, run
 from test_openvino import STATIC as OPENVINO
-from test_openvino import Joined, Pyramid, Rolls, Shared, needs_openvino
+from test_openvino import Joined, Shared, Sized, needs_openvino
 from tiny import images, quantize, rand, seeded
 from torch import Tensor, nn
 
@@ -196,8 +196,7 @@ CIRCULAR = nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")
 IN_OPENVINO: dict[str, tuple[Callable[[], nn.Module], qfx.QuantConfig, list[Tensor], bool]] = {
     "convolution without a bias": (lambda: Shared("residual"), OPENVINO, [rand(2, 16, 8, 8)], False),
     "signed codes of a convolution": (lambda: Joined("of channels"), SIGNED_INPUT, images(4), False),
-    "resized values next to codes": (lambda: Pyramid("convolution", "nearest", 16), OPENVINO, [rand(4, 3, 8, 8)], True),
-    "sizes of codes": (lambda: Rolls(2, (2,)), OPENVINO, [rand(4, 3, 8, 8)], True),
+    "rounded values of free sizes": (lambda: Sized("rectified"), OPENVINO, [rand(4, 3, 8, 8)], True),
     "circular padding": (lambda: CIRCULAR, OPENVINO, [rand(2, 3, 5, 6)], False),
 }
 

@@ -326,3 +326,57 @@ def test_codes_whose_sizes_are_measured_are_as_in_torch(rank: int, dims: tuple[i
     others = [rand(3, 3, *(10,) * rank)]
     assert qfx.verify(qmodel, file, others, runtime="openvino").max_steps <= 1
     assert qfx.verify(qmodel, file, others).max_steps <= 1
+
+
+class Sized(nn.Module):
+    """The result of a convolution, joined with an operator on it that reads free sizes."""
+
+    def __init__(self, first: str, reader: str = "windows") -> None:
+        super().__init__()
+        transposed = first == "transposed"
+        self.first = nn.ConvTranspose2d(3, 8, 1) if transposed else nn.Conv2d(3, 8, 3, padding=1)
+        self.other, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(16, 2, 1)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8).view(8, 1, 1))
+        self.kind, self.reader = first, reader
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.kind == "scaled":
+            y = y * self.scale + self.scale
+        elif self.kind == "sum":
+            y = y + self.other(x)
+        elif self.kind == "clipped":
+            y = nn.functional.relu6(y)
+        elif self.kind != "signed":
+            y = torch.relu(y)
+        n, c, h, w = y.shape
+        if self.reader == "windows":
+            other = y.view(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 2, 4, 3, 5).reshape(n, c, h, w)
+        else:
+            other = nn.functional.adaptive_avg_pool2d(y, (4, 4))
+            if self.reader == "pool":
+                y = nn.functional.adaptive_avg_pool2d(y.flip(1), (4, 4))
+            else:
+                other = nn.functional.interpolate(other, size=(h, w))
+        result: Tensor = self.last(torch.cat([other, y], 1))
+        return result
+
+
+@needs_openvino
+@pytest.mark.parametrize(
+    ("first", "reader"),
+    [
+        *((first, "windows") for first in ("rectified", "signed", "clipped", "scaled", "sum", "transposed")),
+        *(("rectified", reader) for reader in ("pool", "resized pool")),
+    ],
+)
+def test_every_channel_keeps_its_bias_where_sizes_are_measured(first: str, reader: str, tmp_path: Path) -> None:
+    auto = torch.export.Dim.AUTO
+    batches = [rand(4, 3, 8, 8, seed=i) for i in range(2)]
+    qmodel = quantize(
+        seeded(Sized(first, reader)), STATIC, batches, dynamic_shapes={"x": dict.fromkeys((0, 2, 3), auto)}
+    )
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    others = [rand(3, 3, 12, 16)]
+    assert qfx.verify(qmodel, file, others, runtime="openvino").max_steps <= 1
+    assert qfx.verify(qmodel, file, others).max_steps <= 1

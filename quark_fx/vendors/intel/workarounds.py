@@ -72,58 +72,24 @@ def _store_unsigned(model: ir.Model, node: ir.Node) -> None:
     codes.dtype = ir.DataType.UINT8
 
 
-def _resized(node: ir.Node) -> list[int]:
-    """Return the inputs of a `Concat` of codes that are resized to a size that varies."""
-    if not any(_is_moved_from(value, "DequantizeLinear") for value in node.inputs):
-        return []
-    return [
-        index
-        for index, value in enumerate(node.inputs)
-        if value is not None
-        and value.shape is not None
-        and value.shape.rank() >= 3
-        and not all(isinstance(size, int) for size in value.shape[2:])
-        and _is_moved_from(value, "Resize")
-        and made_by(value, "MaxPool") is None
-    ]
+_SHIFTED = ("Conv", "ConvTranspose", "BatchNormalization", "Add", "Sub", "Mul", "Div", "Relu", "Clip")
+"""Operators that add a bias or scale channels, possibly with the activation function that follows."""
 
 
-def _is_moved_from(value: ir.Value | None, operator: str) -> bool:
-    """Tell whether an `operator` makes a value, possibly followed by operators that move values."""
-    while (mover := made_by(value, *MOVES)) is not None:
-        value = mover.inputs[0]
-    return made_by(value, operator) is not None
+def _rounds_free_sizes(node: ir.Node) -> bool:
+    """Tell whether a quantizer rounds a value of free sizes to which a bias or a scale of channels may belong."""
+    value = node.inputs[0]
+    free = value is not None and (value.shape is None or not all(isinstance(size, int) for size in value.shape))
+    return free and made_by(value, *_SHIFTED) is not None
 
 
-def _pool_one_value(model: ir.Model, node: ir.Node) -> None:
-    for index in _resized(node):
-        _pool(node, index, shape_of(operand(node, index)).rank())
-
-
-def _pool(node: ir.Node, index: int, rank: int) -> None:
-    """Insert a maximum pool with a window of one value before an input of a rank, which changes nothing."""
-    value = operand(node, index)
-    same = ir.node("MaxPool", [value], attributes={"kernel_shape": [1] * (rank - 2)})
+def _keep_bias(model: ir.Model, node: ir.Node) -> None:
+    """Insert a leaky ReLU of slope 1, which changes nothing: OpenVINO keeps it, as part of the convolution."""
+    value = operand(node)
+    same = ir.node("LeakyRelu", [value], attributes={"alpha": 1.0})
     same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
     node.prepend(same)
-    node.replace_input_with(index, same.outputs[0])
-
-
-def _measured_codes(node: ir.Node) -> ir.Value | None:
-    """Return the codes of a convolution, dequantized, that a `Shape` reads, possibly after moves and joins."""
-    value = node.inputs[0]
-    while (mover := made_by(value, *MOVES, "Concat")) is not None:
-        value = mover.inputs[0]
-    source = made_by(value, "DequantizeLinear")
-    codes = None if source is None else made_by(source.inputs[0], "QuantizeLinear")
-    of_convolution = codes is not None and made_by(codes.inputs[0], "Conv", "ConvTranspose", "Relu", "Clip") is not None
-    known = value is not None and value.shape is not None and value.shape.rank() > 2
-    return value if of_convolution and known else None
-
-
-def _measure_pooled(model: ir.Model, node: ir.Node) -> None:
-    rank = shape_of(_measured_codes(node)).rank()
-    _pool(node, 0, rank)
+    node.replace_input_with(0, same.outputs[0])
 
 
 def _pads_in_circles(node: ir.Node) -> bool:
@@ -173,21 +139,14 @@ _ROWS = {
         condition=_makes_signed_codes_of_convolution,
         rewrite=_store_unsigned,
     ),
-    "resized values next to codes": Workaround(
+    "rounded values of free sizes": Workaround(
         runtime="openvino",
         versions=("2026.4",),
-        fault="adds the bias of the first channel to all channels of the convolution that makes the codes",
-        operators=("Concat",),
-        condition=_resized,
-        rewrite=_pool_one_value,
-    ),
-    "sizes of codes": Workaround(
-        runtime="openvino",
-        versions=("2026.4",),
-        fault="returns wrong values of a convolution if its codes are also measured by Shape",
-        operators=("Shape",),
-        condition=_measured_codes,
-        rewrite=_measure_pooled,
+        fault="measures sizes at a convolution before its bias, which then moves into the quantizer: all channels get "
+        "the bias of the first",
+        operators=("QuantizeLinear",),
+        condition=_rounds_free_sizes,
+        rewrite=_keep_bias,
     ),
     "circular padding": Workaround(
         runtime="openvino",
