@@ -106,7 +106,10 @@ def test_what_cannot_be_compared_is_named(here: None, checkpoint: Path, tmp_path
     ("reason", "hint"),
     [
         ("RuntimeError: q_norm has another size", r"If llama\.cpp is to read"),
-        ("ValueError: GGUF model with architecture smollm3 is not supported yet.", "transformers reads no GGUF file of"),
+        (
+            "ValueError: GGUF model with architecture smollm3 is not supported yet.",
+            "transformers reads no GGUF file of",
+        ),
     ],
 )
 def test_a_gguf_file_that_transformers_does_not_read_may_still_be_right(
