@@ -12,7 +12,7 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
@@ -34,6 +34,7 @@ from quark_fx.capture.capture_errors import (
     require_runs,
     warn_of_fixed_batch,
 )
+from quark_fx.capture.fixed_sizes import fixed_dimensions
 from quark_fx.capture.lengths import KnownLengths
 from quark_fx.capture.model_state import ModelState, made_since, untouched
 from quark_fx.capture.normalization import Captured, normalize
@@ -349,19 +350,35 @@ def _varies(node: Node) -> bool:
 def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     from quark_fx.capture.symbolic_sizes import chunked_sizes  # imports sympy, which takes half a second
 
-    hugging_face, requested_shapes = _is_hugging_face(model) and not args, dynamic_shapes
+    hugging_face = _is_hugging_face(model) and not args
+    fixed: set[tuple[tuple[int, ...], int]] = set()
+
+    def dimensions(leaf: Tensor) -> dict[int, Any]:
+        return {dim: how for dim, how in dynamic_dimensions(leaf).items() if (tuple(leaf.shape), dim) not in fixed}
+
+    def exported() -> ExportedProgram:
+        if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes, dimensions)) is not None:
+            return program
+        shapes = dynamic_shapes
+        if shapes is None:
+            shapes = ShapesCollection()
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.dim():
+                    shapes[leaf] = dimensions(leaf)
+        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+
     try:
         with torch.no_grad(), quiet(), _silent(), chunked_sizes(), _no_cache_within(model, kwargs):
-            if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
-                return program
-            if dynamic_shapes is None:
-                dynamic_shapes = ShapesCollection()
-                for leaf in pytree.tree_leaves((args, kwargs)):
-                    if isinstance(leaf, Tensor) and leaf.dim():
-                        dynamic_shapes[leaf] = dynamic_dimensions(leaf)
-            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+            program = exported()
+            if fixed := fixed_dimensions(program):
+                if dynamic_shapes is not None:
+                    raise CaptureError(_fixed_sizes(fixed))
+                program = exported()
+            return program
+    except CaptureError:
+        raise
     except Exception as error:  # the model's own code may raise any error during tracing
-        asked = requested_shapes is not None and explain_dynamic_shapes(error, model, args, kwargs)
+        asked = dynamic_shapes is not None and explain_dynamic_shapes(error, model, args, kwargs)
         raise CaptureError(asked or explain(error, model) + dtype_hint(model, (args, kwargs))) from error
 
 
@@ -407,7 +424,17 @@ def _no_cache_within(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[No
             config.use_cache = True
 
 
-def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram | None:
+def _fixed_sizes(fixed: Collection[tuple[tuple[int, ...], int]]) -> str:
+    places = ", ".join(f"dimension {dim} of the input of shape {shape}" for shape, dim in sorted(fixed))
+    return (
+        f"dynamic_shapes asks for other sizes of {places}, but the model's code makes a number of a size computed from "
+        "it, with int(...) or a comparison: leave it out of dynamic_shapes, or compute with the size itself"
+    )
+
+
+def _export_hugging_face(
+    model: Any, kwargs: dict[str, Any], dynamic_shapes: Any, dimensions: Callable[[Tensor], dict[int, Any]]
+) -> ExportedProgram | None:
     try:
         exporters: Any = importlib.import_module("transformers.exporters")
     except ImportError:
@@ -415,9 +442,7 @@ def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any
     if dynamic_shapes is None:
         # The exporter removes flags such as `use_cache` from the inputs.
         tensors = {k: v for k, v in kwargs.items() if v is not None and not isinstance(v, bool | int | float | str)}
-        dynamic_shapes = pytree.tree_map(
-            lambda leaf: dynamic_dimensions(leaf) if isinstance(leaf, Tensor) else None, tensors
-        )
+        dynamic_shapes = pytree.tree_map(lambda leaf: dimensions(leaf) if isinstance(leaf, Tensor) else None, tensors)
     with quiet():
         config = exporters.DynamoConfig(dynamic=True, dynamic_shapes=dynamic_shapes)
         exported = exporters.DynamoExporter().export(model, dict(kwargs), config=config)

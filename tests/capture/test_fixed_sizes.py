@@ -1,0 +1,75 @@
+"""Dimensions that the model's code fixes through a size computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+import quark_fx as qfx
+
+
+class Computed(nn.Module):
+    """A strided convolution, and a function of its result."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.function = nn.Conv1d(3, 4, 3, 2, 1), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the function of the convolution."""
+        return self.function(self.conv(x))
+
+
+FIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "a number": lambda y: y.sum(-1) / int(y.shape[-1]),
+    "a range": lambda y: y * torch.linspace(0, 1, y.shape[-1]).sum(),
+    "of a pool": lambda y: F.max_pool1d(y, 2).sum(-1) / int(y.shape[-1] // 2),
+    "a comparison": lambda y: y * 2 if y.shape[-1] == 24 else y,
+}
+
+FREE: dict[str, Callable[[Tensor], Tensor]] = {
+    "the size": lambda y: y.sum(-1) / y.shape[-1],
+    "pairs": lambda y: y.unflatten(-1, (y.shape[-1] // 2, 2)).sum(-1),
+    "windows": lambda y: y.unflatten(-1, (-1, 4)).sum(-1),
+}
+
+
+def captured(function: Callable[[Tensor], Tensor]) -> tuple[nn.Module, qfx.QuantizedModel]:
+    torch.manual_seed(0)
+    model = Computed(function).eval()
+    return model, qfx.quantize(model, "int8_dynamic", [torch.randn(2, 3, 48)], progress=False)
+
+
+@pytest.mark.parametrize("name", FIXING)
+def test_a_size_computed_from_a_dimension_fixes_it(name: str) -> None:
+    """A graph with the number of the example would compute something else for another size."""
+    model, qmodel = captured(FIXING[name])
+    assert qmodel.signature.input_shapes == ((None, 3, 48),)
+    x = torch.randn(5, 3, 48)
+    assert (qmodel(x) - model(x)).abs().max() < 0.05 * model(x).abs().max()
+    with pytest.raises(qfx.QuarkError, match="dimension 2 to 48"):
+        qmodel(torch.randn(2, 3, 96))
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_size_that_stays_a_size_fixes_nothing(name: str) -> None:
+    model, qmodel = captured(FREE[name])
+    assert qmodel.signature.input_shapes == ((None, 3, None),)
+    x = torch.randn(2, 3, 96)
+    assert (qmodel(x) - model(x)).abs().max() < 0.05 * model(x).abs().max()
+
+
+def test_a_fixed_dimension_that_should_vary_is_refused() -> None:
+    with pytest.raises(qfx.CaptureError, match=r"other sizes of dimension 2 of the input of shape \(2, 3, 48\)"):
+        qfx.quantize(
+            Computed(FIXING["a number"]).eval(),
+            "int8_dynamic",
+            [torch.randn(2, 3, 48)],
+            dynamic_shapes={"x": {0: Dim.AUTO, 2: Dim.AUTO}},
+            progress=False,
+        )
