@@ -25,7 +25,7 @@ def fixed_dimensions(program: ExportedProgram) -> set[tuple[tuple[int, ...], int
         sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
         for dim, size in enumerate(sizes):
             if isinstance(size, torch.SymInt):
-                symbol = size.node.expr
+                symbol: Any = size.node.expr
                 if symbol not in fixing:
                     fixing[symbol] = _is_fixed(size.node, program.range_constraints.get(symbol))
                 if fixing[symbol]:
