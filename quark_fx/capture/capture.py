@@ -32,9 +32,10 @@ from quark_fx.capture.capture_errors import (
     require_inputs_fit,
     require_repeats,
     require_runs,
+    warn_of_fixed,
     warn_of_fixed_batch,
 )
-from quark_fx.capture.fixed_sizes import fixed_dimensions
+from quark_fx.capture.guards import fixed_dimensions
 from quark_fx.capture.lengths import KnownLengths
 from quark_fx.capture.model_state import ModelState, made_since, untouched
 from quark_fx.capture.normalization import Captured, normalize
@@ -351,7 +352,7 @@ def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
     from quark_fx.capture.symbolic_sizes import chunked_sizes  # imports sympy, which takes half a second
 
     hugging_face = _is_hugging_face(model) and not args
-    fixed: set[tuple[tuple[int, ...], int]] = set()
+    fixed: dict[tuple[tuple[int, ...], int], str] = {}
 
     def dimensions(leaf: Tensor) -> dict[int, Any]:
         return {dim: how for dim, how in dynamic_dimensions(leaf).items() if (tuple(leaf.shape), dim) not in fixed}
@@ -373,6 +374,9 @@ def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
             if fixed := fixed_dimensions(program):
                 if dynamic_shapes is not None:
                     raise CaptureError(_fixed_sizes(fixed))
+                for (shape, dim), name in fixed.items():
+                    if dim == 0:
+                        warn_of_fixed(name, shape[0])
                 program = exported()
             return program
     except CaptureError:
@@ -424,11 +428,11 @@ def _no_cache_within(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[No
             config.use_cache = True
 
 
-def _fixed_sizes(fixed: Collection[tuple[tuple[int, ...], int]]) -> str:
-    places = ", ".join(f"dimension {dim} of the input of shape {shape}" for shape, dim in sorted(fixed))
+def _fixed_sizes(fixed: Mapping[tuple[tuple[int, ...], int], str]) -> str:
+    places = ", ".join(f"dimension {dim} of {name}" for (_, dim), name in fixed.items())
     return (
-        f"dynamic_shapes asks for other sizes of {places}, but the model's code makes a number of a size computed from "
-        "it, with int(...) or a comparison: leave it out of dynamic_shapes, or compute with the size itself"
+        f"dynamic_shapes asks for other sizes of {places}, but the model's code converts a size computed from it to a "
+        "number, with int(...) or a comparison: leave it out of dynamic_shapes, or compute with the size itself"
     )
 
 

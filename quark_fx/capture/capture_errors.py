@@ -443,13 +443,19 @@ def warn_of_fixed_batch(program: ExportedProgram) -> None:
     batch = static_size(shaped[0][1].shape[0])
     for node, value in shaped:
         # Inputs without a batch, such as a vector of features or a mask, usually have another size.
-        fixed = batch is not None and static_size(value.shape[0]) == batch
-        if fixed and (where := _fixed_at(value, str(node.target))):
-            warn(
-                f"the model fixes dimension 0 of input {node.target} at {batch}, the size in the example{where}; other "
-                "sizes will be refused. A loop over the samples or a comparison with a number does that: write it for "
-                "all samples at once if batches of other sizes are to run"
-            )
+        if batch is None or static_size(value.shape[0]) != batch:
+            continue
+        if where := _fixed_at(value, str(node.target)):
+            warn_of_fixed(str(node.target), batch, where)
+
+
+def warn_of_fixed(name: str, size: int, where: str = "") -> None:
+    """Warn that the model's code fixes the first dimension of an input; `where` says in which line."""
+    warn(
+        f"the model fixes dimension 0 of input {name} at {size}, the size in the example{where}; other sizes will be "
+        "refused. A loop over the samples or a comparison with a number does that: write it for all samples at once if "
+        "batches of other sizes are to run"
+    )
 
 
 def _fixed_at(value: Tensor, name: str) -> str:

@@ -7,8 +7,7 @@ their original names; inputs and outputs are flat (their structure is the `Signa
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from quark_fx.capture.einsum import spell_out_products
+from quark_fx.capture.guards import multiple_of
 from quark_fx.capture.in_place import make_functional
 from quark_fx.errors import CaptureError, Declined
 from quark_fx.graph.linear import Linear
@@ -158,30 +158,9 @@ def _multiples(inputs: list[Node]) -> tuple[tuple[str, int, int], ...]:
         value = node.meta.get("val")
         sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
         for dim, size in enumerate(sizes):
-            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
-            if getattr(symbol, "is_Symbol", False):  # avoids the import of sympy, which takes half a second
-                guards = [guard.expr for guard in getattr(size.node.shape_env, "guards", ())]
-                numbers = {n for guard in guards if guard.free_symbols == {symbol} for n in _multiple(guard, symbol)}
-                if numbers:
-                    multiples.append((str(node.target), dim, math.lcm(*numbers)))
+            if (number := multiple_of(size)) > 1:
+                multiples.append((str(node.target), dim, number))
     return tuple(multiples)
-
-
-def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
-    """Yield the number whose multiples satisfy `guard`, while no size between them does, if there is one."""
-    import sympy  # takes half a second; already loaded if there are symbols
-
-    def holds(size: int) -> bool:
-        try:
-            return bool(guard.xreplace({symbol: sympy.Integer(size)}) == sympy.true)
-        except (ZeroDivisionError, AssertionError):  # the guard has no value at this size, such as a negative dividend
-            return False
-
-    for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):
-        sizes = range(2 * number, 5 * number)
-        if all(holds(n) == (n % number == 0) for n in sizes):
-            yield number
-            return
 
 
 def _functional_module(program: ExportedProgram) -> GraphModule:

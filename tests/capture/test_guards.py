@@ -1,4 +1,4 @@
-"""Dimensions that the model's code fixes through a size computed from them."""
+"""Dimensions that the model's code fixes by converting a size computed from them to a number."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_a_size_that_stays_a_size_fixes_nothing(name: str) -> None:
 
 
 def test_a_fixed_dimension_that_should_vary_is_refused() -> None:
-    with pytest.raises(qfx.CaptureError, match=r"other sizes of dimension 2 of the input of shape \(2, 3, 48\)"):
+    with pytest.raises(
+        qfx.CaptureError, match="other sizes of dimension 2 of x, but the model's code converts a size computed from it"
+    ):
         qfx.quantize(
             Computed(FIXING["a number"]).eval(),
             "int8_dynamic",
@@ -73,3 +75,54 @@ def test_a_fixed_dimension_that_should_vary_is_refused() -> None:
             dynamic_shapes={"x": {0: Dim.AUTO, 2: Dim.AUTO}},
             progress=False,
         )
+
+
+def test_a_product_of_sizes_that_becomes_a_number_fixes_both() -> None:
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.conv(x)
+            return y.sum((2, 3)) / int(y.shape[2] * y.shape[3])
+
+    dynamic = {"x": {0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO}}
+    with pytest.raises(qfx.CaptureError, match="other sizes of dimension 2 of x, dimension 3 of x, but"):
+        qfx.quantize(
+            Image().eval(), "int8_dynamic", [torch.randn(2, 3, 16, 16)], dynamic_shapes=dynamic, progress=False
+        )
+
+
+def test_two_inputs_with_related_sizes_keep_them() -> None:
+    """Their comparison is no comparison with a number."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(3, 4, 3, 2, 1)
+
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            y: Tensor = self.conv(x)
+            return y * gate if y.shape[-1] == gate.shape[-1] else y
+
+    model = Gated().eval()
+    qmodel = qfx.quantize(model, "int8_dynamic", [(torch.randn(2, 3, 48), torch.randn(2, 4, 24))], progress=False)
+    assert qmodel.signature.input_shapes[0] == (None, 3, None)
+    batch = torch.randn(2, 3, 96), torch.randn(2, 4, 48)
+    assert (qmodel(*batch) - model(*batch)).abs().max() < 0.05 * model(*batch).abs().max()
+
+
+def test_a_batch_that_becomes_a_number_is_warned_about() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x).unflatten(0, (-1, 2))
+            return y.sum(0) / int(y.shape[0])
+
+    with pytest.warns(UserWarning, match="fixes dimension 0 of input x at 4"):
+        qmodel = qfx.quantize(Pairs().eval(), "int8_dynamic", [torch.randn(4, 4)], progress=False)
+    assert qmodel.signature.input_shapes == ((4, 4),)
