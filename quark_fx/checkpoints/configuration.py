@@ -44,6 +44,8 @@ def read_configuration(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} leaves the configuration to {files}; replace it with the file for your version of transformers"
         )
+    if _on_load(config.get("quantization_config")):
+        del config["quantization_config"]  # or transformers would quantize the floats
     config.pop("transformers_weights", None)  # the name of a file to read, but the files are already chosen
     return config  # type: ignore[no-any-return]
 
@@ -63,9 +65,17 @@ def require_unrotated(config: dict[str, Any], path: Path) -> None:
 
 
 def quantized_by(config: dict[str, Any]) -> str:
-    """Return the key under which a configuration says that its weights are quantized; empty if they are not."""
+    """Return the key under which a configuration says that its weights are codes; empty if they are floats.
+
+    With `METHOD`, transformers quantizes float weights when it loads them.
+    """
     names = ("quantization_config", "compression_config")
-    return next((key for key, value in entries(config) if key.rpartition(".")[2] in names and value), "")
+    found = (key for key, value in entries(config) if key.rpartition(".")[2] in names and value and not _on_load(value))
+    return next(found, "")
+
+
+def _on_load(settings: Any) -> bool:
+    return isinstance(settings, dict) and settings.get("quant_method") == METHOD
 
 
 def without_codes(config: dict[str, Any]) -> dict[str, Any]:

@@ -240,3 +240,18 @@ def test_a_model_whose_configuration_names_no_method_is_float(settings: object) 
     model.config = SimpleNamespace(quantization_config=settings)  # type: ignore[assignment]
     qmodel = qfx.quantize(model, "int8_dynamic", [torch.ones(2, 8)], progress=False)
     assert "rounded before" not in str(qmodel.report())
+
+
+def test_weights_that_are_quantized_when_they_are_loaded_are_floats(tmp_path: Path) -> None:
+    """They are read as floats, and not lost to a checkpoint that is written over them."""
+    model = seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "quark_fx", "config": "int8_dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    opened = qfx.open_checkpoint(tmp_path)
+    assert torch.equal(opened(IDS).logits, model(IDS).logits)
+    qmodel = qfx.quantize(opened, "int4_weight_only", [{"input_ids": IDS}], progress=False)
+    assert "rounded before" not in str(qmodel.report())
+    with pytest.raises(qfx.ExportError, match="would be lost"):
+        qfx.export.huggingface(qmodel, tmp_path)

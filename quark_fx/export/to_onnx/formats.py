@@ -96,7 +96,7 @@ register_onnx_format("matmul_nbits", OnnxFormat(rewrite=_matmul_nbits, choices={
 def vendor_formats(model: ir.Model) -> dict[str, OnnxFormat]:
     """Return the domains of a model for which ONNX Runtime has no kernels, each with the format that writes it."""
     rows = (row for row in FORMATS.values() if row.standard is not None)
-    return {str(name): row for row in rows for name in row.choices["domain"] if name in model.opset_imports}
+    return {str(name): row for row in rows for name in row.choices.get("domain", ()) if name in model.opset_imports}
 
 
 def find_format(name: str, options: FormatOptions, target: Target) -> tuple[OnnxFormat, FormatOptions]:
