@@ -92,8 +92,8 @@ def _fixes(guard: Any, symbol: Any, example: Mapping[Any, int], limits: Mapping[
 
     if not isinstance(guard, sympy.Eq):
         return False
-    others = guard.free_symbols - {symbol}
-    if others and not (others <= example.keys() and any(side.is_number and side > 0 for side in guard.args)):
+    others, sides = guard.free_symbols - {symbol}, list[Any](guard.args)
+    if others and not (others <= example.keys() and any(side.is_number and side > 0 for side in sides)):
         return False  # a relation of dimensions
     guard = guard.xreplace({other: sympy.Integer(example[other]) for other in others})
     first = example[symbol]
