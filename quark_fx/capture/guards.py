@@ -66,11 +66,11 @@ def _guards(size: Any) -> Iterator[Any]:
             yield guard.expr
 
 
-def _holds(guard: Any, symbol: Any, size: int) -> bool:
+def _holds(guard: Any, sizes: Mapping[Any, int]) -> bool:
     import sympy  # takes half a second; already loaded if there are symbols
 
     try:
-        return bool(guard.xreplace({symbol: sympy.Integer(size)}) == sympy.true)
+        return bool(guard.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.true)
     except (ZeroDivisionError, AssertionError):  # the guard has no value at this size, such as a negative dividend
         return False
 
@@ -81,7 +81,7 @@ def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
 
     for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):
         sizes = range(2 * number, 5 * number)
-        if all(_holds(guard, symbol, n) == (n % number == 0) for n in sizes):
+        if all(_holds(guard, {symbol: n}) == (n % number == 0) for n in sizes):
             yield number
             return
 
@@ -92,16 +92,26 @@ def _fixes(guard: Any, symbol: Any, example: Mapping[Any, int], limits: Mapping[
 
     if not isinstance(guard, sympy.Eq):
         return False
-    others, sides = guard.free_symbols - {symbol}, list[Any](guard.args)
-    if others and not (others <= example.keys() and any(side.is_number and side > 0 for side in sides)):
-        return False  # a relation of dimensions
+    others = guard.free_symbols - {symbol}
+    if others and (not others <= example.keys() or _relates(guard, example)):
+        return False
     guard = guard.xreplace({other: sympy.Integer(example[other]) for other in others})
     first = example[symbol]
     last = limits[symbol].upper if symbol in limits else sympy.oo
     steps = range(first + 1, 2 * first + _SIZES, max(1, first // _SIZES))
     sizes = sorted({size for size in (*steps, *range(first + 1, first + _SIZES)) if size <= last})
-    held = [_holds(guard, symbol, size) for size in sizes]
+    held = [_holds(guard, {symbol: size}) for size in sizes]
     return False in held and not any(held[held.index(False) :])
+
+
+def _relates(guard: Any, example: Mapping[Any, int]) -> bool:
+    """Tell whether an equality is a relation of dimensions: it holds again where all of them grow together."""
+    if not any(side.is_number and side > 0 for side in guard.args):
+        return True
+    sizes = {symbol: example[symbol] for symbol in guard.free_symbols}
+    grown = [{symbol: n * size for symbol, size in sizes.items()} for n in (2, 3)]
+    grown += [{symbol: size + n for symbol, size in sizes.items()} for n in (1, 2)]
+    return any(_holds(guard, sizes) for sizes in grown)
 
 
 __all__ = ["fixed_dimensions", "multiple_of"]

@@ -113,6 +113,25 @@ def test_two_inputs_with_related_sizes_keep_them() -> None:
     assert (qmodel(*batch) - model(*batch)).abs().max() < 0.05 * model(*batch).abs().max()
 
 
+def test_the_ratio_of_two_sizes_fixes_neither() -> None:
+    """It stays when both grow, as the number of groups of a convolution with a kernel for each sample does."""
+
+    class Related(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, style: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y * int(x.shape[0] // style.shape[0]) + style.mean(0)
+
+    model, data = Related().eval(), [(torch.randn(3, 4), torch.randn(3, 4))]
+    free = {"x": {0: Dim.AUTO}, "style": {0: Dim.AUTO}}
+    qmodel = qfx.quantize(model, "int8_dynamic", data, dynamic_shapes=free, progress=False)
+    batch = torch.randn(5, 4), torch.randn(5, 4)
+    assert (qmodel(*batch) - model(*batch)).abs().max() < 0.05 * model(*batch).abs().max()
+
+
 def test_a_batch_that_becomes_a_number_is_warned_about() -> None:
     class Pairs(nn.Module):
         def __init__(self) -> None:
