@@ -15,8 +15,8 @@ from quark_fx.observers.base import observer
 from quark_fx.observers.grids import GRIDS
 from quark_fx.observers.histogram import Bins
 from quark_fx.observers.reading import HistogramObserver
-from quark_fx.system.names import unknown
 from quark_fx.system.options import PositiveInt
+from quark_fx.system.registry import Registry
 
 
 @observer
@@ -50,7 +50,7 @@ class Entropy(HistogramObserver):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method not in METHODS:
-            raise unknown("entropy method", self.method, METHODS)
+            raise METHODS.unknown(self.method)
         grid, signed = GRIDS[self.grid], METHODS[self.method].signed
         if signed and not grid.centered:
             grids = " or ".join(f'"{name}"' for name, one in GRIDS.items() if one.centered)
@@ -126,5 +126,6 @@ class Method(NamedTuple):
     signed: bool
 
 
-METHODS = {"modelopt": Method(modelopt_threshold, signed=False)}
-"""Every method by its name; another module can add one."""
+METHODS: Registry[Method, Method] = Registry("entropy method")
+"""Every method by its name."""
+METHODS.add(Method(modelopt_threshold, signed=False), "modelopt")

@@ -60,4 +60,4 @@ def _smooth(p: Tensor, within: Tensor, eps: float = 1e-4) -> tuple[Tensor, Tenso
     return p, full.any(1)
 
 
-METHODS["onnxruntime"] = Method(onnxruntime_threshold, signed=True)
+METHODS.add(Method(onnxruntime_threshold, signed=True), "onnxruntime")
