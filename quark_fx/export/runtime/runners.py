@@ -89,7 +89,7 @@ class FileRunner(Runner):
     Attributes:
         runtime: Name of the runtime, which is also the name of its Python package.
         title: Name of the runtime in messages.
-        extra: Extra of this package that installs the runtime.
+        extra: Extra of quark_fx that installs the runtime, for a class of quark_fx; it is not inherited.
         workarounds: Module that registers the workarounds for the runtime (`register_workaround`), imported when the
             first file for it is written; empty if there is none.
         path: Path of the file.
@@ -99,7 +99,7 @@ class FileRunner(Runner):
     """
 
     title: ClassVar[str]
-    extra: ClassVar[str]
+    extra: ClassVar[str] = ""
     workarounds: ClassVar[str] = ""
     path: Path
     inputs: tuple[FileInput, ...]
@@ -108,6 +108,12 @@ class FileRunner(Runner):
 
     @abstractmethod
     def __init__(self, path: str | os.PathLike[str], *, edit: Callable[[ir.Model], None] | None = None) -> None: ...
+
+    @classmethod
+    def installation(cls) -> str:
+        """Return the command that installs the runtime: the extra of the class, or else the package."""
+        extra = vars(cls).get("extra")
+        return f"pip install 'quark_fx[{extra}]'" if extra else f"pip install {cls.runtime}"
 
     @abstractmethod
     def run_arrays(self, feed: Mapping[str, np.ndarray]) -> list[Any]:

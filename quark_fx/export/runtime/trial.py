@@ -73,7 +73,7 @@ def _in_onnx_runtime(path: Path, model: ir.Model, qmodel: QuantizedModel) -> Not
     try:
         import onnxruntime
     except ImportError:
-        return NotRun(name, "it is not installed; pip install 'quark_fx[onnx]'")
+        return NotRun(name, f"it is not installed; {OnnxRuntimeRunner.installation()}")
     gm = qmodel.graph_module
     functions = {function.domain for function in model.functions.values()}
     vendor = vendor_formats(model).keys()
@@ -103,7 +103,7 @@ def _in_runtime(runner_class: type[FileRunner], path: Path, model: ir.Model, qmo
     try:
         package = import_module(runner_class.runtime)
     except ImportError:
-        return NotRun(name, f"it is not installed; pip install 'quark_fx[{runner_class.extra}]'")
+        return NotRun(name, f"it is not installed; {runner_class.installation()}")
     if reason := _too_large(model):
         return NotRun(name, reason)
     version = str(getattr(package, "__version__", "of an unknown version")).partition("-")[0]
