@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, overload
 
 from torch.fx import GraphModule, Node
 
 from quark_fx.engine.context import Context
 from quark_fx.errors import ConfigError, Declined
 from quark_fx.graph.nodes import target_name
-from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.graph.pass_manager import Change, GraphPass, graph_pass
 from quark_fx.plan.placement import module_name
 
 Rewrite = Node | tuple[Node, str] | None
 
 
-def graph_rule(*targets: str, **promise: Any) -> Callable[[Any], Any]:
+class _Decorator(Protocol):
+    @overload
+    def __call__(self, rule: type) -> Callable[..., GraphPass]: ...
+    @overload
+    def __call__(self, rule: Callable[[GraphModule, Node], Rewrite]) -> GraphPass: ...
+
+
+def graph_rule(*targets: str, **promise: Any) -> _Decorator:
     """Register a pass that replaces operators one by one: `@graph_rule("aten.silu.default")`.
 
     The pass calls the rule, `rule(gm, node)`, for every call of one of the operators `targets`. The rule returns

@@ -1,5 +1,6 @@
 """Graph-to-graph passes, one per file."""
 
+from collections.abc import Callable
 from typing import Any
 
 from quark_fx.graph.pass_manager import PASSES
@@ -26,9 +27,10 @@ from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.passes.tune_scales import TuneScales
 
 
-def __getattr__(name: str) -> Any:
-    """Return a pass that another module registers."""
-    return PASSES.attribute(name)
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Return a pass that another module registers; for its exact type, import it from that module."""
+    entry: Callable[..., Any] = PASSES.attribute(name)
+    return entry
 
 
 __all__ = [
