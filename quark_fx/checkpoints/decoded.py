@@ -33,7 +33,7 @@ _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.item
 _SCALES = ("weight_scale", "weight_scale_inv")
 """Names of scales; codes are multiplied by either."""
 
-_BESIDE = ("weight_zero_point", "weight_shape", "weight_global_scale", "weight_g_idx")
+_BESIDE = ("weight_zero_point", "weight_shape", "weight_global_scale", "weight_scale_2", "weight_g_idx")
 """Names of tensors that belong to codes with scales."""
 
 _UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "v_scale", "q_scale")
@@ -55,6 +55,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "weight_scale_inv": (*_FLOATS, "F8_E8M0"),
     "weight_zero_point": ("I32", "I8", "U8"),
     "weight_global_scale": _FLOATS,
+    "weight_scale_2": _FLOATS,
 }
 """Dtypes of the tensors of codes, by the ends of their names."""
 
@@ -64,12 +65,23 @@ _FORMS = (
 )
 """Forms of compressed-tensors that are decoded."""
 
+_MODELOPT: Mapping[tuple[str, str], tuple[str, int]] = {
+    ("U8", "F8_E4M3"): ("nvfp4-pack-quantized", 4),
+    ("U8", "U8"): ("mxfp4-pack-quantized", 4),
+    ("F8_E4M3", "U8"): ("mxfp8-quantized", 8),
+    **{("F8_E4M3", kind): ("fp8", 8) for kind in _FLOATS},
+}
+"""Forms and bits of codes of ModelOpt, by the dtypes of codes and scales."""
+
 _WORDS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "gptq": ("gptq", (2, 3, 4, 8)),
     "gptq_v2": ("gptq", (2, 3, 4, 8)),
     "gemm": ("awq", (4,)),
 }
 """Methods and numbers of bits of layouts of 32-bit words, by their names in configurations."""
+
+_BLOCK = 128
+"""Rows and columns of a block of ModelOpt."""
 
 _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
 
@@ -222,12 +234,12 @@ class DecodedFiles:
         """Return the values of a tensor, in its dtype."""
         return torch.cat(list(self.pieces(name, MappedFiles())))
 
-    def pieces(self, name: str, files: MappedFiles) -> Iterator[Tensor]:
-        """Yield the values of a tensor in consecutive pieces, in its dtype; see `read`."""
+    def pieces(self, name: str, files: MappedFiles, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+        """Yield the values of a tensor in consecutive pieces, in `dtype` or its own if they are decoded; see `read`."""
         tensor = self.tensors[name]
         whole = tensor.within is not None or not tensor.form
         for values in [self.read(name, files)] if whole else self._pieces(name, files, tensor.ranges):
-            yield values.to(DTYPES[tensor.dtype]) if tensor.form else values
+            yield values.to(dtype or DTYPES[tensor.dtype]) if tensor.form else values
 
     def stored(self, folder: Path, dtype: torch.dtype | None) -> CheckpointFiles:
         """Write the values to safetensors files, tensor by tensor.
@@ -254,9 +266,8 @@ class DecodedFiles:
                 with file.open("wb") as stream:
                     stream.write(header_of({name: headers[name] for name in names}, {"format": "pt"}))
                     for name in names:
-                        for values in self.pieces(name, mapped):
-                            values = values.to(DTYPES[kinds[name]]).contiguous()
-                            stream.write(values.flatten().view(torch.uint8).numpy().data)
+                        for values in self.pieces(name, mapped, dtype):
+                            stream.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
             except OSError as error:
                 raise CheckpointError(
                     f"{self.files.path} is decoded to {folder.parent}, which failed: {error}; make room there, or pass "
@@ -314,8 +325,18 @@ class _Source:
         codes = "weight_packed" if "weight_packed" in leaves else "weight"
         parts = {leaf: leaves[leaf] for leaf in (codes, *_SCALES, *_BESIDE) if leaf in leaves}
         rows, columns = headers[leaves[codes]][1]
+        _, shape = headers[leaves[next(leaf for leaf in _SCALES if leaf in leaves)]]
         form, bits, block = "fp8", 8, quantization.get("weight_block_size")
-        if self.method != "fp8":
+        if self.method.startswith("modelopt"):
+            form, bits = self._of_modelopt(layer, leaves)
+            columns *= 8 // bits
+            if len(shape) > 2:  # two dimensions of blocks, with dimensions of 1 for their rows and columns
+                block = (_BLOCK, _BLOCK)
+            elif len(shape) == 2:
+                block = (1, columns // shape[1])
+            if bits == 4:  # its name in the form
+                parts["weight_packed"] = parts.pop("weight")
+        elif self.method != "fp8":
             scheme = group_of(layer, quantization)
             weights, form = scheme["weights"], str(scheme.get("format") or quantization["format"])
             bits, block = int(weights["num_bits"]), weights.get("block_structure")
@@ -331,7 +352,6 @@ class _Source:
                 block = (1, int(weights["group_size"]))
         elif "weight_scale" in leaves:
             block = None  # one scale for the matrix, or one per row
-        _, shape = headers[leaves[next(leaf for leaf in _SCALES if leaf in leaves)]]
         if block is None:
             block = (rows, columns) if math.prod(shape) == 1 else (1, columns)
         high, wide = int(block[0]), int(block[1])
@@ -344,6 +364,17 @@ class _Source:
         if math.prod(shape) != -(-rows // high) * -(-columns // wide):
             raise ValueError(f"{layer} has scales of shape {shape}, not one per block of {high}x{wide}")
         yield "weight", self._tensor((rows, columns), parts, form, bits, (high, wide))
+
+    def _of_modelopt(self, layer: str, leaves: _Leaves) -> tuple[str, int]:
+        """Return the form and the bits of a layer of ModelOpt."""
+        kind, scale = (self.files.headers[leaves[leaf]][0] for leaf in ("weight", "weight_scale"))
+        if (kind, scale) not in _MODELOPT or "pre_quant_scale" in leaves:
+            raise CheckpointError(
+                f"{layer} has codes of {kind} with scales of {scale}"
+                + " and scales of its inputs" * ("pre_quant_scale" in leaves)
+                + " by ModelOpt, which are not decoded; pass the float source"
+            )
+        return _MODELOPT[kind, scale]
 
     def words(self, layer: str, leaves: _Leaves) -> Iterator[tuple[str, DecodedTensor]]:
         """Yield the matrix of a layer of integers in 32-bit words, stored as (inputs, outputs)."""
@@ -409,6 +440,7 @@ class _Source:
 _MATRICES: Mapping[str, Callable[[_Source, str, _Leaves], Iterator[tuple[str, DecodedTensor]]]] = {
     "fp8": _Source.scaled,
     "compressed-tensors": _Source.scaled,
+    **dict.fromkeys(("modelopt", "modelopt_fp4"), _Source.scaled),
     "gptq": _Source.words,
     "awq": _Source.words,
     "mxfp4": _Source.stacks,
@@ -460,6 +492,8 @@ def _matrix(tensor: DecodedTensor, parts: Mapping[str, Tensor]) -> Callable[[sli
         scale = scale.reshape(-(-rows // high), -(-columns // wide))
         if (whole := parts.get("weight_global_scale")) is not None:
             scale = scale / whole.float()
+        if (factor := parts.get("weight_scale_2")) is not None:
+            scale = scale * factor.float()
         zero = parts.get("weight_zero_point")
         if zero is not None and tensor.form == "pack-quantized":
             zero = unpack(zero.t(), tensor.bits, rows).t().float().sub_(1 << tensor.bits - 1)

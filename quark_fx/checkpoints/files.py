@@ -218,6 +218,10 @@ class MappedFiles:
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
 
+    def __reduce__(self) -> tuple[type[MappedFiles], tuple[()]]:
+        """Copy without the mappings: a copy, or another process, opens the files again."""
+        return MappedFiles, ()
+
     def tensor(self, file: Path, name: str) -> Tensor:
         """Return a tensor of a file.
 

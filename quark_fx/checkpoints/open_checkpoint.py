@@ -54,8 +54,8 @@ def open_checkpoint(
 ) -> nn.Module:
     """Return a model in eval mode whose weights are memory-mapped: read from files when they are used.
 
-    Codes of FP8 blocks, compressed-tensors, GPTQ, AWQ, and MXFP4 are decoded to files in `scratch`, tensor by tensor;
-    reports of the quantized model then say that the source was rounded before.
+    Codes of FP8 blocks, compressed-tensors, GPTQ, AWQ, MXFP4, and ModelOpt are decoded to files in `scratch`, tensor by
+    tensor; reports of the quantized model then say that the source was rounded before.
 
     Args:
         path: Safetensors file, which is read alone, or a directory of them; without `factory`, a checkpoint of
@@ -264,14 +264,25 @@ def _pretrained(
         files_of = MappedFiles()
         tensors = {place: files_of.tensor(*place) for place in {index[name] for name in names}}
         _assign(model, {name: tensors[index[name]] for name in names}, shelf)
-    _warn_unused(files, sorted(loading["unexpected_keys"]))
-    unread = files.files.keys() & {*loading["unexpected_keys"], *_skipped(model, files)}
-    setattr(model, _UNREAD, {name: partial(read, name) for name in sorted(unread)})
+    unknown = _sources(model, files, loading["unexpected_keys"])
+    _warn_unused(files, sorted(unknown))
+    setattr(model, _UNREAD, {name: partial(read, name) for name in sorted(unknown | _skipped(model, files))})
     return model  # type: ignore[no-any-return]
 
 
 _UNREAD = "_quark_fx_unread"
 """Attribute of an opened model: functions that read tensors of its checkpoint that its class does not have."""
+
+
+def _sources(model: Any, files: CheckpointFiles, names: set[str]) -> set[str]:
+    """Return the stored tensors that transformers looked for in a model under `names`.
+
+    It stacks experts of draft layers before it misses the stack in the model.
+    """
+    loading = _library("transformers.core_model_loading")
+    kinds = loading.WeightRenaming, loading.WeightConverter
+    conversions = [[c for c in model._weight_conversions or () if isinstance(c, kind)] for kind in kinds]
+    return {name for name in files.files if {name, loading.rename_source_key(name, *conversions)[0]} & names}
 
 
 def _skipped(model: Any, files: CheckpointFiles) -> set[str]:

@@ -62,8 +62,11 @@ _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _OTHER_FORMS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".tflite"})
 """Suffixes of files that hold the weights in another form."""
 
-_OTHER_WEIGHTS = re.compile(r"(consolidated.*|model(-\d+-of-\d+)?)[.]safetensors|.*[.]index[.]json")
-"""Paths of the same weights under names of another library, and of files that the checkpoint does not use."""
+_OTHER_WEIGHTS = re.compile(
+    r"(consolidated.*|model(-\d+-of-\d+)?)[.]safetensors|.*[.]index[.]json|(hf_quant|quant|quantize)_config[.]json"
+)
+"""Paths of the same weights under names of another library, of files that the checkpoint does not use, and of
+descriptions of the codes of the source."""
 
 
 @checked_call
@@ -82,8 +85,8 @@ def convert(
 
     Matrices of floats called `*.weight` are rounded. Heads, embeddings, routers, and draft (MTP) layers stay in float,
     because servers compute them in float; layers that servers fuse have one scheme and global scale. Every other tensor
-    and file is copied. Sources in FP8 blocks, compressed-tensors, GPTQ, AWQ, or MXFP4 are decoded
-    tensor by tensor.
+    and file is copied. Sources in FP8 blocks, compressed-tensors, GPTQ, AWQ, MXFP4, or
+    ModelOpt's layout are decoded tensor by tensor.
 
     An interrupted call leaves `output` with the suffix `.unfinished`; the same call continues, and writes equal bytes.
 
@@ -219,7 +222,8 @@ class _Job:
         """Text that differs if anything else is to be written, or the source has changed."""
         files = sorted(set(self.source.files.files.values()))
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        parts = (self.conversion.tensors, self.conversion.configuration, stats, [*self.shards])
+        counts = [len(unit) for unit in self.units], {file: len(tensors) for file, tensors in self.shards.items()}
+        parts = (self.conversion.tensors, self.conversion.configuration, stats, counts)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def places(self) -> dict[str, tuple[str, int, tuple[int, ...]]]:

@@ -82,7 +82,8 @@ def invented(folder: Path, *, shards: int = 1, **config: Any) -> dict[str, Tenso
         (folder / name).write_text(text)
     (folder / "extra").mkdir()
     (folder / "extra" / "template.jinja").write_text("extra")
-    (folder / "pytorch_model.bin").write_text("not copied")
+    for name in ("pytorch_model.bin", "hf_quant_config.json"):
+        (folder / name).write_text("not copied")
     return tensors
 
 
@@ -152,8 +153,8 @@ def test_everything_else_is_kept(tmp_path: Path) -> None:
     copied = ["tokenizer.json", "chat_template.jinja", "generation_config.json", "modeling_invented.py"]
     for name in (*copied, "preprocessor_config.json", "extra/template.jinja"):
         assert filecmp.cmp(tmp_path / "source" / name, tmp_path / "out" / name, shallow=False)
-    assert conversion.left_out == ["pytorch_model.bin"]
-    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+    assert conversion.left_out == ["hf_quant_config.json", "pytorch_model.bin"]
+    assert not {*conversion.left_out} & {path.name for path in (tmp_path / "out").iterdir()}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     del config["quantization_config"]
     assert config == json.loads((tmp_path / "source" / "config.json").read_text())
@@ -182,6 +183,10 @@ def test_two_processes_and_a_killed_one_write_equal_bytes(tmp_path: Path, monkey
         log.write("1")  # half of a line
     with pytest.raises(ExportError, match="another source or scheme"):
         qfx.convert(source, "fp8_dynamic", tmp_path / "three", progress=False)
+    monkeypatch.setattr(running, "_UNIT", 1 << 14)  # as in another version: finished units have other numbers
+    with pytest.raises(ExportError, match="another source or scheme"):
+        qfx.convert(source, "mxfp4_weight_only", tmp_path / "three", progress=False)
+    monkeypatch.setattr(running, "_UNIT", 1)
     qfx.convert(source, "mxfp4_weight_only", tmp_path / "three", progress=False)
     assert_equal_folders(tmp_path / "one", tmp_path / "three")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import operator
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import pytest
 import torch
 import transformers
 from coded_sources import LAYER, gptq, mxfp4
+from release_sources import RELEASES, is_draft
 from safetensors.torch import load_file, save_file
 from seeded_models import seeded
 from tiny import quantize
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.checkpoints.decoded import DecodedFiles
 from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles
+from quark_fx.checkpoints.open_checkpoint import unread_tensors
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.numbers.formats import INT4, UINT4
@@ -202,6 +206,42 @@ def test_malformed_codes_are_refused(name: str, tmp_path: Path) -> None:
         values(tmp_path)
     with pytest.raises(CheckpointError):
         qfx.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["weights", "inputs"])
+def test_other_codes_of_modelopt_are_refused(kind: str, tmp_path: Path) -> None:
+    """Its int4 has the dtype of its NVFP4; its AWQ scales inputs."""
+    scale = torch.ones(32, 2) if kind == "weights" else torch.ones(32, 2).to(torch.float8_e4m3fn)
+    tensors = {"a.weight": torch.zeros(32, 16).byte(), "a.weight_scale": scale, "a.weight_scale_2": torch.ones(())}
+    tensors |= {"a.pre_quant_scale": torch.ones(32)} if kind == "inputs" else {}
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    message = {"weights": "codes of U8 with scales of F32 by", "inputs": "F8_E4M3 and scales of its inputs by"}[kind]
+    with pytest.raises(CheckpointError, match=f"a has .*{message} ModelOpt, which are not decoded; pass the float"):
+        values(tmp_path)
+
+
+ALIKE = ("GPT-OSS, MXFP4", "Qwen3-Next, bfloat16", "Qwen3-Next, NVFP4")
+"""Releases whose codes, and whose draft layers, other tests decode."""
+
+
+@pytest.mark.parametrize("release", [pytest.param(r, marks=[pytest.mark.whole] * (r in ALIKE)) for r in RELEASES])
+def test_releases_are_decoded_and_keep_their_drafts(release: str, tmp_path: Path) -> None:
+    """Values are those of other libraries and of published formulas; experts of drafts, too, stay tensor by tensor."""
+    pytest.importorskip("compressed_tensors")
+    expected = RELEASES[release](tmp_path)
+    for name, value in values(tmp_path).items():
+        assert torch.equal(value.to(expected[name].dtype), expected[name])
+    with warnings.catch_warnings(action="ignore"):  # the draft layer of the small DeepSeek has another number
+        model = qfx.open_checkpoint(tmp_path, dtype=torch.float32)
+    unread = unread_tensors(copy.deepcopy(model))
+    assert unread is not None
+    assert unread.keys() == {name for name in expected if is_draft(name, release)}
+    assert all(torch.equal(read(), expected[name].to(read().dtype)) for name, read in unread.items())
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            assert torch.equal(parameter, expected[name].float())
 
 
 def test_malformed_stacks_are_refused(tmp_path: Path) -> None:

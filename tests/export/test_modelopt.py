@@ -14,6 +14,8 @@ from tiny import quantize, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx.checkpoints.decoded import DecodedFiles
+from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.export.checkpoints.modelopt import require_read
 from quark_fx.numbers.formats import FP8_E4M3, INT8
@@ -125,6 +127,7 @@ def test_values_are_those_of_the_model(algorithm: str, session: qfx.Session, tmp
     assert (described["quant_method"], described["quant_algo"]) == ("modelopt", algorithm)
     assert described["ignore"] == ["lm_head"]
     stored, eager = load_file(tmp_path / "model.safetensors"), qmodel.eager()
+    decoded = DecodedFiles.of(CheckpointFiles.of(tmp_path), json.loads((tmp_path / "config.json").read_text()))
     for name, module in eager.named_modules():
         if not isinstance(module, nn.Linear) or name == "lm_head":
             continue
@@ -132,6 +135,7 @@ def test_values_are_those_of_the_model(algorithm: str, session: qfx.Session, tmp
         assert {leaf: tensor.dtype for leaf, tensor in parts.items()} == dtypes
         assert torch.equal(value(algorithm, parts), module.weight.detach().float())
         assert tuple(parts["weight_scale"].shape) == shape(algorithm, *module.weight.shape)
+        assert torch.equal(decoded.read(f"{name}.weight", MappedFiles()), module.weight.detach().float())
     qkv = [stored.get(f"model.layers.0.self_attn.{x}_proj.weight_scale_2") for x in "qkv"]
     assert len({float(unit) for unit in qkv if unit is not None}) <= 1, "vLLM fuses them under the largest"
 
