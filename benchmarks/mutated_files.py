@@ -16,33 +16,33 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 from benchmarks.experiment import experiment
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
-_BATCH = 500
+_BATCH = 1000
 
 
-def run(source: Path, first: int, count: int) -> dict[int, tuple[str, str]]:
-    """Return the kind of each case and what came of it.
+def run(source: Path, cases: Iterable[int]) -> dict[int, tuple[str, str]]:
+    """Return the kind of each case and its result.
 
     Args:
-        source: the good files, made by `mutations.make`.
-        first: the first case.
-        count: how many.
+        source: Folder of the good files, made by `mutations.make`.
+        cases: Numbers of the cases.
     """
     found: dict[int, tuple[str, str]] = {}
     path = os.pathsep.join([str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    case, end = first, first + count
-    while case < end:
-        size = min(_BATCH, end - case)
-        command = [sys.executable, str(_TESTS / "mutations.py"), str(source), str(case), str(size)]
+    left = list(cases)
+    while left:
+        now = left[:_BATCH]
+        command = [sys.executable, str(_TESTS / "mutations.py"), str(source), *map(str, now)]
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=120 + 30 * size
+                command, env=environment, capture_output=True, text=True, check=False, timeout=120 + 30 * len(now)
             )
             output, status = done.stdout, f"CRASHED with {done.returncode}: {done.stderr[-300:]}"
         except subprocess.TimeoutExpired as error:
@@ -54,7 +54,7 @@ def run(source: Path, first: int, count: int) -> dict[int, tuple[str, str]]:
             raise RuntimeError(status)
         if begun[-1] not in found:
             found[begun[-1]] = ("unknown", status)
-        case = begun[-1] + 1
+        left = left[len(begun) :]
     return found
 
 
@@ -68,7 +68,7 @@ def main(
         code = "import sys; from pathlib import Path; from mutations import make; make(Path(sys.argv[1]))"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent)])}
         subprocess.run([sys.executable, "-c", code, folder], env=environment, check=True, capture_output=True)
-        found = run(Path(folder), first, count)
+        found = run(Path(folder), range(first, first + count))
     counts = Counter((kind, outcome.partition(":")[0]) for kind, outcome in found.values())
     for (kind, outcome), number in sorted(counts.items()):
         print(f"{number:6} {kind}: {outcome}")
