@@ -1,10 +1,13 @@
 """The root names `passes`, `observers` and `export` are links into the package: collect it once, nested."""
 
+import functools
 import gc
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,16 @@ def _share_processor(workers: int) -> None:
 
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     _share_processor(workers)
+
+
+def _list_lowerings_once() -> None:
+    """Keep the list of torch's ONNX lowerings: each `torch.onnx.export` parses the source of all of them for it."""
+    apis = import_module("torch.onnx._internal._lazy_import").onnxscript_apis  # imported when an attribute is read
+    apis.get_torchlib_ops = functools.cache(lambda: type(apis).__getattr__(apis, "get_torchlib_ops")())
+
+
+with suppress(ImportError, AttributeError):  # another version of torch
+    _list_lowerings_once()
 
 
 _LONGEST = (
@@ -100,6 +113,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Draw the same weights in every run, whatever ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let the workers of this run share the networks that one of them trains (`tests/networks.py`)."""
+    if workers:
+        os.environ["TRAINED_NETWORKS"] = str(tmp_path_factory.getbasetemp().parent)
 
 
 @pytest.fixture(autouse=True)

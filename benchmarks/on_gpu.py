@@ -847,9 +847,14 @@ def work(place: Place, steps: list[str], results: Path) -> None:
     gpu: Any = contextlib.nullcontext()
     if place.device == "pretend":
         sys.path.insert(0, str(ROOT / "tests"))
+        from captured_once import CAPTURES
         from pretend_gpu import PretendGPU
 
-        gpu = PretendGPU()
+        from quark_fx import session
+
+        gpu = contextlib.ExitStack()
+        gpu.enter_context(PretendGPU())
+        gpu.enter_context(patch.object(session, "capture_graph", CAPTURES))  # as in tests
     with gpu:
         for name in steps:
             begun = {"step": name, "state": "begun"}
