@@ -25,6 +25,7 @@ from torch.utils._sympy.functions import Mod, PythonMod
 
 import quark_fx as qfx
 from quark_fx.capture.capture import Captured, capture_graph
+from quark_fx.capture.guards import _holds
 from quark_fx.capture.symbolic_sizes import round_up
 
 
@@ -991,6 +992,9 @@ def test_sizes_at_which_a_guard_has_no_value_are_no_multiples() -> None:
     """Guards of strided convolutions have negative dividends at small sizes, where torch's functions assert."""
     captured = qfx.capture_graph(Audio().eval(), torch.randn(4, 100))
     assert captured.signature.output_names
+    size = sympy.Symbol("size", integer=True, positive=True)
+    convolved = sympy.Eq(Mod(size - 9, 4), 0)
+    assert [n for n in range(1, 20) if _holds(convolved, {size: n})] == [5, 9, 13, 17]
 
 
 def nested(levels: int) -> nn.Module:

@@ -25,9 +25,11 @@ from quark_fx.export.checkpoints.gguf_architectures import ARCHITECTURES
 package = pytest.importorskip("gguf")
 
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
+DEEP = {"num_hidden_layers": 4}
+"""For architectures whose fourth layer differs from the ones before it."""
 HEADS = {"attn_q": 4, "attn_k": 2}
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.2, "logits_scaling": 8.0}
@@ -59,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] = 
     ),
     "cohere2": (
         "Cohere2",
-        {"sliding_window": 8},
+        {"sliding_window": 8, **DEEP},
         {"attn_norm": "input_layernorm"},
         {"cohere2.attention.sliding_window": 8, "cohere2.logit_scale": 0.0625},
     ),
@@ -74,7 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] = 
         },
         {"olmo2.attention.layer_norm_rms_epsilon": 1e-3},
     ),
-    "smollm3": ("SmolLM3", {}, NORMS, {"smollm3.rope.freq_base": 2e6}),
+    "smollm3": ("SmolLM3", DEEP, NORMS, {"smollm3.rope.freq_base": 2e6}),
 }
 """Class, options, names of tensors in a layer besides attention and MLP, and keys of the file."""
 
@@ -113,7 +115,8 @@ def test_a_row_has_the_tensors_and_keys_of_llama_cpp(name: str, tmp_path: Path) 
     attention["attn_output"] = "self_attn.o_proj"
     mlp = {} if name == "mixtral" else {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
     turned = "LlamaTensorProcessor" in ARCHITECTURES[name].steps
-    for layer in (1, 3):
+    layers = model.config.num_hidden_layers
+    for layer in range(1, layers, 2):
         for theirs, ours in {**attention, **mlp, **others}.items():
             expected = model.get_parameter(f"model.layers.{layer}.{ours}.weight").detach()
             if turned and theirs in HEADS:
@@ -126,7 +129,7 @@ def test_a_row_has_the_tensors_and_keys_of_llama_cpp(name: str, tmp_path: Path) 
             assert torch.equal(torch.from_numpy(np.array(stored[f"blk.1.ffn_{part}_exps.weight"].data)), half)
     assert stored["blk.0.ffn_down.weight" if mlp else "blk.0.ffn_down_exps.weight"].tensor_type.name == "Q8_0"
     architecture = ARCHITECTURES[name].name
-    keys = keys | {f"{architecture}.block_count": 4, f"{architecture}.context_length": 64}
+    keys = keys | {f"{architecture}.block_count": layers, f"{architecture}.context_length": 64}
     contents = {key: field.contents() for key, field in file.fields.items()}
     assert contents["general.architecture"] == architecture
     assert {key: pytest.approx(contents[key]) for key in keys} == keys
@@ -151,8 +154,8 @@ def test_positions_scaled_as_in_llama_3_are_divisors_of_frequencies(tmp_path: Pa
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "window": ("Mistral", {"sliding_window": 8}, "llama .*sliding_window"),
-    "positions": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0]}, "smollm3 .*no_rope_layers"),
-    "kind of layers": ("Cohere2", {"layer_types": ["full_attention"] * 4}, "cohere2 .*layer_types"),
+    "positions": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], **DEEP}, "smollm3 .*no_rope_layers"),
+    "kind of layers": ("Cohere2", {"layer_types": ["full_attention"] * 4, **DEEP}, "cohere2 .*layer_types"),
     "other scaling": (
         "Granite",
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
