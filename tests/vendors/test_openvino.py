@@ -231,7 +231,8 @@ def test_sums_of_pairs_are_exact_without_vnni(tmp_path: Path) -> None:
         (tmp_path / target).mkdir()
         qmodel, files[target] = exported(model, INT8_STATIC.replace(target=target), data, tmp_path / target)
         expected[target] = qmodel(data[0])
-    emulated = run_without_vnni(dict.fromkeys(files.values(), {"input": data[0].numpy()}), tmp_path, "openvino")
+    feeds = {"input": data[0].numpy()}
+    emulated = run_without_vnni(dict.fromkeys(files.values(), feeds), tmp_path, "openvino")
     wrong = {
         target: float(((torch.from_numpy(emulated[files[target]][0]) - right) / right).abs().max())
         for target, right in expected.items()
