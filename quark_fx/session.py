@@ -444,8 +444,8 @@ def divisible(captured: Captured) -> bool:
     values = [node.meta["val"] for node in placeholders(captured.module)]
     sizes = [value.shape[0] if value.dim() else 1 for value in values if isinstance(value, torch.Tensor)]
     alike = len({str(size) for size in sizes}) == 1 and all(static_size(size) is None for size in sizes)
-    # The parts of a batch may not be multiples of the size that the model requires.
-    return alike and not any(dim == 0 for _, dim, _ in captured.signature.input_multiples)
+    # The captured path may not hold for the parts of a batch.
+    return alike and not captured.signature.compares_batches
 
 
 def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:

@@ -39,6 +39,7 @@ from quark_fx.capture.guards import fixed_dimensions
 from quark_fx.capture.lengths import KnownLengths
 from quark_fx.capture.model_state import ModelState, made_since, untouched
 from quark_fx.capture.normalization import Captured, normalize
+from quark_fx.capture.single_sizes import with_confirmed_ones
 from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size, target_name
@@ -81,10 +82,15 @@ def capture_graph(
         args, kwargs = (), bound
     args, kwargs = _told_apart((args, kwargs))
     with _pass_by_position(model, positional):
-        program = _capture_program(model, args, kwargs, dynamic_shapes)
+        for program in _programs(model, args, kwargs, dynamic_shapes):
+            captured = normalize(program, names)
+            signature = captured.signature
+            leaves = signature.in_spec.flatten_up_to((args, {name: kwargs[name] for name in signature.keywords}))
+            captured = with_confirmed_ones(captured, model, leaves, kwargs)
+            if captured.signature.unmet(leaves) is None:
+                break
     if dynamic_shapes is None:
         warn_of_fixed_batch(program)
-    captured = normalize(program, names)
     fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}
     return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
 
@@ -131,12 +137,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return result
 
 
-def _capture_program(
+def _programs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
-) -> ExportedProgram:
+) -> Iterator[ExportedProgram]:
+    """Yield graphs for more and more particular sizes; the last one is for the example."""
     if dynamic_shapes is not None:
         _require_dimensions(model, args, kwargs, dynamic_shapes)
-        return _export(model, args, kwargs, dynamic_shapes)
+        yield _export(model, args, kwargs, dynamic_shapes)
+        return
     # torch.export specializes a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
     # dimension, or, if the model does not support that (a single channel), in the batch alone.
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -149,9 +157,9 @@ def _capture_program(
             logger.debug("capture with the batch widened in dimensions %s failed: %s", dimensions, error)
             continue
         if not any(_squeezes_what_varies(node) for node in program.graph.nodes):
-            return program
-        logger.debug("capture with the batch widened in dimensions %s squeezes one of them", dimensions)
-    return _export(model, args, kwargs, None)
+            yield program
+        logger.debug("capture with the batch widened in dimensions %s does not fit the batch itself", dimensions)
+    yield _export(model, args, kwargs, None)
 
 
 _SQUEEZES = ("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
@@ -349,7 +357,7 @@ def _varies(node: Node) -> bool:
 
 
 def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
-    from quark_fx.capture.symbolic_sizes import chunked_sizes  # imports sympy, which takes half a second
+    from quark_fx.capture.symbolic_sizes import followed_sizes  # imports sympy, which takes half a second
 
     hugging_face = _is_hugging_face(model) and not args
     fixed: dict[tuple[tuple[int, ...], int], str] = {}
@@ -369,7 +377,7 @@ def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
         return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
 
     try:
-        with torch.no_grad(), quiet(), _silent(), chunked_sizes(), _no_cache_within(model, kwargs):
+        with torch.no_grad(), quiet(), _silent(), followed_sizes(), _no_cache_within(model, kwargs):
             program = exported()
             if fixed := fixed_dimensions(program):
                 if dynamic_shapes is not None:

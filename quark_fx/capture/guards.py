@@ -6,24 +6,111 @@ that is computed from dimensions, as in `int(conv(x).shape[-1])`, as a guard, wh
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.fx import Node
+
+from quark_fx.graph.size_condition import SizeCondition
+from quark_fx.system.isolation import warn
+
+_TORCH, _PACKAGE = Path(torch.__file__).parent, Path(__file__).parents[1]
+
+_LARGE = 1 << 20
+"""A size past those that models compare with."""
 
 _SIZES = 64
 """Number of sizes after the example's that are tried: a condition on multiples holds again for one of them."""
 
 
-def multiple_of(size: Any) -> int:
-    """Return the number that must divide a size of an input for the captured path to be valid; 1 if there is none."""
-    if not _is_symbol(size):
-        return 1
-    guards = [guard for guard in _guards(size) if guard.free_symbols == {size.node.expr}]
-    return math.lcm(*(number for guard in guards for number in _multiple(guard, size.node.expr)))
+def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
+    """Return the comparisons of sizes that chose the captured path, except those that limits express.
+
+    A comparison in torch's own computation of shapes counts if it asks for multiples of a number, as a division into
+    windows does. Others choose between equal paths, or an operator of the graph raises the error.
+    """
+    named: dict[Any, tuple[str, Any]] = {
+        size.node._expr: (f"{node.target}.shape[{dim}]", size)
+        for node in reversed(inputs)  # of equal symbols, the first one stays
+        for dim, size in enumerate(_sizes(node))
+        if isinstance(size, torch.SymInt) and getattr(size.node._expr, "is_Symbol", False)
+    }
+    if not named:
+        return ()
+    import sympy  # takes half a second; already loaded if there are symbols
+    from torch.utils._sympy.printers import PythonPrinter
+
+    env: Any = next(iter(named.values()))[1].node.shape_env
+    names = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, (name, _) in named.items()}
+    numbers = {symbol: size.node.expr for symbol, (_, size) in named.items() if size.node.expr.is_number}
+    shapes = {str(node.target): [*map(_in_example, _sizes(node))] for node in inputs}
+    at_one = [
+        (sympy.Ne(symbol, 1), place)
+        for symbol, place in getattr(env, "told_from_one", {}).items()
+        if env.var_to_range[symbol].lower <= 2  # else a limit
+    ]
+    guards = [(guard.expr, _place_of(guard)) for guard in env.guards]
+    conditions: dict[str, SizeCondition] = {}
+    for guard, place in (*at_one, *guards):
+        expr = guard.xreplace(numbers)
+        if not expr.free_symbols or not expr.free_symbols <= names.keys() or _is_limit(expr, env):
+            continue
+        simple = _as_multiple(expr)
+        if place or simple is not None:
+            text = PythonPrinter().doprint((expr if simple is None else simple).xreplace(names))
+            condition = SizeCondition(text, place)
+            try:
+                holds = condition.holds(shapes)
+            except ValueError:
+                holds = False
+            if holds:
+                conditions.setdefault(condition.text, condition)
+            else:
+                warn(f"the model's code compares sizes at {place}: {text}; inputs are not checked for that")
+    return tuple(conditions.values())
+
+
+def _as_multiple(guard: Any) -> Any:
+    """Return `x % number == 0` if a guard of one size means that, else `None`."""
+    import sympy
+
+    if isinstance(guard, sympy.Eq) and len(guard.free_symbols) == 1:
+        (symbol,) = guard.free_symbols
+        for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):
+            if all(_holds(guard, {symbol: n}) == (n % number == 0) for n in range(2 * number, 5 * number)):
+                return sympy.Eq(sympy.Mod(symbol, number), 0)
+    return None
+
+
+def place_in_model(file: str, line: int | None) -> str:
+    """Return the name of a file and a line in it, empty for lines of torch, up to its modules, and of quark_fx."""
+    path = Path(file)
+    if _PACKAGE in path.parents:
+        return ""
+    if _TORCH in path.parents and path.relative_to(_TORCH).parts[0] not in ("nn", "functional.py"):
+        return ""
+    return f"{path.name}:{line}"
+
+
+def _place_of(guard: Any) -> str:
+    frame: Any = guard.sloc.framework_loc
+    return place_in_model(frame.filename, frame.lineno) if hasattr(frame, "filename") else ""
+
+
+def _is_limit(guard: Any, env: Any) -> bool:
+    """Tell whether an inequality of one size holds at both ends of the size's limits, which are checked elsewhere."""
+    import sympy
+
+    if len(guard.free_symbols) > 1 or isinstance(guard, sympy.Eq | sympy.Ne):
+        return False
+    (symbol,) = guard.free_symbols
+    limits = env.var_to_range[symbol]
+    ends = [int(limits.lower), int(limits.upper) if limits.upper.is_Integer else _LARGE]
+    return all(_holds(guard, {symbol: size}) for size in ends)
 
 
 def fixed_dimensions(program: ExportedProgram) -> dict[tuple[tuple[int, ...], int], str]:
@@ -32,8 +119,7 @@ def fixed_dimensions(program: ExportedProgram) -> dict[tuple[tuple[int, ...], in
     Returns:
         The name of an input, keyed by its shape in the example and the dimension.
     """
-    inputs = [(node, node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
-    shapes = {str(node.target): list[Any](value.shape) for node, value in inputs if isinstance(value, Tensor)}
+    shapes = {str(node.target): _sizes(node) for node in program.graph.nodes if node.op == "placeholder"}
     example = {size.node.expr: _in_example(size) for sizes in shapes.values() for size in sizes if _is_symbol(size)}
     limits = program.range_constraints
     symbols = {
@@ -52,6 +138,11 @@ def fixed_dimensions(program: ExportedProgram) -> dict[tuple[tuple[int, ...], in
 
 def _is_symbol(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and bool(getattr(size.node.expr, "is_Symbol", False))
+
+
+def _sizes(node: Node) -> list[Any]:
+    value = node.meta.get("val")
+    return list(value.shape) if isinstance(value, Tensor) else []
 
 
 def _in_example(size: Any) -> int:
@@ -73,17 +164,6 @@ def _holds(guard: Any, sizes: Mapping[Any, int]) -> bool:
         return bool(guard.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.true)
     except (ZeroDivisionError, AssertionError):  # the guard has no value at this size, such as a negative dividend
         return False
-
-
-def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
-    """Yield the number whose multiples satisfy `guard`, while no size between them does, if there is one."""
-    import sympy
-
-    for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):
-        sizes = range(2 * number, 5 * number)
-        if all(_holds(guard, {symbol: n}) == (n % number == 0) for n in sizes):
-            yield number
-            return
 
 
 def _fixes(guard: Any, symbol: Any, example: Mapping[Any, int], limits: Mapping[Any, Any]) -> bool:
@@ -114,4 +194,4 @@ def _relates(guard: Any, example: Mapping[Any, int]) -> bool:
     return any(_holds(guard, sizes) for sizes in grown)
 
 
-__all__ = ["fixed_dimensions", "multiple_of"]
+__all__ = ["fixed_dimensions", "place_in_model", "size_conditions"]

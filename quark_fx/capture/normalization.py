@@ -19,7 +19,7 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from quark_fx.capture.einsum import spell_out_products
-from quark_fx.capture.guards import multiple_of
+from quark_fx.capture.guards import size_conditions
 from quark_fx.capture.in_place import make_functional
 from quark_fx.errors import CaptureError, Declined
 from quark_fx.graph.linear import Linear
@@ -80,7 +80,7 @@ def normalize(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured
         input_shapes=tuple(tuple(static_size(d) for d in v.shape) if isinstance(v, Tensor) else None for v in values),
         input_dtypes=tuple(v.dtype if isinstance(v, Tensor) else None for v in values),
         input_limits=_limits(program, inputs),
-        input_multiples=_multiples(inputs),
+        input_conditions=size_conditions(inputs),
         input_constants={
             str(node.target): v
             for node, v in zip(inputs, values, strict=True)
@@ -149,18 +149,6 @@ def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, in
             if low > 1 or high is not None:
                 ranges.append((str(node.target), dim, low, high))
     return tuple(ranges)
-
-
-def _multiples(inputs: list[Node]) -> tuple[tuple[str, int, int], ...]:
-    """Return the dynamic dimensions whose sizes must be multiples of a number for the captured path to be valid."""
-    multiples: list[tuple[str, int, int]] = []
-    for node in inputs:
-        value = node.meta.get("val")
-        sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
-        for dim, size in enumerate(sizes):
-            if (number := multiple_of(size)) > 1:
-                multiples.append((str(node.target), dim, number))
-    return tuple(multiples)
 
 
 def _functional_module(program: ExportedProgram) -> GraphModule:

@@ -1,19 +1,24 @@
-"""Sizes rounded up to whole chunks, in a form that torch's symbolic arithmetic can simplify.
+"""Torch's symbolic arithmetic of sizes: chunks that it can simplify, and comparisons that it does not record.
 
 A model that pads a sequence to whole chunks computes `n + (c - n % c) % c`, or `n + -n % c`. Torch does not recognize
 that this is a multiple of `c`, so each later comparison of strides is a proof about nested remainders, and the proofs
 take most of the time of an export. In the form `c * ((n + c - 1) // c)`, the remainders cancel where `c` divides the
 size.
+
+Torch assumes that dynamic sizes are at least 2 and records no comparison that follows from it, such as one with 1.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import sympy
+
+from quark_fx.capture.guards import place_in_model
 
 
 def round_up(dividend: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
@@ -65,10 +70,10 @@ def _quotient_bounds(expression: Any, floor_div: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def chunked_sizes() -> Iterator[None]:
-    """Let torch's symbolic sizes simplify whole chunks inside this context.
+def followed_sizes() -> Iterator[None]:
+    """Let torch's symbolic sizes simplify whole chunks, and note which the model's code compares with 1.
 
-    Private parts of torch are replaced; with a torch version in which they differ, only the speed is unchanged.
+    Private parts of torch are replaced; with a torch version in which they differ, torch's own parts stay.
     """
     try:
         functions = importlib.import_module("torch.utils._sympy.functions")
@@ -76,6 +81,7 @@ def chunked_sizes() -> Iterator[None]:
         shapes, not_the_users = symbolic_shapes.ShapeEnv, symbolic_shapes.uninteresting_files()
         evaluations = [(kind, vars(kind)["eval"]) for kind in (functions.Mod, functions.PythonMod)]
         learn, refine, floor_div = shapes._maybe_guard_rel, shapes._refine_ranges, functions.FloorDiv
+        evaluate = shapes.evaluate_expr
     except (ImportError, AttributeError, KeyError):
         yield
         return
@@ -86,6 +92,18 @@ def chunked_sizes() -> Iterator[None]:
             if bound.free_symbols:
                 refine(self, bound)
 
+    def evaluated(self: Any, expression: Any, *args: Any, **kwargs: Any) -> Any:
+        result = evaluate(self, expression, *args, **kwargs)
+        if result in (sympy.true, sympy.false) and len(expression.free_symbols) == 1:
+            (size,) = expression.free_symbols
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename in not_the_users:
+                frame = frame.f_back
+            place = place_in_model(frame.f_code.co_filename, frame.f_lineno)
+            if place and expression.xreplace({size: sympy.Integer(1)}) == sympy.Not(result):
+                vars(self).setdefault("told_from_one", {}).setdefault(size, place)
+        return result
+
     with ExitStack() as stack:
         for kind, evaluation in evaluations:
             stack.callback(setattr, kind, "eval", evaluation)
@@ -95,7 +113,9 @@ def chunked_sizes() -> Iterator[None]:
         not_the_users.add(__file__)
         stack.callback(setattr, shapes, "_maybe_guard_rel", learn)
         shapes._maybe_guard_rel = learned
+        stack.callback(setattr, shapes, "evaluate_expr", evaluate)
+        shapes.evaluate_expr = evaluated
         yield
 
 
-__all__ = ["chunked_sizes", "round_up"]
+__all__ = ["followed_sizes", "round_up"]

@@ -18,7 +18,7 @@ Sample = tuple[Any, ...]
 
 def sample_of(gm: GraphModule, signature: Signature, leaves: Sequence[Any]) -> Sample:
     """Copy a batch to the CPU, cut to its first samples if all inputs share one dynamic batch dimension."""
-    count = None if signature.input_multiples else _fewest(gm)
+    count = None if signature.compares_batches else _fewest(gm)
     return tuple(
         leaf[slice(count) if leaf.dim() else ...].detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
         for leaf in leaves

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError, QuarkError
+from quark_fx.graph.size_condition import SizeCondition
 
 BatchShape = tuple[tuple[int, ...], ...]
 """Shapes of a batch's flat inputs, `()` for an input that is not a tensor."""
@@ -37,7 +38,7 @@ class Signature:
         input_constants: Values of inputs that are not tensors, keyed by input name: the graph was captured with them.
         input_limits: Input name, dimension, and smallest and largest size of a dynamic dimension, if the model's code
             distinguishes sizes.
-        input_multiples: Input name, dimension, and a number that must divide the size of a dynamic dimension.
+        input_conditions: Comparisons of sizes in the model's code that chose the captured path; limits are apart.
         fixed_arguments: Keyword arguments at capture that are not inputs of the graph.
     """
 
@@ -50,7 +51,7 @@ class Signature:
     input_dtypes: tuple[torch.dtype | None, ...]
     input_constants: Mapping[str, Any] = field(default_factory=dict)
     input_limits: tuple[tuple[str, int, int, int | None], ...] = ()
-    input_multiples: tuple[tuple[str, int, int], ...] = ()
+    input_conditions: tuple[SizeCondition, ...] = ()
     fixed_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -75,7 +76,8 @@ class Signature:
         """Return the flat inputs of a call with arguments in any spelling.
 
         Raises:
-            QuarkError: If structure, rank, a fixed dimension, or a dtype differs from the captured one.
+            QuarkError: If structure, rank, a fixed dimension, or a dtype differs from the captured one, or if sizes are
+                outside limits or conditions.
         """
         arguments = self._as_captured(args, self._without_fixed(kwargs))
         try:
@@ -100,15 +102,25 @@ class Signature:
                     f"{high or 'any size'}: the model's code takes another path there, or a Dim of `dynamic_shapes` "
                     "ends there; capture a batch of that size, or widen the Dim"
                 )
-        for name, dim, multiple in self.input_multiples:
-            size = by_name[name].shape[dim]
-            if size % multiple:
-                raise QuarkError(
-                    f"input {self.path_of(name)} has size {size} in dimension {dim}; the model's code takes another "
-                    f"path there than the captured one, which holds for multiples of {multiple}; pad the batch, or "
-                    "capture a batch whose size is none"
-                )
+        if (condition := self.unmet(leaves)) is not None:
+            raise QuarkError(
+                f"the inputs have the shapes {', '.join(f'{tuple(x.shape)}' for x in leaves if isinstance(x, Tensor))},"
+                f" and {condition.text} does not hold: the model's code compares these sizes"
+                f"{condition.place and ' at '}{condition.place} and takes another path than the captured one; pad or "
+                "resize the inputs, or capture a batch of these shapes"
+            )
         return leaves
+
+    @property
+    def compares_batches(self) -> bool:
+        """Whether the captured path depends on the number of samples, by more than limits."""
+        return any(".shape[0]" in condition.text for condition in self.input_conditions)
+
+    def unmet(self, leaves: Iterable[Any]) -> SizeCondition | None:
+        """Return a condition that flat inputs of the right ranks do not meet, if there is one."""
+        named = zip(self.input_names, leaves, strict=True)
+        shapes = {name: tuple(leaf.shape) for name, leaf in named if isinstance(leaf, Tensor)}
+        return next((condition for condition in self.input_conditions if not condition.holds(shapes)), None)
 
     def _problem(self, name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtype: torch.dtype | None) -> str:
         """Return the problem with an input, empty if it fits."""

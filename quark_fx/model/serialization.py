@@ -29,6 +29,7 @@ from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import buffer_names, restore_values, results_of, static_size, stored_tensors, tensor_names
 from quark_fx.graph.pass_manager import Change, PassRecord
 from quark_fx.graph.signature import Signature
+from quark_fx.graph.size_condition import SizeCondition
 from quark_fx.model.model_directory import read_model, write_model
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.stored_data import LONGEST, listed, mapping, texts
@@ -436,7 +437,7 @@ def _signature_to_data(signature: Signature) -> dict[str, Any]:
         "output_names": list(signature.output_names),
         "input_constants": {name: _encode(value, {}) for name, value in signature.input_constants.items()},
         "input_limits": [list(limit) for limit in signature.input_limits],
-        "input_multiples": [list(multiple) for multiple in signature.input_multiples],
+        "input_conditions": [[condition.text, condition.place] for condition in signature.input_conditions],
         "fixed_arguments": {name: _encode(value, {}) for name, value in signature.fixed_arguments.items()},
     }
 
@@ -460,11 +461,15 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
         whole = len(limit) == 4 and all(type(n) is int for n in limit[1:3]) and type(limit[3]) in (int, type(None))
         if not whole or limit[0] not in ranks or not 0 <= limit[1] < ranks[limit[0]]:
             raise QuarkError(f"the stored model limits an input by {brief(limit)}")
-    multiples: list[Any] = [tuple(listed(multiple)) for multiple in listed(data.get("input_multiples", []))]
-    for multiple in multiples:
-        whole = len(multiple) == 3 and all(type(n) is int for n in multiple[1:]) and multiple[2] > 1
-        if not whole or multiple[0] not in ranks or not 0 <= multiple[1] < ranks[multiple[0]]:
-            raise QuarkError(f"the stored model takes multiples of an input by {brief(multiple)}")
+    stored = [texts(condition) for condition in listed(data.get("input_conditions", []))]
+    if any(len(condition) != 2 for condition in stored):
+        raise QuarkError(f"the stored model compares sizes by {brief(stored)}")
+    conditions = [SizeCondition(text, place) for text, place in stored]
+    for condition in conditions:
+        try:
+            condition.holds({name: [1] * rank for name, rank in ranks.items()})
+        except ValueError as error:
+            raise QuarkError(f"the stored model compares sizes by {brief(condition.text)}: {error}") from error
     return Signature(
         in_spec=in_spec,
         out_spec=out_spec,
@@ -478,7 +483,7 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
         input_dtypes=tuple(None if value is None else DTYPES[value["dtype"]] for value in inputs),
         input_constants={name: _constant(value) for name, value in mapping(data["input_constants"]).items()},
         input_limits=tuple(limits),
-        input_multiples=tuple(multiples),
+        input_conditions=tuple(conditions),
         fixed_arguments={name: _constant(value) for name, value in mapping(data["fixed_arguments"]).items()},
     )
 

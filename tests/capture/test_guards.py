@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import quark_fx as qfx
+from quark_fx.capture.capture import Captured
 
 
 class Computed(nn.Module):
@@ -145,3 +147,120 @@ def test_a_batch_that_becomes_a_number_is_warned_about() -> None:
     with pytest.warns(UserWarning, match="fixes dimension 0 of input x at 4"):
         qmodel = qfx.quantize(Pairs().eval(), "int8_dynamic", [torch.randn(4, 4)], progress=False)
     assert qmodel.signature.input_shapes == ((4, 4),)
+
+
+class Compared(nn.Module):
+    """A convolution of images, and a function of its result and the images."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(3, 4, 3, 2, 1), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the function of the convolution and the images."""
+        return self.function(self.conv(x), x)
+
+
+COMPARING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "two sizes": lambda y, x: y * 2 if x.shape[2] > x.shape[3] else y,
+    "two sizes of a result": lambda y, x: y * 2 if y.shape[2] > y.shape[3] else y,
+    "equal sizes": lambda y, x: y * 2 if x.shape[2] == x.shape[3] else y,
+    "a size and its half": lambda y, x: y * 2 if x.shape[2] == y.shape[3] else y,
+    "a quotient": lambda y, x: y * int(x.shape[2] // x.shape[3]),
+    "a remainder": lambda y, x: y * 2 if y.shape[2] % 3 == 0 else y,
+    "another number": lambda y, x: y * 2 if x.shape[2] in (20, 40) else y,
+    "a product": lambda y, x: y * 2 if x.shape[2] * x.shape[3] > 1000 else y,
+    "a square": lambda y, x: y * 2 if x.shape[2] ** 2 > 1500 else y,
+    "a root": lambda y, x: y * 2 if (x.shape[2] * x.shape[3]) ** 0.5 > 35 else y,
+    "a ratio": lambda y, x: y * 2 if y.shape[2] / x.shape[3] > 0.6 else y,
+    "a rounded number": lambda y, x: y * 2 if round(x.shape[2] / 7) == 14 else y,
+    "the largest": lambda y, x: y * 2 if max(x.shape[2:]) > 40 else y,
+    "elements": lambda y, x: y * 2 if y.numel() > 5000 else y,
+    "the batch and a size": lambda y, x: y * 2 if x.shape[0] > x.shape[2] else y,
+    "one sample": lambda y, x: y * 2 if x.shape[0] == 1 else y,
+    "several samples": lambda y, x: y * 2 if x.shape[0] > 1 else y,
+    "one row": lambda y, x: y * 2 if x.shape[2] == 1 else y,
+    "one row of a result": lambda y, x: y * 2 if y.shape[2] == 1 else y,
+    "one sample or row": lambda y, x: y * 2 if 1 in (x.shape[0], x.shape[2]) else y,
+}
+
+SHAPES = [
+    (2, 48, 32),
+    (2, 32, 32),
+    (2, 32, 48),
+    (2, 32, 64),
+    (2, 96, 64),
+    (64, 20, 20),
+    (1, 32, 32),
+    (2, 1, 32),
+    (3, 40, 30),
+]
+
+
+def takes_right_values(captured: Captured, model: nn.Module, x: Tensor) -> bool:
+    """Tell whether a graph takes an input; assert that it then computes what the model does."""
+    try:
+        leaves = captured.signature.flatten((x,), {})
+    except qfx.QuarkError as error:
+        if "does not hold" in str(error) or "the graph holds from" in str(error):
+            return False
+        raise
+    torch.testing.assert_close(captured.module(*leaves)[0], model(x))
+    return True
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_sizes_that_take_another_path_are_refused(name: str) -> None:
+    """Whatever the code compares: a graph has one path, and torch.export checks few of these conditions."""
+    model = Compared(COMPARING[name]).eval()
+    dynamic = {"x": dict.fromkeys((0, 2, 3), Dim.AUTO)}
+    for n, height, width in SHAPES[:2]:
+        example = torch.randn(n, 3, height, width)
+        captured = qfx.capture_graph(model, example, dynamic_shapes=dynamic)
+        assert takes_right_values(captured, model, example)
+        taken = [takes_right_values(captured, model, torch.randn(n, 3, h, w)) for n, h, w in SHAPES]
+        assert any(taken[2:])
+
+
+def test_a_refusal_says_what_is_compared_and_where(tmp_path: Path) -> None:
+    model = Compared(COMPARING["equal sizes"]).eval()
+    dynamic = {"x": dict.fromkeys((0, 2, 3), Dim.AUTO)}
+    images = [torch.randn(2, 3, 48, 32)]
+    qmodel = qfx.quantize(model, "int8_dynamic", images, dynamic_shapes=dynamic, progress=False)
+    qmodel.save(tmp_path / "model")
+    line = COMPARING["equal sizes"].__code__.co_firstlineno
+    for one in (qmodel, qfx.load(tmp_path / "model")):
+        one(torch.randn(5, 3, 32, 48))
+        with pytest.raises(qfx.QuarkError, match=rf"x.shape\[2\] != x.shape\[3\] does .* at test_guards.py:{line} "):
+            one(torch.randn(2, 3, 32, 32))
+    with pytest.warns(UserWarning, match=r"the file computes what the model does where x.shape\[2\] != x.shape\[3\]"):
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("function", [lambda y, x: y + 0 if x.shape[0] > 1 else y, lambda y, x: y.flatten(1)])
+def test_one_sample_is_taken_where_it_makes_no_difference(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = Compared(function).eval()
+    captured = qfx.capture_graph(model, torch.randn(4, 3, 8, 8))
+    assert takes_right_values(captured, model, torch.randn(1, 3, 8, 8))
+    assert not captured.signature.input_conditions
+
+
+def test_an_example_of_one_sample_is_captured_as_it_is_where_it_makes_a_difference() -> None:
+    model = Compared(COMPARING["one sample"]).eval()
+    captured = qfx.capture_graph(model, torch.randn(1, 3, 8, 8))
+    assert takes_right_values(captured, model, torch.randn(1, 3, 8, 8))
+    with pytest.raises(qfx.QuarkError, match="dimension 0 to 1"):
+        captured.signature.flatten((torch.randn(2, 3, 8, 8),), {})
+
+
+def test_a_run_that_finds_out_about_one_sample_leaves_the_model_as_it_is() -> None:
+    class Counting(Compared):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    model = Counting(COMPARING["one sample"]).eval()
+    qfx.capture_graph(model, torch.randn(4, 3, 8, 8))
+    assert model.calls == 0

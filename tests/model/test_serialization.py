@@ -225,6 +225,12 @@ def limit(document: dict[str, Any], field: str, beyond: int, *numbers: Any) -> N
     document["signature"][field] = [[document["signature"]["input_names"][0], last + beyond, *numbers]]
 
 
+def compare(document: dict[str, Any], text: str) -> None:
+    """Store a condition on sizes, in which `{x}` is the name of the first input."""
+    name = document["signature"]["input_names"][0]
+    document["signature"]["input_conditions"] = [[text.replace("{x}", name), "model.py:1"]]
+
+
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no nodes": lambda d: d.pop("nodes"),
     "no signature": lambda d: d.pop("signature"),
@@ -257,8 +263,14 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "limit of a dimension that the input has not": lambda d: limit(d, "input_limits", 1, 1, 9),
     "limit of an input that does not exist": lambda d: d["signature"].update(input_limits=[["ghost", 0, 1, 9]]),
     "limit that is no number": lambda d: limit(d, "input_limits", 0, 1, "9"),
-    "multiple of a dimension that the input has not": lambda d: limit(d, "input_multiples", 1, 4),
-    "multiple of one": lambda d: limit(d, "input_multiples", 0, 1),
+    "comparison of a dimension that the input has not": lambda d: compare(d, "{x}.shape[9] > 3"),
+    "comparison of an input that does not exist": lambda d: compare(d, "ghost.shape[0] > 3"),
+    "comparison that is code": lambda d: compare(d, "__import__('os').getpid() > 3"),
+    "comparison of an attribute": lambda d: compare(d, "{x}.numel() > 3"),
+    "comparison that is no expression": lambda d: compare(d, "{x}.shape[0] >"),
+    "comparison of any depth": lambda d: compare(d, "(" * 900 + "1" + ")" * 900),
+    "comparison without a place": lambda d: d["signature"].update(input_conditions=[[]]),
+    "comparison that is a number": lambda d: d["signature"].update(input_conditions=[[1, 2]]),
 }
 
 

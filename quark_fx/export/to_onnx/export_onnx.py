@@ -42,7 +42,7 @@ from quark_fx.numbers.formats import (
 )
 from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.scales import FLOAT32
-from quark_fx.system.isolation import isolated
+from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.options import checked_call
 from quark_fx.system.writable import new_folder, require_file_place, require_possible, writing
 
@@ -140,6 +140,11 @@ def onnx(
     _require_names("output_names", output_names, qmodel.signature.output_names)
     _require_onnx_types(gm, wide=chosen.wide)
     _require_fixed_groups(gm, qmodel.signature)
+    if conditions := qmodel.signature.input_conditions:
+        warn(
+            "runtimes do not check sizes: the file computes what the model does where "
+            f"{' and '.join(condition.text for condition in conditions)}, as in the calibration data"
+        )
     _require_writable(file)
     inputs = input_names or qmodel.signature.input_names
     names = inputs, output_names or named_apart(qmodel.signature.output_names, inputs)

@@ -1,0 +1,78 @@
+"""Inputs of size 1, which torch takes for larger ones, in models whose code tells them apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from quark_fx.capture.capture_errors import require_runs, returns_the_same
+from quark_fx.capture.model_state import untouched
+from quark_fx.capture.normalization import Captured
+from quark_fx.errors import CaptureError
+from quark_fx.graph.nodes import placeholders
+from quark_fx.graph.size_condition import SizeCondition
+
+_FORBIDS_ONE = re.compile(r"(\w+)\.shape\[(\d+)\] != 1")
+
+_LARGEST_MODEL = 1 << 30
+"""Bytes of parameters up to which a run of one sample takes less time than the capture."""
+
+
+def with_confirmed_ones(captured: Captured, model: nn.Module, leaves: list[Any], kwargs: Mapping[str, Any]) -> Captured:
+    """Drop the conditions against a size of 1 at which the graph computes what the model does.
+
+    Args:
+        captured: Captured model.
+        model: Model, which stays as it is.
+        leaves: Flat inputs of the example.
+        kwargs: Keyword arguments of the example, which may have more than the inputs.
+    """
+    signature = captured.signature
+    ones = [c for c in signature.input_conditions if _FORBIDS_ONE.fullmatch(c.text)]
+    if not ones:
+        return captured
+    small = sum(p.nbytes for p in model.parameters()) <= _LARGEST_MODEL and not any(
+        p.is_meta for p in model.parameters()
+    )
+
+    def is_equal(condition: SizeCondition) -> bool:
+        single = _cut_to_one(captured, leaves, condition)
+        positional, keywords = pytree.tree_unflatten(single, signature.in_spec)
+        try:
+            with untouched(model) as state:
+                expected = require_runs(model, positional, {**kwargs, **keywords}, state)
+            with torch.no_grad():
+                return expected is None or returns_the_same(model, expected, [*captured.module(*single)])
+        except (CaptureError, RuntimeError):
+            return False
+
+    equal = {condition for condition in ones if not small or is_equal(condition)}
+    kept = tuple(c for c in signature.input_conditions if c not in equal)
+    return replace(captured, signature=replace(signature, input_conditions=kept))
+
+
+def _cut_to_one(captured: Captured, leaves: list[Any], condition: SizeCondition) -> list[Any]:
+    """Cut the inputs to size 1 along the dimension of a condition, and along others of the same size."""
+    match = _FORBIDS_ONE.fullmatch(condition.text)
+    assert match is not None
+    shapes: dict[str, list[Any]] = {
+        str(node.target): list(getattr(node.meta.get("val"), "shape", ())) for node in placeholders(captured.module)
+    }
+    symbol = shapes[match[1]][int(match[2])].node.expr
+
+    def cut(leaf: Any, shape: list[Any]) -> Any:
+        for dim, size in enumerate(shape):
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                leaf = leaf.narrow(dim, 0, 1)
+        return leaf
+
+    return [cut(leaf, shape) for leaf, shape in zip(leaves, shapes.values(), strict=True)]
+
+
+__all__ = ["with_confirmed_ones"]
