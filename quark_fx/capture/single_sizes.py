@@ -25,7 +25,7 @@ _LARGEST_MODEL = 1 << 30
 
 
 def with_confirmed_ones(captured: Captured, model: nn.Module, leaves: list[Any], kwargs: Mapping[str, Any]) -> Captured:
-    """Drop the conditions against a size of 1 at which the graph computes what the model does.
+    """Drop the conditions against a size of 1 for which graph and model agree.
 
     Args:
         captured: Captured model.

@@ -61,7 +61,7 @@ class SizeCondition:
         """Tell whether the comparison holds for inputs of these shapes, keyed by input name.
 
         Raises:
-            ValueError: If the text is no comparison of sizes of these inputs.
+            ValueError: If the text does not compare sizes of these inputs.
         """
         try:
             if len(self.text) > _LONGEST:
@@ -91,7 +91,7 @@ def _value(tree: ast.AST, shapes: Mapping[str, Sequence[int]]) -> Any:
             return any(_value(value, shapes) for value in values)
         case ast.Call(function, arguments, []) if (name := ast.unparse(function)) in _FUNCTIONS:
             return _FUNCTIONS[name](*(_value(argument, shapes) for argument in arguments))
-    raise ValueError(f"{ast.unparse(tree)!r} is no size, number, or comparison")
+    raise ValueError(f"{ast.unparse(tree)!r} is not a size, a number, or a comparison")
 
 
 __all__ = ["SizeCondition"]

@@ -198,7 +198,7 @@ SHAPES = [
 
 
 def takes_right_values(captured: Captured, model: nn.Module, x: Tensor) -> bool:
-    """Tell whether a graph takes an input; assert that it then computes what the model does."""
+    """Tell whether a graph takes an input; assert that its values are then right."""
     try:
         leaves = captured.signature.flatten((x,), {})
     except qfx.QuarkError as error:
@@ -211,7 +211,7 @@ def takes_right_values(captured: Captured, model: nn.Module, x: Tensor) -> bool:
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_sizes_that_take_another_path_are_refused(name: str) -> None:
-    """Whatever the code compares: a graph has one path, and torch.export checks few of these conditions."""
+    """A graph has one path, and torch.export checks few of these conditions."""
     model = Compared(COMPARING[name]).eval()
     dynamic = {"x": dict.fromkeys((0, 2, 3), Dim.AUTO)}
     for n, height, width in SHAPES[:2]:
@@ -233,7 +233,7 @@ def test_a_refusal_says_what_is_compared_and_where(tmp_path: Path) -> None:
         one(torch.randn(5, 3, 32, 48))
         with pytest.raises(qfx.QuarkError, match=rf"x.shape\[2\] != x.shape\[3\] does .* at test_guards.py:{line} "):
             one(torch.randn(2, 3, 32, 32))
-    with pytest.warns(UserWarning, match=r"the file computes what the model does where x.shape\[2\] != x.shape\[3\]"):
+    with pytest.warns(UserWarning, match=r"the file agrees with the model where x.shape\[2\] != x.shape\[3\]"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
 
 

@@ -142,7 +142,7 @@ def onnx(
     _require_fixed_groups(gm, qmodel.signature)
     if conditions := qmodel.signature.input_conditions:
         warn(
-            "runtimes do not check sizes: the file computes what the model does where "
+            "runtimes do not check sizes: the file agrees with the model where "
             f"{' and '.join(condition.text for condition in conditions)}, as in the calibration data"
         )
     _require_writable(file)
