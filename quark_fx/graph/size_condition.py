@@ -41,7 +41,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "math.trunc": math.trunc,
     "torch.sym_float": float,
 }
-"""Functions by their names in the text, which are those of torch's printer."""
+"""Functions by the names that torch's printer gives them."""
 
 
 @dataclass(frozen=True)
