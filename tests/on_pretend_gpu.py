@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
@@ -22,6 +21,7 @@ import quark_fx as qfx
 from quark_fx import passes
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.ranks import Ranks
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers import quantized_tensor
 from quark_fx.numbers.formats import Codebook
@@ -409,16 +409,23 @@ def test_a_model_larger_than_the_device_is_quantized_block_by_block() -> None:
         assert 0 < gpu.peak_bytes < 0.8 * size
 
 
-@pytest.mark.skipif("RANK" not in os.environ, reason="torchrun starts it, from test_pretend_gpu.py")
-def test_ranks_make_the_same_tensors_on_the_device(pretend_gpu: PretendGPU) -> None:
-    """One of them has too little memory twice in each run, which the other does not notice."""
-    session = qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=DEVICE))
-    is_short = os.environ["RANK"] == "1"
+def require_same_on_ranks() -> None:
+    """Be a rank that quantizes on the CPU and on the device, to the same tensors.
+
+    On the device, one of the ranks has too little memory twice in each run, which the others do not notice.
+    """
     for name, before in (("w4a16_gptq", 12), (str(passes.AdaRound(iterations=1)), 30)):
-        pretend_gpu.refused = [before, 0] * is_short
-        made = qfx.quantize(session, configurations()[name], progress=False)
-        assert pretend_gpu.refused == []
-        assert_same_tensors(on_cpu(name), made, name)
+        made = []
+        for device in (None, DEVICE):
+            resources = qfx.Resources(device=device, distributed=True)
+            with PretendGPU() as gpu:
+                gpu.refused = [before, 0] * (device is not None and Ranks.current().index == 1)
+                made.append(
+                    qfx.quantize(seeded(Net()), configurations()[name], batches(4), resources=resources, progress=False)
+                )
+                assert gpu.refused == []
+                assert (gpu.waits.total() > 0) == (device is not None)
+        assert_same_tensors(made[0], made[1], name)
 
 
 def test_weights_are_encoded_in_smaller_pieces_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from test_ranks import run
 
 TESTS = Path(__file__).resolve().parent
 
@@ -22,15 +24,13 @@ FILES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("files", "chosen", "ranks"), [(FILES, "pretend", 1), (FILES[:1], "ranks", 2)])
-def test_on_a_pretend_gpu(files: tuple[str, ...], chosen: str, ranks: int) -> None:
-    """Run pytest with it, in one process or in several that torchrun starts."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "pytest", "-p", "no:cacheprovider", "-p", "pretend_gpu", "--tb=short"]
+def test_on_a_pretend_gpu() -> None:
+    """Run pytest with it."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "pretend_gpu", "--tb=short"]
     own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     own |= {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS))), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "-k", chosen, *(str(TESTS / file) for file in files)],
+        [*command, "-k", "pretend", *(str(TESTS / file) for file in FILES)],
         cwd=TESTS.parent,
         env=own,
         capture_output=True,
@@ -39,3 +39,15 @@ def test_on_a_pretend_gpu(files: tuple[str, ...], chosen: str, ranks: int) -> No
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "passed" in done.stdout, done.stdout
+
+
+def on_device(folder: Path) -> None:
+    """Import the device, which registers it, and be one of the ranks that quantize on it."""
+    from on_pretend_gpu import require_same_on_ranks
+
+    require_same_on_ranks()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+def test_ranks_make_the_same_tensors_on_the_device(tmp_path: Path) -> None:
+    run(2, tmp_path, on_device)
