@@ -1,4 +1,4 @@
-"""The pretend GPU, in separate processes: once it is there, it is the accelerator of the whole process."""
+"""The pretend GPU, in separate processes: it becomes the accelerator of the process that imports it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_on_a_pretend_gpu() -> None:
 
 
 def on_device(folder: Path) -> None:
-    """Import the device, which registers it, and be one of the ranks that quantize on it."""
+    """Register the device in this process, and be one of the ranks that quantize on it."""
     from on_pretend_gpu import require_same_on_ranks
 
     require_same_on_ranks()
