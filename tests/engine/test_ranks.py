@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from captured_once import CAPTURES
 from extensions.clip_activations import ClipActivations
 from extensions.deviation_scales import DeviationScales
 from extensions.refit_scales import RefitScales
@@ -28,6 +29,7 @@ from torch.fx import GraphModule
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 import quark_fx as qfx
+from quark_fx import session
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
@@ -207,9 +209,10 @@ def model_of(name: str) -> nn.Module:
 
 
 def job(rank: int, count: int, folder: Path, work: Callable[[Path], Any]) -> None:
-    """Be one of the ranks."""
+    """Be one of the ranks, which capture models of one structure once, as tests do (`captured_once.py`)."""
     faulthandler.enable()
     torch.set_num_threads(1)
+    session.capture_graph = CAPTURES  # type: ignore[assignment]
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=count)
     work(folder)
