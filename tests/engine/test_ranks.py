@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -212,7 +213,7 @@ def job(rank: int, count: int, folder: Path, work: Callable[[Path], Any]) -> Non
     """Be one of the ranks, which capture models of one structure once, as tests do (`captured_once.py`)."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    session.capture_graph = CAPTURES  # type: ignore[assignment]
+    patch.object(session, "capture_graph", CAPTURES).start()
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=count)
     work(folder)
