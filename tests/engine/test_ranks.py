@@ -261,7 +261,8 @@ def test_two_ranks_end_as_one_process_does(name: str, results: Path) -> None:
     alone = quantize(model_of(name), CONFIGS[name], batches())
     with torch.no_grad():
         y, float_y = (torch.cat([m(x).flatten() for x in batches()]) for m in (alone, model_of(name)))
-        again = torch.cat([qfx.load(results / f"{name} 0")(x).flatten() for x in batches()])
+        loaded = qfx.load(results / f"{name} 0")
+        again = torch.cat([loaded(x).flatten() for x in batches()])
     lost, apart = (y - float_y).norm(), (again - y).norm()
     # Sums in another order may send a code in a thousand to the other side of a tie, 3 % of what rounding takes.
     assert apart <= (0 if name in SCALED else 0.05 * lost)

@@ -790,20 +790,23 @@ def test_a_checkpoint_holds_no_rewritten_module(tmp_path: Path) -> None:
         qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
 
 
+class Reads(nn.Module):
+    """A recurrent layer whose weights are made one piece of memory in each call, and a head."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.cells, self.head = layer(4, 6, 2, bidirectional=True, batch_first=True), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        self.cells.flatten_parameters()
+        return self.head(self.cells(x)[0])
+
+
 @pytest.mark.parametrize("preset", ["int8_static", "int8_dynamic", "int4_weight_only", "fp16"])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_layer_computes_with_its_codes(layer: Any, preset: str) -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cells, self.head = layer(4, 6, 2, bidirectional=True, batch_first=True), nn.Linear(12, 3)
-
-        def forward(self, x: Tensor) -> Any:
-            self.cells.flatten_parameters()
-            return self.head(self.cells(x)[0])
-
     x = rand(4, 5, 4)
-    qmodel = quantize(seeded(Reads()), preset, [x])
+    qmodel = quantize(seeded(Reads(layer)), preset, [x])
     model: Any = copy.deepcopy(qmodel.eager())
     with torch.no_grad():
         torch.testing.assert_close(model(x), qmodel(x), rtol=0, atol=0)
