@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LAYER = "model.layers.0.mlp.gate_proj"
@@ -55,6 +55,31 @@ def gptq(
     described = {"architectures": ["LlamaForCausalLM"], "dtype": "float16", "quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(described))
     return ((codes - zeros[g_idx.long()]) * scales.float()[g_idx.long()]).t()
+
+
+def awq(folder: Path) -> None:
+    """Write a layer of random codes of AWQ."""
+    generator = torch.Generator().manual_seed(0)
+    words = [torch.randint(-(1 << 31), 1 << 31, (rows, 12), generator=generator).int() for rows in (64, 2)]
+    tensors = {f"{LAYER}.qweight": words[0], f"{LAYER}.qzeros": words[1]}
+    tensors[f"{LAYER}.scales"] = torch.rand(2, 96, generator=generator).half()
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"dtype": "float16", "quantization_config": settings}))
+
+
+def modelopt(source: Path, folder: Path) -> None:
+    """Write a source in NVFP4 of compressed-tensors as ModelOpt does: its global scales multiply."""
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        renamed = name.replace("weight_packed", "weight").replace("weight_global_scale", "weight_scale_2")
+        tensors[renamed] = 1 / tensor.squeeze() if "global" in name else tensor
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def mxfp4(folder: Path) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch._dynamo.config
 import yaml
-from coded_sources import gptq, mxfp4
+from coded_sources import awq, gptq, modelopt, mxfp4
 from safetensors.torch import save_file
 from tiny import cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
@@ -203,7 +203,10 @@ def make(folder: Path) -> None:
     groups = groups.replace(weight=groups.weight.replace(symmetry="asymmetric"))  # type: ignore[union-attr]
     qfx.convert(fp8, groups, folder / "int4", progress=False)
     gptq(folder / "gptq", 3)
+    awq(folder / "awq")
     mxfp4(folder / "mxfp4")
+    qfx.convert(fp8, "nvfp4_weight_only", folder / "nvfp4", progress=False)
+    modelopt(folder / "nvfp4", folder / "modelopt")
     export = folder / "export"
     export.mkdir()
     for name in ("a", "b"):
@@ -456,7 +459,7 @@ def _index(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
 
 
 def _converted(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
-    shutil.copytree(source / rng.choice(("fp8", "int4", "gptq", "mxfp4")), place)
+    shutil.copytree(source / rng.choice(("fp8", "int4", "gptq", "awq", "mxfp4", "nvfp4", "modelopt")), place)
     file = place / rng.choice(("config.json", _WHOLE))
     if file.suffix == ".json" and rng.randrange(3):
         file.write_text(json.dumps(mutate(json.loads(file.read_text()), rng)))

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -308,7 +309,7 @@ def _fill_in_processes(job: _Job, units: Sequence[int], processes: int, progress
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     count = min(processes, len(units))
-    with ProcessPoolExecutor(count, mp_context=context) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as pool:
         futures = [pool.submit(_fill, job, units[i::count], progress and i == 0, count) for i in range(count)]
         try:
             for future in futures:
@@ -320,6 +321,17 @@ def _fill_in_processes(job: _Job, units: Sequence[int], processes: int, progress
             ) from error
         finally:
             (job.unfinished / _STOP).touch()  # other processes do not begin another unit
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it ends: nobody waits for the result, or gives it more work."""
+
+    def wait() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 _MAPPED = 1 << 21
@@ -357,15 +369,12 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
         progress: Whether to show a progress bar.
         processes: Number of processes that share the processor; 0 in the process of the caller.
     """
-    parent = multiprocessing.parent_process()
     if processes:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     places, source, opened = job.places(), _Reader(job.source), dict[str, BinaryIO]()
     with ExitStack() as stack, torch.no_grad():
         log = stack.enter_context((job.unfinished / _DONE).open("ab", buffering=0))
         for index in tqdm(units, disable=not progress, desc="convert"):
-            if processes and parent is not None and not parent.is_alive():
-                os._exit(1)  # nobody waits for the result
             if (job.unfinished / _STOP).exists():
                 break
             sizes: dict[tuple[str, ...], Tensor] = {}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from forked import processes, run_program
-from interruptions import convert_and_die
+from forked import FORKS, processes, run_program
+from interruptions import convert_and_die, start_and_die
 from safetensors.torch import load_file, save_file
 from tiny import quantize, seeded
 from torch import Tensor
@@ -189,6 +189,16 @@ def test_two_processes_and_a_killed_one_write_equal_bytes(tmp_path: Path, monkey
     monkeypatch.setattr(running, "_UNIT", 1)
     qfx.convert(source, "mxfp4_weight_only", tmp_path / "three", progress=False)
     assert_equal_folders(tmp_path / "one", tmp_path / "three")
+
+
+@pytest.mark.skipif(not FORKS, reason="forks")
+def test_processes_end_with_a_killed_parent() -> None:
+    """One that waits for work never learned of it."""
+    context = processes()
+    reader, writer = context.Pipe(duplex=False)
+    context.Process(target=start_and_die, args=(writer,)).start()
+    writer.close()
+    assert reader.poll(60), "the pipe closes when both have ended"
 
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
