@@ -11,8 +11,7 @@ from quark_fx.solvers.error_feedback import stack_chunks, working_bytes
 from quark_fx.solvers.folds import InputHessian
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
-from quark_fx.solvers.range_search import fit_ranges
-from quark_fx.solvers.scale_search import RATIOS, around, fit_scales
+from quark_fx.solvers.scale_search import RATIOS, around, fit_ranges, fit_scales
 from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 
 

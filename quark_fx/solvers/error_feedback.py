@@ -105,6 +105,29 @@ class Factor:
             curvatures.append(torch.empty_like(diagonal).scatter_(-1, self.order, diagonal))
         return curvatures
 
+    def compensated(self, target: Tensor, value: Tensor) -> Tensor:
+        """Return the values that `gptq_round` rounded: the target plus the feedback of earlier columns.
+
+        Args:
+            target: Weight to approximate, shape (groups, outputs, inputs).
+            value: Dequantized codes, of the same shape.
+        """
+        columns = self.order.unsqueeze(-2).expand_as(target)
+        lost = (target - value).gather(-1, columns)
+        return target.scatter_add(-1, columns, lost @ self.feedback)
+
+    def solve(self, right: Tensor) -> Tensor:
+        """Return `right` times the inverse of the damped `H`; `right` has shape (groups, outputs, inputs)."""
+        columns = self.order.unsqueeze(-2).expand_as(right)
+        upper = self.feedback + torch.eye(right.shape[-1], device=right.device, dtype=torch.float32)
+        # X (I + F) D (I + F)' = B
+        right = right.gather(-1, columns)
+        x = torch.linalg.solve_triangular(upper.mT, right, upper=False, left=False, unitriangular=True)
+        x = torch.linalg.solve_triangular(
+            upper, x / self.pivots.unsqueeze(-2), upper=True, left=False, unitriangular=True
+        )
+        return torch.empty_like(x).scatter_(-1, columns, x)
+
 
 def factor(
     h: Tensor,
@@ -354,31 +377,6 @@ def chunks(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
             yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
 
 
-def compensated_weight(target: Tensor, value: Tensor, factor: Factor) -> Tensor:
-    """Return the values that were rounded: the target plus, in each column, the feedback of earlier columns.
-
-    Args:
-        target: Weight to approximate, shape (groups, outputs, inputs).
-        value: Dequantized codes, of the same shape.
-        factor: Factors that `gptq_round` used.
-    """
-    columns = factor.order.unsqueeze(-2).expand_as(target)
-    lost = (target - value).gather(-1, columns)
-    return target.scatter_add(-1, columns, lost @ factor.feedback)
-
-
-def solve(factor: Factor, right: Tensor) -> Tensor:
-    """Return `right` times the inverse of the damped `H`; `right` has shape (groups, outputs, inputs)."""
-    columns = factor.order.unsqueeze(-2).expand_as(right)
-    upper = factor.feedback + torch.eye(right.shape[-1], device=right.device, dtype=torch.float32)
-    # X (I + F) D (I + F)' = B
-    x = torch.linalg.solve_triangular(upper.mT, right.gather(-1, columns), upper=False, left=False, unitriangular=True)
-    x = torch.linalg.solve_triangular(
-        upper, x / factor.pivots.unsqueeze(-2), upper=True, left=False, unitriangular=True
-    )
-    return torch.empty_like(x).scatter_(-1, columns, x)
-
-
 def working_bytes(groups: int, outputs: int, inputs: int, tried: int = 0) -> int:
     """Return the bytes needed on a processor to round a weight of this shape, in addition to the Hessian.
 
@@ -396,13 +394,11 @@ __all__ = [
     "DAMPING",
     "Factor",
     "chunks",
-    "compensated_weight",
     "damped",
     "factor",
     "feed_back_blocks",
     "gptq_round",
     "quantize_block",
-    "solve",
     "stack_chunks",
     "working_bytes",
 ]

@@ -20,7 +20,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import placeholders
 from quark_fx.numbers.layout import Columns
-from quark_fx.solvers.error_feedback import Factor, factor, solve, stack_chunks
+from quark_fx.solvers.error_feedback import Factor, factor, stack_chunks
 
 _TILE, _DEVICE_TILE = 128, 1024
 """Rows of `x' x` per product, on and above the diagonal; a GPU needs more rows to use all of its processors."""
@@ -86,7 +86,7 @@ class Hessian:
         if self.shift is None:
             return real
         ((_, whole),) = factors
-        return real + share * solve(whole, real.float() @ self.shift)
+        return real + share * whole.solve(real.float() @ self.shift)
 
     @classmethod
     def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> Hessian:

@@ -18,12 +18,12 @@ from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
-from quark_fx.solvers.error_feedback import DAMPING
+from quark_fx.solvers.error_feedback import DAMPING, gptq_round
 from quark_fx.solvers.folds import InputHessian
-from quark_fx.solvers.matrix_feedback import compensated, fitted_to_feedback, round_matrix
 from quark_fx.solvers.proposals import blamed
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
+from quark_fx.solvers.scale_search import fitted_to_feedback
 from quark_fx.solvers.slots import WeightSlot, weights_by_input
 from quark_fx.system.memory import give_back
 
@@ -100,18 +100,24 @@ def _feed_back(slots: Sequence[WeightSlot], context: Context, fits_scales: bool)
         now = slot.now
         target = hessian.target(now.real, 1.0, factors())
         fitted = fitted_to_feedback(now, target, factors()) if fits and now.columns is not None else now
-        matrix, *_ = round_matrix(fitted, target, factors())
-        return matrix, compensated(matrix, target, factors())
+        codes, compensated = torch.empty_like(fitted.codes), torch.empty_like(target, dtype=torch.float32)
+        for matrices, factor in factors():
+            codes[matrices] = gptq_round(target[matrices], factor, fitted.grid(matrices), codes.dtype)
+        matrix = fitted.with_codes(codes)
+        for matrices, factor in factors():
+            value = matrix.grid(matrices).value(matrix.codes[matrices].float())
+            compensated[matrices] = factor.compensated(target[matrices].float(), value)
+        return matrix, compensated
 
     try:
         for slot in slots:
-            matrix, compensated_weight = with_room(context, partial(round_, slot, fits_scales))
+            matrix, compensated = with_room(context, partial(round_, slot, fits_scales))
             try:
                 slot.store(matrix)
             except OverflowError:  # an int32 bias overflows at the new scales
-                matrix, compensated_weight = with_room(context, partial(round_, slot, False))
+                matrix, compensated = with_room(context, partial(round_, slot, False))
                 slot.store(matrix)
-            rounded[slot.weight.node.name] = slot.mapping.restore(compensated_weight, slot.real)
+            rounded[slot.weight.node.name] = slot.mapping.restore(compensated, slot.real)
     except CalibrationError as error:
         raise blamed((slot.name for slot in slots), error) from error
     return rounded

@@ -17,7 +17,7 @@ from torch import Tensor
 from quark_fx.errors import CalibrationError
 from quark_fx.numbers.grid import Grid
 from quark_fx.solvers import error_feedback
-from quark_fx.solvers.error_feedback import compensated_weight, factor, gptq_round, solve
+from quark_fx.solvers.error_feedback import factor, gptq_round
 
 LIMITS = (-8, 7)
 
@@ -88,7 +88,7 @@ def test_codes_are_the_nearest_to_what_was_made_up_for(by_activation: bool, devi
     grid, found = grid_of(weight[0].cpu()), factor(torch.stack([h, h]), damping=0.01, by_activation=by_activation)
     there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits)
     codes = gptq_round(weight, found, there)
-    wanted = there.position(compensated_weight(weight, there.value(codes), found))
+    wanted = there.position(found.compensated(weight, there.value(codes)))
     clear = (wanted - wanted.floor() - 0.5).abs() > 1e-4
     assert clear.float().mean() > 0.9
     assert torch.equal(there.round(wanted)[clear], codes[clear])
@@ -194,7 +194,7 @@ def test_a_moment_may_lie_in_memory_by_columns() -> None:
 @pytest.mark.parametrize("by_activation", [False, True])
 def test_solve_divides_by_the_damped_moment(by_activation: bool) -> None:
     h, right = moment(30, 90), rand(1, 7, 30)
-    x = solve(factor(h[None], damping=0.01, by_activation=by_activation), right)
+    x = factor(h[None], damping=0.01, by_activation=by_activation).solve(right)
     damped = h + 0.01 * h.diagonal().mean() * torch.eye(30)
     torch.testing.assert_close(x @ damped, right, rtol=1e-3, atol=1e-3)
 

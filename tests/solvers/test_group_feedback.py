@@ -20,9 +20,9 @@ from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.scales import E4M3_SCALES
 from quark_fx.observers import Mse
 from quark_fx.passes import GPTQ
+from quark_fx.passes.gptq import _round_groups
 from quark_fx.solvers import error_feedback
 from quark_fx.solvers.error_feedback import factor
-from quark_fx.solvers.group_feedback import round_groups
 
 LIMITS, RATIOS = (-8, 7), (1.0, 1.125, 0.875, 0.75)
 
@@ -87,7 +87,7 @@ def test_every_decision_is_that_of_the_algorithm(
     free = FreeScales(scale, Layout.of(weight.shape, -1, size))
     found = factor(hs.to(device), damping=0.01, by_activation=True, sharing=columns)
     grid = Grid(scale[..., numbers].to(device), torch.zeros((), device=device), LIMITS)
-    codes, ratio = round_groups(weight.to(device), found, grid, free, columns, RATIOS)
+    codes, ratio = _round_groups(weight.to(device), found, grid, free, columns, RATIOS)
     for i in range(2):
         expected, ratios, clear = textbook(weight[i], hs[i], scale[i], members, 0.01)
         sure = clear > 1e-4

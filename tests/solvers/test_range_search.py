@@ -16,7 +16,7 @@ from quark_fx.numbers.layout import Columns
 from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.passes import GPTQ, FitScales
-from quark_fx.solvers.range_search import fit_ranges
+from quark_fx.solvers.scale_search import fit_ranges
 
 
 def lost(x: Tensor, scale: Tensor, offset: Tensor | None, scheme: Scheme, block: int) -> Tensor:

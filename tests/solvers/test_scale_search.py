@@ -20,7 +20,7 @@ from quark_fx.numbers.qparams import Symmetry
 from quark_fx.passes import GPTQ
 from quark_fx.solvers import scale_search
 from quark_fx.solvers.error_feedback import Factor, factor, gptq_round
-from quark_fx.solvers.scale_search import RATIOS, fit_scales, fit_scales_to_feedback
+from quark_fx.solvers.scale_search import RATIOS, _fit_scales_to_feedback, fit_scales
 
 
 def rounded(weight: Tensor, grid: Grid, ratio: Tensor, block: int) -> Tensor:
@@ -75,7 +75,7 @@ def test_each_block_has_the_ratio_that_feedback_is_expected_to_lose_least_with(
     there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits)
     order, feedback, curvature = (tensor.to(device) for tensor in (found.order, found.feedback, found.pivots))
     moved = Factor(order, feedback, curvature, found.damping)
-    got = fit_scales_to_feedback(weight.to(device), moved, there, Columns.in_blocks(inputs, block)).cpu()
+    got = _fit_scales_to_feedback(weight.to(device), moved, there, Columns.in_blocks(inputs, block)).cpu()
 
     def lost(w: Tensor, scale: Tensor) -> Tensor:
         return (w / scale).round().clamp(*grid.limits) * scale - w
@@ -121,7 +121,7 @@ def test_a_group_of_zeros_does_not_keep_the_range_of_others() -> None:
     scale = torch.ones(1, 32, 64)
     scale[..., 16:] = weight[..., 16:].abs().unflatten(-1, (3, 16)).amax(-1).repeat_interleave(16, -1) / 3 / 50
     grid, columns = Grid(scale, torch.zeros(1), (-4, 3)), Columns.in_blocks(64, 16)
-    ratios = fit_scales_to_feedback(weight / 50, found, grid, columns)
+    ratios = _fit_scales_to_feedback(weight / 50, found, grid, columns)
     assert float((ratios[..., 1:] < 1).float().mean()) > 0.5
 
 
@@ -139,7 +139,7 @@ def test_feedback_keeps_range_that_rounding_to_nearest_gives_away(bits: int) -> 
         return float(((missed @ h) * missed).sum())
 
     grid, columns = Grid(scale, torch.zeros(1), (-most, most - 1)), Columns.in_blocks(128, 32)
-    fitted = error(fit_scales_to_feedback(weight, found, grid, columns))
+    fitted = error(_fit_scales_to_feedback(weight, found, grid, columns))
     assert fitted < 0.99 * error(fit_scales(weight, h, grid, columns))
 
 

@@ -23,8 +23,7 @@ from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.numbers.formats import INT3, INT8
 from quark_fx.numbers.grid import Grid
-from quark_fx.passes import GPTQ
-from quark_fx.solvers import matrix_feedback
+from quark_fx.passes import GPTQ, gptq
 from quark_fx.solvers.error_feedback import factor, gptq_round
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.solver import InputHessian, QuantizedMatrix, Skip, Solver, solver
@@ -53,7 +52,7 @@ def rounded(weight: Tensor, h: Tensor, outputs: Tensor | None) -> Tensor:
     own, step = factor(h[None], damping=0.0, by_activation=True), grid(*weight.shape)
     if outputs is None:
         return gptq_round(weight[None], own, step)[0]
-    return matrix_feedback._round_rows(weight[None], own, step, outputs, torch.float32)[0]
+    return gptq._round_rows(weight[None], own, step, outputs, torch.float32)[0]
 
 
 @on_devices
@@ -61,7 +60,7 @@ def test_codes_are_those_of_error_feedback_on_all_weights_at_once(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """The Hessian of a weight in one row is the Kronecker product of both sides."""
-    monkeypatch.setattr(matrix_feedback, "_ROWS", 1)
+    monkeypatch.setattr(gptq, "_ROWS", 1)
     weight, h, outputs = (t.to(device) for t in (rand(6, 8), correlated(8, 1), correlated(6, 2)))
     found = rounded(weight, h, outputs[None])
     rows = outputs.diagonal().argsort(descending=True, stable=True)
@@ -151,7 +150,7 @@ def divergence(model: nn.Module, qmodel: Any) -> float:
 
 
 def test_predictions_are_nearer_to_those_of_the_float_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_feedback, "_ROWS", 1)  # pairs would be rounded together
+    monkeypatch.setattr(gptq, "_ROWS", 1)  # pairs would be rounded together
     model = seeded(Summed(32))
     losses = dict[bool, float]()
     for two_sided in (False, True):
