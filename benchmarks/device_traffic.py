@@ -94,7 +94,7 @@ def image_model() -> nn.Module:
 def accepted() -> AbstractContextManager[object]:
     """Let each weight that is proposed have half the error of the one before it."""
     errors = partial(torch.arange, 2.0, 0.0, -1.0)
-    return patch("quark_fx.solvers.judging.relative_errors", lambda matrices, target, h: errors(device=h.device))
+    return patch("quark_fx.solvers.solver.relative_errors", lambda matrices, target, h: errors(device=h.device))
 
 
 def counted(name: str, batches: int, *, accept: bool = False) -> PretendGPU:

@@ -26,7 +26,7 @@ from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers import quantized_tensor
 from quark_fx.numbers.formats import Codebook
 from quark_fx.presets import PRESETS
-from quark_fx.solvers import judging
+from quark_fx.solvers import solver
 from quark_fx.system import accelerator
 from quark_fx.system.accelerator import Transfers
 
@@ -218,7 +218,7 @@ def test_waits_and_copies_do_not_grow_with_the_batches(
 ) -> None:
     # What is stored follows from errors, so let each weight that is proposed have half the error of the one before it.
     errors = partial(torch.arange, 2.0, 0.0, -1.0)
-    monkeypatch.setattr(judging, "relative_errors", lambda matrices, target, h: errors(device=h.device))
+    monkeypatch.setattr(solver, "relative_errors", lambda matrices, target, h: errors(device=h.device))
     w4, static = PRESETS["w4a16_gptq"], PRESETS["int8_static"]
     with_pass = {
         "guided": w4.replace(passes=PRESETS["w4a16_best"].passes[-1:]),
@@ -239,7 +239,7 @@ def test_a_model_on_the_device_waits_for_operators_not_for_batches_or_checks(
 ) -> None:
     """Batches, weights, and their ranges are checked together: at most three waits per operator, and a few in all."""
     errors = partial(torch.arange, 2.0, 0.0, -1.0)
-    monkeypatch.setattr(judging, "relative_errors", lambda matrices, target, h: errors(device=h.device))
+    monkeypatch.setattr(solver, "relative_errors", lambda matrices, target, h: errors(device=h.device))
 
     def waits(count: int) -> int:
         model, data = seeded(Net()).to(DEVICE), [batch.to(DEVICE) for batch in batches(count)]

@@ -18,7 +18,6 @@ from torch.fx import GraphModule, Node
 from quark_fx.engine.block_walk import Streams, lift, release
 from quark_fx.engine.blocks import Block
 from quark_fx.engine.context import Context
-from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import results_of, set_parameter, stored_tensors, tensor_of
 from quark_fx.graph.straight_through import run_with_gradients
@@ -60,7 +59,7 @@ class BackWalk:
         """Return the outputs of the graph for a batch; store the inputs of each block if `keep` is set."""
         self._streams = streams = Streams(self.gm, self.context, [batch], (self.stream,))
         for block in self.blocks:
-            part = with_room(self.context, partial(self._lifted, block))
+            part = self.context.with_room(partial(self._lifted, block))
             streams.advance(self.stream, block, part)
             release(part)
             if not keep:
@@ -89,7 +88,7 @@ class BackWalk:
             entering = streams.values(self.stream, block.inputs, batch)
             streams.forget(set(block.inputs) - set(before))
             if pending:
-                pending, by_name = with_room(self.context, partial(self._through, block, entering, pending))
+                pending, by_name = self.context.with_room(partial(self._through, block, entering, pending))
                 yield from by_name.items()
 
     def close(self) -> None:

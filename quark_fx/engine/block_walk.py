@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from quark_fx.engine.blocks import Block, Unit, carriers, extract, find_blocks
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_activations import activation_scales
-from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import (
     DEQUANTIZE,
@@ -128,7 +127,7 @@ class BlockRun:
 
         with torch.no_grad():
             for batch in self._context.data.validation:
-                for i, triple in with_room(self._context, partial(squares, batch)):
+                for i, triple in self._context.with_room(partial(squares, batch)):
                     sums[i] += triple
         self._context.ranks.add(sums)
         read = torch.cat((sums.flatten(), sums.new_zeros(1) if training is None else training.view(1))).cpu()
@@ -315,13 +314,12 @@ class Streams:
                     if isinstance(watch, _Once):
                         watch.is_done = False
                 with running(self.context.data.number_of(batch)):
-                    outputs = with_room(
-                        self.context,
+                    outputs = self.context.with_room(
                         lambda batch=batch: module(*self.values(stream, block.inputs, batch)),  # type: ignore[misc]
                     )
                 for name, value in zip(block.outputs, outputs, strict=True):
                     if name in new and not (stream == "quantized" and name in self.shared):
-                        with_room(self.context, partial(self.cache.put, (stream, name, batch), value))
+                        self.context.with_room(partial(self.cache.put, (stream, name, batch), value))
 
     def forget(self, names: set[str]) -> None:
         """Drop values from all streams."""
@@ -361,11 +359,11 @@ def walk_blocks(
         bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
         for index, block in enumerate(bar):
             give_back()
-            part = with_room(context, partial(lift, reference, block, float_nodes, context.device))
+            part = context.with_room(partial(lift, reference, block, float_nodes, context.device))
             if side_by_side:
                 streams.shared |= block.shared
                 streams.advance("float", block, part)
-            module = with_room(context, partial(lift, gm, block, quantized_nodes, context.device))
+            module = context.with_room(partial(lift, gm, block, quantized_nodes, context.device))
             record = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
             free = tuple(name for name in activation_scales(module) if name not in settled)
             settled.update(free)
@@ -381,7 +379,7 @@ def walk_blocks(
             if record is None:
                 context.keep_block(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
-                values = with_room(context, partial(_with_weights, run.module))
+                values = context.with_room(partial(_with_weights, run.module))
                 streams.advance("quantized", block, values)
                 release(values)
                 streams.forget(set(block.inputs) - set(block.outputs))
@@ -477,7 +475,7 @@ def walk_float_blocks(
         ):
             give_back()
             streams.shared |= block.shared
-            part = with_room(context, partial(lift, gm, block, nodes, context.device, watches.values()))
+            part = context.with_room(partial(lift, gm, block, nodes, context.device, watches.values()))
             for name, watch in list(part.named_children()):
                 if any(node.op == "call_module" and node.target == name for node in part.graph.nodes):
                     part.add_module(name, _Once(watch))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +16,21 @@ from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.checkpoint import Checkpoint
 from quark_fx.engine.known import Known
-from quark_fx.engine.ranks import Ranks
+from quark_fx.engine.ranks import Ranks, apart
 from quark_fx.errors import PassError
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import Plan, PlannedOperator
 from quark_fx.plan.report import Histogram, Row
+from quark_fx.system import accelerator
 
 if TYPE_CHECKING:
     from quark_fx.engine.guidance import Guidance
+
+T = TypeVar("T")
+
+_HALVINGS = 7
+"""Most halvings; pieces are then as small as on a processor, whose caches are smaller than the memory of a device."""
 
 
 @dataclass
@@ -145,6 +151,34 @@ class Context:
         if now in of_data and not now.startswith("_"):
             raise _MovedError(f"Context has no {name}; the calibration data does: write context.data.{now}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def with_room(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which must not change anything; free device memory and retry if it runs out.
+
+        First, activations move to the host and stay there; then pieces of weights are halved. The report notes both.
+        The result does not change, so each rank recovers separately, and `work` must not contain a collective.
+
+        Raises:
+            OutOfMemoryError: If memory is still short after that.
+        """
+        while True:
+            try:
+                with accelerator.smaller_pieces(self.halvings), apart():
+                    return work()
+            except torch.OutOfMemoryError as error:
+                if self.halvings == _HALVINGS:
+                    raise torch.OutOfMemoryError(
+                        f"{error}; activations are on the host and weights are rounded in the smallest pieces: give "
+                        "`calibration_data` in batches of fewer or shorter samples, or a `device` with more memory"
+                    ) from error
+            # Out of the handler, since the exception keeps the tensors of `work`.
+            if moved := self.cache.offload():
+                what = f"full; {moved / 2**20:.1f} MiB of activations moved to the host"
+            else:
+                self.halvings += 1
+                what = f"full; weights are rounded in pieces of 1/{1 << self.halvings} the size"
+            accelerator.return_unused(self.device)
+            self.note(Change("device memory", what, changed=False))
 
     def note(self, change: Change) -> None:
         """Add a row to the report of the pass that is running."""

@@ -14,7 +14,6 @@ from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit, carriers, find_blocks
 from quark_fx.engine.context import Context
 from quark_fx.engine.end_loss import EndLoss
-from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import named_nodes, placeholders
 
@@ -53,10 +52,10 @@ class SideBySide:
         for run in walk_float_blocks(reference, context, label="predictions"):
             if run.block.inputs == blocks[-1].inputs:
                 for batch in range(len(context.data.batches)):
-                    values = with_room(context, partial(run.inputs, batch))
+                    values = context.with_room(partial(run.inputs, batch))
                     for name, value in zip(run.block.inputs, values, strict=True):
                         if name not in inputs:
-                            with_room(context, partial(context.cache.put, (_LAST, name, batch), value))
+                            context.with_room(partial(context.cache.put, (_LAST, name, batch), value))
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,6 @@ from quark_fx.config.selection import Selective
 from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
-from quark_fx.engine.room import with_room
 from quark_fx.engine.sizes import BlockSize, Need, Sizes
 from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
@@ -216,7 +215,7 @@ def _measured(
                 continue
             linear = first.linear.at(nodes[first.linear.node.name])
             learned, judge = Hessian.of_parts(context, Entrance(run.module, linear, first.mapping, run.inputs))
-            settled = with_room(context, partial(_settled, gm, site, learned.h[0], judge.h[0], rank))
+            settled = context.with_room(partial(_settled, gm, site, learned.h[0], judge.h[0], rank))
             yield number, *context.ranks.gather(settled)[0]  # results may differ between processors
 
 

@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import least_bias_scale
-from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
 from quark_fx.graph.operators import BRANCH, argument
@@ -149,7 +148,7 @@ def _quantize_operator(
     if entry is None or not _suits(entry, smallest, free if qparams is None else None):
         cache = None if context.known is None else context.known.weights
         encode = partial(_quantize_weight, op, weight.detach(), smallest, amax, qparams, cache)
-        quantized, norms = with_room(context, encode)
+        quantized, norms = context.with_room(encode)
         if free is not None and qparams is None:
             quantized = rescale_zeros(quantized, free, op.weight.scale)  # does not change any value
         entry = stored[key] = replace(_store(gm, op.weight_node, quantized, op.weight), norms=norms)

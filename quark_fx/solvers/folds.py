@@ -13,13 +13,11 @@ from torch import Tensor
 
 from quark_fx.engine.context import Context
 from quark_fx.engine.guidance import Guidance, guidance_of
-from quark_fx.engine.room import with_room
 from quark_fx.errors import ConfigError, Declined
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.solvers.hessian import Entrance, Hessian
-from quark_fx.solvers.proposals import Activation, Bias
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
-from quark_fx.solvers.slots import OperatorSlot, Slot, WeightSlot
+from quark_fx.solvers.slots import Activation, Bias, OperatorSlot, Slot, WeightSlot
 from quark_fx.system.untrusted import brief
 
 
@@ -218,7 +216,7 @@ def _folded(empty: Fold, tensors: Callable[[], Iterable[Tensor]], context: Conte
         with torch.no_grad():
             return reduce(lambda fold, x: fold.observe(x), tensors(), empty)
 
-    return context.ranks.fold(with_room(context, folded), lambda a, b: a.merge(b))
+    return context.ranks.fold(context.with_room(folded), lambda a, b: a.merge(b))
 
 
 __all__ = ["Fold", "Input", "InputHessian", "Mean", "OutputError", "Reading"]

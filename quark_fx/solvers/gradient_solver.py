@@ -17,14 +17,13 @@ from quark_fx.engine.block_walk import BlockRun, walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import QuantizedWeight, own_weights
-from quark_fx.engine.room import with_room
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.scales import FLOAT32
 from quark_fx.plan.placement import Quantized
-from quark_fx.solvers.proposals import naming_failures
 from quark_fx.solvers.reconstruction import Reconstruction
 from quark_fx.solvers.schedule import Schedule
+from quark_fx.solvers.solver import naming_failures
 from quark_fx.solvers.trainable import LearnedWeight
 
 
@@ -72,7 +71,7 @@ class GradientSolver(Schedule, ABC):
 
     def _learnable(self, run: BlockRun, weights: list[QuantizedWeight], context: Context) -> list[QuantizedWeight]:
         """Return the weights that the block's error depends on; report the skipped ones."""
-        targets = with_room(context, partial(run.targets, 0))
+        targets = context.with_room(partial(run.targets, 0))
         reasons, numbers = {}, any(isinstance(t, Tensor) and t.is_floating_point() for t in targets)
         for weight in weights:
             if not numbers:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from quark_fx.engine.block_walk import BlockRun, energies, relative_error
 from quark_fx.engine.context import Context
-from quark_fx.engine.room import with_room
 from quark_fx.solvers.minibatches import MiniBatches, Piece
 from quark_fx.solvers.schedule import Schedule
 from quark_fx.solvers.trainable import LearnedWeight, Trainable
@@ -98,10 +97,10 @@ class Steps:
 
     def _differentiate(self, pieces: Sequence[Piece], progress: float) -> Tensor:
         """Compute the gradients of a mini-batch of all ranks; return its error."""
-        targets, signals = with_room(self.context, partial(self._targets, pieces))
+        targets, signals = self.context.with_room(partial(self._targets, pieces))
         if signals is not None:
             self.context.ranks.add(signals)
-        total = with_room(self.context, partial(self._differentiate_here, pieces, targets, signals, progress))
+        total = self.context.with_room(partial(self._differentiate_here, pieces, targets, signals, progress))
         self._add_over_ranks(total)
         return total
 

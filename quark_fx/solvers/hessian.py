@@ -15,7 +15,6 @@ from quark_fx.engine.block_walk import running
 from quark_fx.engine.blocks import extract
 from quark_fx.engine.calibration_data import Positions, without_padding
 from quark_fx.engine.context import Context
-from quark_fx.engine.room import with_room
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import placeholders
@@ -126,7 +125,7 @@ class Hessian:
             return hessian
 
         with torch.no_grad():
-            hessians = with_room(context, lambda: [summed(batches) for batches in parts])
+            hessians = context.with_room(lambda: [summed(batches) for batches in parts])
         ranks = context.ranks
         is_alone = ranks.alone
         for hessian in hessians:

@@ -22,7 +22,6 @@ from torch.fx import GraphModule
 
 from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
-from quark_fx.engine.room import with_room
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.errors import Declined
 from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
@@ -30,7 +29,7 @@ from quark_fx.plan.placement import Coded
 from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
 from quark_fx.rescale.scale_sites import apply_scale
 from quark_fx.solvers.in_turn import Chosen, choose_in_turn
-from quark_fx.solvers.proposals import naming_failures
+from quark_fx.solvers.solver import naming_failures
 
 S = TypeVar("S", bound=type)
 
@@ -172,7 +171,7 @@ class ScalingSolver(Selective, ABC):
     ) -> Iterator[Chosen]:
         for number, measurements in measured:
             with naming_failures(self, sites[number].name):
-                chosen = with_room(context, partial(self._choose, gm, sites[number], measurements, context))
+                chosen = context.with_room(partial(self._choose, gm, sites[number], measurements, context))
             del measurements  # before the next site is measured
             # All ranks must apply the same scale, but another processor may break a tie differently.
             yield number, *context.ranks.gather(chosen)[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,10 +30,57 @@ from quark_fx.engine.quantized_weights import (
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
 from quark_fx.graph.pass_manager import Change
+from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
 from quark_fx.numbers.scales import FLOAT32
 from quark_fx.solvers.hessian import Entrance
-from quark_fx.solvers.proposals import Activation, Bias
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """Bias that an operator adds.
+
+    Attributes:
+        name: Module of the operator.
+        value: Bias of each output channel, float32; an int32 bias is rounded when it is stored.
+    """
+
+    name: str
+    value: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """Static quantization of an activation to integers.
+
+    Attributes:
+        name: Name of the value in the captured graph.
+        scheme: Scheme that limits scale and zero point.
+        qparams: Static scale and zero point, shape `()`.
+        low, high: Bounds of a clamp that saturation replaces; ranges are clipped to them.
+
+    Raises:
+        ValueError: If the scale is not positive and finite, or the zero point is not a code.
+    """
+
+    name: str
+    scheme: Scheme
+    qparams: QParams
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __post_init__(self) -> None:
+        scale, zero_point = float(self.qparams.scale), int(self.qparams.zero_point)
+        if not (0 < scale < math.inf and self.scheme.qmin <= zero_point <= self.scheme.qmax):
+            raise ValueError(
+                f"{self.name}: {self.scheme.format} cannot have the scale {scale:g} with zero point {zero_point}"
+            )
+
+    def with_range(self, low: Tensor | float, high: Tensor | float) -> Activation:
+        """Return the activation with scale and zero point for the real range `[low, high]`, a number each."""
+        like = self.qparams.scale.double()
+        low, high = (like.new_tensor(float(end)).clamp(self.low, self.high) for end in (low, high))
+        return replace(self, qparams=affine_qparams(low, high, self.scheme))
 
 
 class Slot(ABC):
@@ -65,7 +113,7 @@ class Slot(ABC):
         """Yield the input values, batch by batch, without padding, shape `(1, values)`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OperatorSlot(Slot):
     """A value of a weighted operator.
 
@@ -98,7 +146,7 @@ class OperatorSlot(Slot):
             yield (t.float() - y.float()).movedim(self.weight.channel_dim(y), 0).flatten(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WeightSlot(OperatorSlot):
     """The weight of an operator.
 
@@ -156,7 +204,7 @@ class WeightSlot(OperatorSlot):
         self.run.store_all(self.tensors(new))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _BiasSlot(OperatorSlot):
     """Bias of an operator, added by that operator only."""
 
@@ -176,7 +224,7 @@ class _BiasSlot(OperatorSlot):
         return ["bias"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _ActivationSlot(Slot):
     """A static scale and zero point.
 
@@ -326,4 +374,14 @@ def _activations(gm: GraphModule, context: Context, chooser: Selective) -> Find:
     return find
 
 
-__all__ = ["Find", "OperatorSlot", "Slot", "WeightSlot", "own_biases", "slots_of", "weights_by_input"]
+__all__ = [
+    "Activation",
+    "Bias",
+    "Find",
+    "OperatorSlot",
+    "Slot",
+    "WeightSlot",
+    "own_biases",
+    "slots_of",
+    "weights_by_input",
+]

@@ -14,17 +14,16 @@ from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.blocks import extract
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import QuantizedWeight
-from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
 from quark_fx.solvers.error_feedback import DAMPING, gptq_round
 from quark_fx.solvers.folds import InputHessian
-from quark_fx.solvers.proposals import blamed
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 from quark_fx.solvers.scale_search import fitted_to_feedback
 from quark_fx.solvers.slots import WeightSlot, weights_by_input
+from quark_fx.solvers.solver import blamed
 from quark_fx.system.memory import give_back
 
 ROWS = 8192
@@ -58,7 +57,7 @@ def descend(run: BlockRun, context: Context, weights: Sequence[QuantizedWeight],
         if mapping is None or mapping.stacked or not weight.is_plain:
             continue
         error = _output_error(run, context, weight, mapping, seed)
-        run.store(weight.codes, with_room(context, partial(_descended, run, weight, mapping, error)))
+        run.store(weight.codes, context.with_room(partial(_descended, run, weight, mapping, error)))
 
 
 def _descended(run: BlockRun, weight: QuantizedWeight, mapping: LinearMap, error: QuadraticError) -> Tensor:
@@ -111,11 +110,11 @@ def _feed_back(slots: Sequence[WeightSlot], context: Context, fits_scales: bool)
 
     try:
         for slot in slots:
-            matrix, compensated = with_room(context, partial(round_, slot, fits_scales))
+            matrix, compensated = context.with_room(partial(round_, slot, fits_scales))
             try:
                 slot.store(matrix)
             except OverflowError:  # an int32 bias overflows at the new scales
-                matrix, compensated = with_room(context, partial(round_, slot, False))
+                matrix, compensated = context.with_room(partial(round_, slot, False))
                 slot.store(matrix)
             rounded[slot.weight.node.name] = slot.mapping.restore(compensated, slot.real)
     except CalibrationError as error:
@@ -143,7 +142,7 @@ def _output_error(
                 total += QuadraticError.of(columns, outputs)
         return total
 
-    total = with_room(context, summed)
+    total = context.with_room(summed)
     rows = torch.full((), total.rows, device=total.h.device, dtype=torch.int64)
     context.ranks.add(total.h, total.g, total.c, rows)
     return replace(total, rows=int(rows))

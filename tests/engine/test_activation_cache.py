@@ -31,7 +31,6 @@ from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.ranks import Ranks
 from quark_fx.engine.resources import Resources
-from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.presets import INT8_STATIC, PRESETS
@@ -317,7 +316,6 @@ from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.ranks import Ranks
-from quark_fx.engine.room import with_room
 from quark_fx.errors import CalibrationError
 
 cache = ActivationCache(CacheBudget(host_bytes=0, directory=sys.argv[1]))
@@ -449,10 +447,10 @@ def test_a_run_that_finds_no_room_says_what_to_change() -> None:
         raise torch.OutOfMemoryError("out of memory")
 
     with pytest.raises(torch.OutOfMemoryError, match="give `calibration_data` in batches of fewer or shorter samples"):
-        with_room(context, full)
+        context.with_room(full)
     assert [change.name for change in context.changes] == ["device memory"] * 7
     with pytest.raises(QuarkError, match="compute the sum before or after"):
-        with_room(context, lambda: Ranks(0, 2).add(torch.zeros(1)))
+        context.with_room(lambda: Ranks(0, 2).add(torch.zeros(1)))
 
 
 @pytest.mark.parametrize(
