@@ -11,14 +11,13 @@ from quark_fx.passes.autoround import AutoRound
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.passes.block_ap import BlockAP
-from quark_fx.passes.calibrate import calibrate
+from quark_fx.passes.calibrate import calibrate, insert_observers
 from quark_fx.passes.convert import convert
 from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
 from quark_fx.passes.fit_scales import FitScales
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
 from quark_fx.passes.gptq import GPTQ
-from quark_fx.passes.insert_observers import insert_observers
 from quark_fx.passes.learn_rotations import LearnRotations
 from quark_fx.passes.low_rank import LowRank
 from quark_fx.passes.normalize_columns import NormalizeColumns

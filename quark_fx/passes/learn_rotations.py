@@ -31,7 +31,7 @@ from quark_fx.rescale.components import per_element
 from quark_fx.rescale.rotation_sites import apply_rotation
 from quark_fx.solvers.hessian import Entrance
 from quark_fx.solvers.in_turn import Chosen, choose_in_turn
-from quark_fx.solvers.samples import Part
+from quark_fx.solvers.sample_trial import Part
 from quark_fx.system.options import Interval, PositiveInt
 
 _ROWS, _AT_ONCE, _FEW = 2048, 256, 32

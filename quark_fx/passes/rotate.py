@@ -14,13 +14,15 @@ from quark_fx.config.selection import Named, Selective
 from quark_fx.config.target import Unrotated
 from quark_fx.engine.context import Context
 from quark_fx.errors import Declined
+from quark_fx.graph.attention import Attention, Cached
 from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import is_parameter, output_node, static_size, value_of
+from quark_fx.graph.operators import argument
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.numbers.rotation import Rotation
 from quark_fx.plan.placement import Attending, Quantized, names_of, plan_quantization
 from quark_fx.plan.roles import Uses
-from quark_fx.rescale.rotated_keys import channels_of_keys, rotate_keys
-from quark_fx.rescale.rotation_sites import RotationSite, apply_rotation, find_rotation_sites
+from quark_fx.rescale.rotation_sites import RotationSite, apply_rotation, find_rotation_sites, insert_rotation
 from quark_fx.system.options import Interval
 
 
@@ -131,12 +133,12 @@ class Rotating(Selective, ABC):
         """Rotate the keys and queries of an attention, or report the reason for skipping it."""
         try:
             self.require_selected(op)
-            size = channels_of_keys(gm, op.attention)
+            size = _channels_of_keys(gm, op.attention)
         except Declined as declined:
             return Change.skipped(op.name, declined.reason)
         if unrotated is not None and (why := unrotated(op.kinds, False, size)):
             return Change.skipped(op.name, why)
-        rotate_keys(gm, op.attention, Rotation.random(size, generator))
+        _multiply_keys(gm, op.attention, Rotation.random(size, generator))
         return Change(op.name, f"rotated queries and keys by a matrix of size {size}, at run time")
 
 
@@ -195,6 +197,46 @@ def _unrotated(site: RotationSite, unrotated: Unrotated) -> str:
 def _said(site: RotationSite, share: float, *, in_blocks: bool) -> str:
     online = f", at run time for {share:.1%} of the products" if site.at_run_time else ""
     return f"rotated{' in blocks' * in_blocks} by a matrix of size {site.size}{online}"
+
+
+def _channels_of_keys(gm: GraphModule, attention: Attention) -> int:
+    """Return the number of channels in the queries and keys of a head.
+
+    Raises:
+        Declined: If they cannot be rotated.
+    """
+    keys, values, query = attention.keys, attention.values, _query(attention)
+    if not isinstance(keys, Cached):
+        raise Declined(keys)
+    if isinstance(values, Cached) and (keys.value, keys.reader) == (values.value, values.reader):
+        raise Declined("its keys are its values")
+    if query is keys.value and keys.reader is attention.scores:
+        raise Declined("its keys are its queries")
+    if is_parameter(query):
+        raise Declined("its queries are constants of the model")
+    if output_node(gm) in keys.value.users:
+        raise Declined("the model returns its keys")
+    shape = value_of(gm, keys.value).shape
+    fused = attention.node is attention.scores
+    if keys.channels != len(shape) - 1 or not (fused or keys.across == -2):
+        raise Declined("the channels of its queries and keys are not their last dimension")
+    size = static_size(shape[-1])
+    if size is None or size == 1:
+        raise Declined(f"its heads have {shape[-1]} channels")
+    return size
+
+
+def _multiply_keys(gm: GraphModule, attention: Attention, rotation: Rotation) -> None:
+    """Multiply the queries and keys of an attention by a matrix of the size that `_channels_of_keys` returns."""
+    keys, query = attention.keys, _query(attention)
+    assert isinstance(keys, Cached)
+    insert_rotation(gm, keys.value, rotation, [keys.reader])
+    insert_rotation(gm, query, rotation, [attention.scores])
+
+
+def _query(attention: Attention) -> Node:
+    query: Node = argument(attention.scores, attention.query)
+    return query
 
 
 __all__ = ["Drawn", "Rotate", "Rotating"]

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from quark_fx.config.selection import Selective
-from quark_fx.engine.blocks import Unit
+from quark_fx.engine.back_walk import BackWalk
+from quark_fx.engine.block_walk import walk_float_blocks
+from quark_fx.engine.blocks import Unit, carriers, find_blocks
 from quark_fx.engine.context import Context
+from quark_fx.engine.end_loss import EndLoss
 from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias, least_bias_scale, own_weights
-from quark_fx.engine.side_by_side import SideBySide
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.errors import CalibrationError
-from quark_fx.graph.nodes import set_parameter, tensor_of
+from quark_fx.graph.nodes import named_nodes, placeholders, set_parameter, tensor_of
 from quark_fx.graph.pass_manager import Change, Stage, graph_pass
 from quark_fx.numbers.grid import FreeScales
 from quark_fx.system.options import Interval, PositiveInt
@@ -104,7 +107,7 @@ class TuneScales(Selective):
         optimizer = torch.optim.Adam(parameters, lr=self.learning_rate, betas=(0.9, 0.95))
         decay = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         every = math.ceil(self.iterations / self.validation_checks)
-        with SideBySide(gm, context, [scales.weight.scale_name for scales in tuned]) as both:
+        with _SideBySide(gm, context, [scales.weight.scale_name for scales in tuned]) as both:
             first = best = _validation_loss(both, context)
             lowest = math.inf
             if not math.isfinite(first):
@@ -145,7 +148,7 @@ class TuneScales(Selective):
         return min(1.0, (step + 1) / warm) * (1 + math.cos(math.pi * step / self.iterations)) / 2
 
     def _differentiate(
-        self, both: SideBySide, batches: Sequence[int], context: Context, tuned: Sequence[_Scales]
+        self, both: _SideBySide, batches: Sequence[int], context: Context, tuned: Sequence[_Scales]
     ) -> None:
         """Set the gradients of a step to the sum over the batches of all ranks."""
         sizes = [scales.offset.numel() for scales in tuned]
@@ -186,7 +189,7 @@ class _Order:
         return [self._here[number] for number in drawn if number in self._here]
 
 
-def _validation_loss(both: SideBySide, context: Context) -> float:
+def _validation_loss(both: _SideBySide, context: Context) -> float:
     """Return the end loss on the validation data of all ranks."""
     sums = torch.zeros(both.count, 2, dtype=torch.float32, device=context.device)
     for batch in context.data.validation:
@@ -233,3 +236,81 @@ class _Scales:
         if self.bias is not None:
             tensors |= bias.tensors(gm, value, units * (self.now / self.free.stored))
         return tensors
+
+
+_LAST = "inputs of the last block"
+"""Stream of the cached float inputs of the last block. They are smaller than predictions, which are recomputed."""
+
+
+class _SideBySide:
+    """Difference between the outputs of a quantized graph and of the float graph, with its gradients.
+
+    One block's values at a time are in memory, as in a `BackWalk`.
+
+    Args:
+        gm: Quantized graph.
+        context: Context with `float_graph`, from which `gm` was converted.
+        tensors: Names of tensors of `gm` to differentiate.
+
+    Raises:
+        CalibrationError: If calibration data is missing, or none of the model's outputs is a floating-point tensor.
+    """
+
+    def __init__(self, gm: GraphModule, context: Context, tensors: Collection[str] = ()) -> None:
+        reference = context.float_graph
+        blocks, nodes = find_blocks(reference, Unit.BLOCK), named_nodes(reference)
+        self._context, self._loss = context, EndLoss.of(reference)
+        if all(logits is None for logits in self._loss.predictions):
+            raise CalibrationError(
+                "the model returns no floating-point tensor, so an end loss cannot be computed; return logits, or "
+                "leave out the pass"
+            )
+        self._float = BackWalk(reference, blocks[-1:], nodes, context, stream=_LAST)
+        self._quantized = BackWalk(gm, blocks, carriers(gm), context, tensors=frozenset(tensors), stream="quantized")
+        inputs = {node.name for node in placeholders(reference)}  # in the cache already
+        names = [name for name in blocks[-1].inputs if name not in inputs]
+        self._keys = [(_LAST, name, batch) for name in names for batch in range(len(context.data.batches))]
+        for run in walk_float_blocks(reference, context, label="predictions"):
+            if run.block.inputs == blocks[-1].inputs:
+                for batch in range(len(context.data.batches)):
+                    values = context.with_room(partial(run.inputs, batch))
+                    for name, value in zip(run.block.inputs, values, strict=True):
+                        if name not in inputs:
+                            context.with_room(partial(context.cache.put, (_LAST, name, batch), value))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._quantized.close()
+        for key in self._keys:
+            self._context.cache.drop(key)
+
+    def run_with(self, tensors: Mapping[str, Tensor]) -> None:
+        """Run the quantized graph with other tensors from now on, given with their names; its own do not change."""
+        self._quantized.changed.update(tensors)
+
+    def loss(self, batch: int) -> Tensor:
+        """Return the sums of a batch that the end loss is computed from (`EndLoss.compared`)."""
+        return self._compared(batch, keep=False)[0]
+
+    def gradients(self, batch: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the result of `loss`, and the gradients of this batch's loss with respect to the named tensors.
+
+        Raises:
+            CalibrationError: If an operator is not differentiable; the message names its block.
+        """
+        sums, gradients = self._compared(batch, keep=True)
+        by_name: dict[str, Tensor] = {}
+        for name, gradient in self._quantized.backward(gradients):
+            by_name[name] = by_name[name] + gradient if name in by_name else gradient
+        return sums, by_name
+
+    def _compared(self, batch: int, *, keep: bool) -> tuple[Tensor, list[Any]]:
+        float_results, results = self._float.forward(batch, keep=True), self._quantized.forward(batch, keep=keep)
+        return self._loss.compared(results, float_results, self._context.data.kept_positions(batch))
+
+    @property
+    def count(self) -> int:
+        """Number of results with a loss, equal to the rows that `loss` returns."""
+        return sum(logits is not None for logits in self._loss.predictions)

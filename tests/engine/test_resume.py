@@ -46,9 +46,9 @@ from quark_fx.numbers.formats import INT4, UINT4
 from quark_fx.passes import AWQ, GPTQ, LearnRotations, LowRank, SmoothQuant, TuneScales
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
+from quark_fx.passes.awq import _HessianTrial
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, W4A4_DYNAMIC
-from quark_fx.solvers.hessian_trial import HessianTrial
 from quark_fx.solvers.sample_trial import SampleTrial
 from quark_fx.solvers.scaling import Trial
 
@@ -213,7 +213,7 @@ def test_a_run_continues_from_every_block(name: str, device: torch.device, tmp_p
 
 def measured_by_scalings(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return at how many sites a run measures."""
-    trial: type[Trial] = HessianTrial if name == "awq" else SampleTrial
+    trial: type[Trial] = _HessianTrial if name == "awq" else SampleTrial
     counted, measured = list[int](), trial.measured
 
     def counting(gm: GraphModule, sites: Any, *rest: Any) -> Any:

@@ -21,12 +21,11 @@ from quark_fx.engine.block_walk import FloatRun
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.passes import AWQ, GPTQ
+from quark_fx.passes import AWQ, GPTQ, awq
+from quark_fx.passes.awq import _MeasuredSite
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.presets import INT4_WEIGHT_ONLY, NVFP4_WEIGHT_ONLY
 from quark_fx.rescale.planned_sites import PlannedWeight
-from quark_fx.solvers import hessian_trial
-from quark_fx.solvers.hessian_trial import MeasuredSite
 from quark_fx.solvers.scaling import ScalingSolver
 
 GROUPS = INT4_WEIGHT_ONLY.replace(
@@ -183,12 +182,12 @@ class Readers(nn.Module):
         return self.a(y), self.b(y)
 
 
-def seen_at(model: nn.Module, config: qfx.QuantConfig, data: list[Tensor]) -> MeasuredSite:
+def seen_at(model: nn.Module, config: qfx.QuantConfig, data: list[Tensor]) -> _MeasuredSite:
     """Return what AWQ sees of the only site."""
     found = []
     scale = AWQ.scale
 
-    def noted(self: AWQ, seen: MeasuredSite, values: tuple[float, ...]) -> Tensor:
+    def noted(self: AWQ, seen: _MeasuredSite, values: tuple[float, ...]) -> Tensor:
         found.append(seen)
         assert seen.mean_weight is not None
         return scale(self, seen, values)
@@ -206,7 +205,7 @@ def test_all_readers_count_by_their_outputs_and_what_is_never_there_hardly(monke
         model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
         model.norm.weight[3] = model.norm.bias[3] = 0.0
         model.a.weight[:, 5] = model.b.weight[:, 5] = 0.0
-    monkeypatch.setattr(hessian_trial, "_AT_ONCE", 500)
+    monkeypatch.setattr(awq, "_AT_ONCE", 500)
     weight = GROUPS.weight
     assert weight is not None
     signed = weight.replace(symmetry=Symmetry.SIGN_AWARE)
@@ -302,7 +301,7 @@ def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
     config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()), exclude=())
     undisturbed = qfx.quantize(model, config, data, progress=False)
     assert any(c.changed for c in record_of(undisturbed, "AWQ").changes)
-    begin, blocks = hessian_trial._measured, list[str]()
+    begin, blocks = awq._measured, list[str]()
 
     def stop(run: FloatRun, *rest: Any) -> Any:
         blocks.append(run.block.name)
@@ -311,7 +310,7 @@ def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
         return begin(run, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hessian_trial, "_measured", stop)
+        patch.setattr(awq, "_measured", stop)
         with pytest.raises(KeyboardInterrupt):
             qfx.quantize(model, config, data, progress=False, resources=qfx.Resources(checkpoint=tmp_path))
     continued = qfx.quantize(model, config, data, progress=False, resources=qfx.Resources(checkpoint=tmp_path))
@@ -325,7 +324,7 @@ def test_of_wide_operators_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatc
         asked.append(len(weight))
         return quantize_tensor(weight, *args, **kwargs)
 
-    monkeypatch.setattr(hessian_trial, "quantize_tensor", noted)
+    monkeypatch.setattr(awq, "quantize_tensor", noted)
     model = chain(3000)
     errors = by_hand(model)
     assert errors[exponents(found(model))][0] <= 1.01 * min(learned for learned, _ in errors.values())
@@ -366,15 +365,15 @@ def test_the_largest_part_that_a_scale_is_tried_on_is_predicted(
         parts.append(weight.numel())
         return quantize_tensor(weight, *args, **kwargs)
 
-    monkeypatch.setattr(hessian_trial, "quantize_tensor", noted)
-    monkeypatch.setattr(hessian_trial, "_AT_ONCE", 1 << 12)
+    monkeypatch.setattr(awq, "quantize_tensor", noted)
+    monkeypatch.setattr(awq, "_AT_ONCE", 1 << 12)
     assert GROUPS.weight is not None
     weight = GROUPS.weight.replace(granularity=granularity, group_size=None)
     config = GROUPS.replace(weight=weight, passes=(AWQ(),))
     model = chain(400)
     quantize(model, config, DATA)
     ((_, _, need),) = [stage for stage in qfx.predict(model, config, DATA).stages if stage[0] == "AWQ"]
-    copies = hessian_trial._WHOLE if granularity is Granularity.TENSOR else hessian_trial._COPIES
+    copies = awq._WHOLE if granularity is Granularity.TENSOR else awq._COPIES
     least = 4 * copies * max(parts)
     assert least <= max(moment.working for moment in need.moments) <= 2 * (least + 4 * 400 * 64 + 2 * 4 * 64 * 64)
 
@@ -397,7 +396,7 @@ def test_of_wide_matrices_in_a_stack_some_outputs_are_asked(monkeypatch: pytest.
         asked.append(tuple(weight.shape))
         return quantize_tensor(weight, *args, **kwargs)
 
-    monkeypatch.setattr(hessian_trial, "quantize_tensor", noted)
+    monkeypatch.setattr(awq, "quantize_tensor", noted)
     model = seeded(Stack())
     with torch.no_grad():
         model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
@@ -406,7 +405,7 @@ def test_of_wide_matrices_in_a_stack_some_outputs_are_asked(monkeypatch: pytest.
     assert any(change.changed for change in record_of(qmodel, "AWQ").changes)
     assert set(asked) == {(3, 64, 600)}  # every fifth
     asked.clear()
-    monkeypatch.setattr(hessian_trial, "_AT_ONCE", 64 * 600 + 1)
+    monkeypatch.setattr(awq, "_AT_ONCE", 64 * 600 + 1)
     qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False)
     assert set(asked) == {(1, 64, 600)}
 

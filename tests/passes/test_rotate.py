@@ -21,8 +21,8 @@ from quark_fx.graph.nodes import target_name, value_of
 from quark_fx.numbers.formats import INT4, INT16
 from quark_fx.numbers.rotation import Rotation
 from quark_fx.passes import GPTQ, Rotate, SmoothQuant
+from quark_fx.passes.rotate import _channels_of_keys, _multiply_keys
 from quark_fx.presets import INT8_STATIC, W4A16_RTN, W8A8_DYNAMIC
-from quark_fx.rescale.rotated_keys import channels_of_keys, rotate_keys
 
 TOKENS = {"input_ids": torch.arange(48).reshape(4, 12) % 32}
 
@@ -293,9 +293,9 @@ def test_rotated_keys_are_exact_to_float_rounding() -> None:
     captured = qfx.capture_graph(model, TOKENS).module
     before, found = captured(TOKENS["input_ids"]), list(find_attentions(captured.graph))
     for attention in found:
-        size = channels_of_keys(captured, attention)
+        size = _channels_of_keys(captured, attention)
         assert size == 8
-        rotate_keys(captured, attention, Rotation.random(size, torch.Generator().manual_seed(0)))
+        _multiply_keys(captured, attention, Rotation.random(size, torch.Generator().manual_seed(0)))
     captured.recompile()
     after = captured(TOKENS["input_ids"])
     assert not torch.equal(after[0], before[0])

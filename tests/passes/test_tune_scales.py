@@ -17,7 +17,6 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import quantized_weights
-from quark_fx.engine.side_by_side import SideBySide
 from quark_fx.graph.nodes import stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.graph.straight_through import run_with_gradients
@@ -25,6 +24,7 @@ from quark_fx.numbers.formats import INT3, INT4, INT8, UINT8
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.scales import FLOAT16
 from quark_fx.passes import GPTQ, TuneScales
+from quark_fx.passes.tune_scales import _SideBySide
 from quark_fx.presets import INT8_STATIC, MXFP4_WEIGHT_ONLY
 
 GROUPS = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=8)
@@ -84,7 +84,7 @@ def test_gradients_of_scales_are_those_of_the_whole_graph(config: QuantConfig, d
     @graph_pass(exact=False, stage=Stage.QUANTIZED)
     def look(gm: GraphModule, context: Context) -> int:
         names = [weight.scale_name for weight in quantized_weights(gm, context.plan)]
-        with SideBySide(gm, context, names) as both:
+        with _SideBySide(gm, context, names) as both:
             sums, found = both.gradients(0)
             again = both.loss(0)
         left = [key for key in context.cache._values if isinstance(key, tuple) and key[0] != "batch"]

@@ -40,7 +40,7 @@ from quark_fx.passes import GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection,
 from quark_fx.passes.adaquant import StraightThrough
 from quark_fx.passes.adaround import SoftRounding
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
-from quark_fx.solvers import minibatches
+from quark_fx.solvers import gradient_steps
 from quark_fx.solvers.starts import Start
 from quark_fx.solvers.trainable import fake_quantize, trainable_block
 
@@ -975,4 +975,4 @@ def test_rows_are_samples_only_where_others_do_not_matter(block: Any, divisible:
         reference=lambda x: [block(x)],
         made=lambda outputs: outputs,
     )
-    assert minibatches._divisible(run, 0, size) == divisible
+    assert gradient_steps._divisible(run, 0, size) == divisible

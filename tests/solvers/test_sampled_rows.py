@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers.sampling import spread_indices
 from quark_fx.passes import GPTQ
+from quark_fx.passes.awq import _ROWS
 from quark_fx.presets import INT4_WEIGHT_ONLY
-from quark_fx.solvers.hessian_trial import _ROWS
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix, relative_errors
 from quark_fx.solvers.solver import Proposal, Solver, solver
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from quark_fx.errors import PassError
 from quark_fx.passes import AWQ, AdaRound, SmoothQuant
+from quark_fx.passes.awq import _ROUNDS, _TRIES
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 from quark_fx.rescale.components import largest_per_component, per_element
-from quark_fx.solvers.hessian_trial import _ROUNDS, _TRIES
-from quark_fx.solvers.sample_trial import SampledSite
-from quark_fx.solvers.samples import CALIBRATION, Remembered
+from quark_fx.solvers.sample_trial import CALIBRATION, Remembered, SampledSite
 from quark_fx.solvers.scaling import _refusal, scaling_solver, search
 from quark_fx.solvers.solver import Bias, OutputError, Solver, solver
 from quark_fx.system.memory import Slabs
