@@ -143,7 +143,11 @@ class _State:
 
 @dataclass(frozen=True)
 class _Reconstruction:
-    """_Reconstruction of one block.
+    """Reconstruction of one block, so that its output matches the original block.
+
+    Inputs come from the quantized stream, targets from the float stream. A start chooses the codes of each operator
+    separately; gradient steps then minimize the error of the block's output. The best state on validation data is
+    stored if it is better than the original one.
 
     Attributes:
         gm: Whole quantized graph.

@@ -1,4 +1,7 @@
-"""Evaluate scales on samples of activations, with activations and weights quantized."""
+"""Evaluate scales on samples of activations, with activations and weights quantized.
+
+Ranges and samples of operators' inputs come from one pass over the data.
+"""
 
 from __future__ import annotations
 
