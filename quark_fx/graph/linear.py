@@ -193,6 +193,12 @@ class Linear:
             return None
         return LinearMap(self.groups, self.kernel, self.stride, self.padding, self.dilation)
 
+    @property
+    def rows_key(self) -> object:
+        """Key that is equal for operators with `matrices` that multiply the same rows."""
+        assert self.matrices is not None
+        return self.activation, replace(self.matrices, transposed=False)
+
     # Channels
 
     def channel_dim(self, rank: int) -> int:

@@ -344,7 +344,7 @@ def _measured(run: FloatRun, readers: Sequence[Reader], context: Context) -> _Me
     for reader in readers:
         if reader.scaled.reader.name in run.block.operators:
             linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.mapping
-            if (key := Entrance.key(linear, mapping)) not in by_entrance:
+            if (key := linear.rows_key) not in by_entrance:
                 by_entrance[key] = Hessian.of_parts(context, Entrance(run.module, linear, mapping, run.inputs))
             hessians[reader] = by_entrance[key]
     return hessians

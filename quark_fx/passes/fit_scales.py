@@ -8,8 +8,7 @@ import torch
 
 from quark_fx.engine.sizes import Matrices
 from quark_fx.solvers.error_feedback import stack_chunks, working_bytes
-from quark_fx.solvers.folds import InputHessian
-from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.hessian import Hessian, InputHessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.scale_search import RATIOS, around, fit_ranges, fit_scales
 from quark_fx.solvers.solver import Proposal, Skip, Solver, solver

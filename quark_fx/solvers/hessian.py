@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,14 +16,23 @@ from quark_fx.engine.block_walk import running
 from quark_fx.engine.blocks import extract
 from quark_fx.engine.calibration_data import Positions, without_padding
 from quark_fx.engine.context import Context
+from quark_fx.engine.guidance import Guidance, guidance_of
+from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
-from quark_fx.graph.nodes import placeholders
+from quark_fx.graph.nodes import named_nodes, placeholders
 from quark_fx.numbers.layout import Columns
 from quark_fx.solvers.error_feedback import Factor, factor, stack_chunks
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.slots import Reading, Slot, WeightSlot
 
 _TILE, _DEVICE_TILE = 128, 1024
 """Rows of `x' x` per product, on and above the diagonal; a GPU needs more rows to use all of its processors."""
+
+
+Rows = Tensor | Iterable[Tensor]
+"""Rows of an operator's input, float32: for a convolution the input patch of each output position, shape (groups,
+inputs, positions); for a matrix product a tensor of shape (rows, inputs) for each group."""
 
 
 @dataclass(eq=False)
@@ -120,8 +130,8 @@ class Hessian:
             positions = [context.data.kept_positions(batch) for batch in batches]
             for batch, unpadded in zip(batches, positions, strict=True):
                 w = weights(batch) if weights is not None else None
-                reals = reference.values(batch, unpadded).weighted(w) if reference is not None else None
-                hessian.add(source.mapping, source.values(batch, unpadded).weighted(w), reals)
+                exact_rows = reference.rows(batch, unpadded, w) if reference is not None else None
+                hessian.add(source.rows(batch, unpadded, w), exact_rows)
             return hessian
 
         with torch.no_grad():
@@ -142,28 +152,25 @@ class Hessian:
         hessians = cls.measure(context, source, parts=context.data.parts)
         return hessians[0], hessians[-1]
 
-    def add(self, mapping: LinearMap, values: Entering, reals: Entering | None = None) -> None:
+    def add(self, rows: Rows, exact_rows: Rows | None = None) -> None:
         """Add the rows of a batch.
 
         Args:
-            mapping: Mapping of the operator.
-            values: Quantized input of the operator.
-            reals: The same input in float, if `shift` is requested.
+            rows: Quantized input of the operator.
+            exact_rows: The same input in float, if `shift` is requested.
         """
-        if mapping.kernel:
-            assert values.output is not None
-            columns = values.columns(mapping, values.output)
-            self.h.baddbmm_(columns, columns.mT)
-            self.rows += columns.shape[-1]
-            if self.shift is not None and reals is not None:
-                self.shift.baddbmm_(reals.columns(mapping, values.output) - columns, columns.mT)
+        if isinstance(rows, Tensor):
+            self.h.baddbmm_(rows, rows.mT)
+            self.rows += rows.shape[-1]
+            if self.shift is not None and isinstance(exact_rows, Tensor):
+                self.shift.baddbmm_(exact_rows - rows, rows.mT)
             return
-        exact_rows = reals.matrices(mapping) if reals is not None else iter(())
-        for group, x in enumerate(values.matrices(mapping)):
+        exact = iter(() if exact_rows is None else exact_rows)
+        for group, x in enumerate(rows):
             _add_upper(self.h[group], x)
             self.rows[group] += len(x)
             if self.shift is not None:
-                self.shift[group].addmm_((next(exact_rows) - x).T, x)
+                self.shift[group].addmm_((next(exact) - x).T, x)
 
     def finish(self, *, routed: bool) -> None:
         """Mirror the upper triangle; if rows are routed by data, let groups with few rows borrow from the others.
@@ -213,46 +220,6 @@ class Hessian:
         self.failures = None
 
 
-@dataclass(frozen=True)
-class Entering:
-    """Input of an operator for one batch.
-
-    Attributes:
-        x: Activation of the operator.
-        output: Output of a convolution.
-        offsets: End of each expert's rows.
-        kept: Positions that count; `None`: all. Rows routed to experts all count, padding included.
-        roots: Square roots of the row weights, float32, of the shape of the operator's output without channels;
-            `None`: all are 1.
-    """
-
-    x: Tensor
-    output: Tensor | None = None
-    offsets: Tensor | None = None
-    kept: Positions | None = None
-    roots: Tensor | None = None
-
-    def weighted(self, weights: Tensor | None) -> Entering:
-        """Return the input with row weights."""
-        return self if weights is None else replace(self, roots=weights.sqrt())
-
-    def columns(self, mapping: LinearMap, output: Tensor) -> Tensor:
-        """Return the input patch of each output position of a convolution, float32, (groups, inputs, positions)."""
-        patches, _ = mapping.rows(self.x, output, most=output[:, 0].numel(), seed=0)
-        return patches.float() if self.roots is None else patches.float() * self.roots.flatten()
-
-    def matrices(self, mapping: LinearMap) -> Iterator[Tensor]:
-        """Yield float32 rows, shape (rows, inputs), for each group of a matrix product."""
-        x = self.x.float() if self.roots is None else self.x.float() * self.roots[..., None]
-        if self.offsets is not None:
-            ends = [0, *self.offsets.tolist()]
-            yield from (x[int(a) : int(b)] for a, b in itertools.pairwise(ends))
-        elif mapping.stacked:
-            yield from x
-        else:
-            yield without_padding(x, self.kept)
-
-
 class Entrance:
     """Source of the rows that enter an operator of a block.
 
@@ -279,17 +246,104 @@ class Entrance:
         self.mapping, self.shape, self._inputs = mapping, (groups, columns), inputs
         self._part = extract(module, placeholders(module), nodes)
 
-    @staticmethod
-    def key(linear: Linear, mapping: LinearMap) -> object:
-        """Return a key that is equal for operators with the same rows; arguments as above."""
-        return linear.activation, replace(mapping, transposed=False)
+    def rows(self, batch: int, unpadded: Positions | None, weights: Tensor | None = None) -> Rows:
+        """Return the operator's input for one batch.
 
-    def values(self, batch: int, unpadded: Positions | None) -> Entering:
-        """Return the operator's input for one batch; `unpadded` marks the positions that are not padding."""
+        Args:
+            batch: Index of the batch.
+            unpadded: Positions that are not padding; `None`: all. Rows routed to experts all count, padding included.
+            weights: Weights of the rows, float32, of the shape of the operator's output without channels; each row is
+                multiplied by the root. `None`: all are 1.
+        """
+        mapping = self.mapping
         with running(batch):
             x, *more = self._part(*self._inputs(batch))
-        output = more[0] if self.mapping.kernel else None
-        return Entering(x, output, more[0] if self.mapping.offsets is not None else None, unpadded)
+        if mapping.kernel:
+            (output,) = more
+            patches, _ = mapping.rows(x, output, most=output[:, 0].numel(), seed=0)
+            return patches.float() if weights is None else patches.float() * weights.sqrt().flatten()
+        x = x.float() if weights is None else x.float() * weights.sqrt()[..., None]
+        return _rows_by_group(x, mapping, more[0] if mapping.offsets is not None else None, unpadded)
+
+
+def _rows_by_group(
+    x: Tensor, mapping: LinearMap, ends: Tensor | None = None, unpadded: Positions | None = None
+) -> Iterable[Tensor]:
+    """Return the rows of a matrix product, shape (rows, inputs), for each group.
+
+    Args:
+        x: Activation of the operator.
+        mapping: Mapping from the operator to matrix products.
+        ends: Offsets at which the rows of each expert end.
+        unpadded: Positions that are not padding.
+    """
+    if ends is not None:
+        return (x[int(a) : int(b)] for a, b in itertools.pairwise([0, *ends.tolist()]))
+    return x if mapping.stacked else [without_padding(x, unpadded)]
+
+
+@dataclass(frozen=True)
+class InputHessian(Reading):
+    """The `Hessian` of a weight, measured on its operator's input with everything before it quantized.
+
+    Args:
+        shifted: Measure `Hessian.shift`, which takes a second forward pass.
+        guided: Weight each row by the sensitivity of the end loss to an error there (`quark_fx.engine.guidance`). It
+            takes a forward and a backward pass of the float model, and each operator gets its own Hessian.
+        two_sided: Evaluate weights also by how errors of output channels add up in the end loss
+            (`QuantizedMatrix.outputs`). It takes the same passes.
+    """
+
+    shifted: bool = False
+    guided: bool = False
+    two_sided: bool = False
+    choices: ClassVar = (QuantizedMatrix,)
+
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        """True if operators with the same input get the same Hessian."""
+        return not self.guided
+
+    def guidance(self, context: Context) -> Guidance | None:
+        """Return the measurements of the end loss; collective: every rank must call it."""
+        asked = self.guided or self.two_sided
+        return guidance_of(context, outputs=self.two_sided) if asked else None
+
+    def now(self, slot: WeightSlot, context: Context) -> QuantizedMatrix:
+        """Return the current quantized weight, with the weighting of its errors; measures nothing."""
+        if not self.two_sided or context.guidance is None:
+            return slot.now
+        try:
+            return replace(slot.now, outputs=context.guidance.together(slot.weight.linear), one_sided="")
+        except Declined as declined:
+            return replace(slot.now, outputs=None, one_sided=declined.reason)
+
+    def measure(self, slots: Sequence[Slot], context: Context, batches: Sequence[int]) -> Hessian:
+        """Return the sums over all rows."""
+        (hessian,) = self._measured(slots, context, [batches])
+        return hessian
+
+    def measure_parts(self, slots: Sequence[Slot], context: Context) -> tuple[Hessian, Hessian]:
+        """Return the sums over calibration and over validation batches; without validation data, the same object."""
+        hessians = self._measured(slots, context, context.data.parts)
+        return hessians[0], hessians[-1]
+
+    def _measured(self, slots: Sequence[Slot], context: Context, parts: Sequence[Sequence[int]]) -> list[Hessian]:
+        slot = slots[0]
+        assert isinstance(slot, WeightSlot)
+        linear, mapping, run = slot.weight.linear, slot.mapping, slot.run
+        source, reference = Entrance(run.module, linear, mapping, run.inputs), None
+        # The float model may route other tokens to an expert than the quantized model, so rows do not correspond.
+        if self.shifted and mapping.offsets is None:
+            real = named_nodes(run.reference)[linear.node.name]
+            reference = Entrance(run.reference, linear.at(real), mapping, run.reference_inputs)
+        guidance = self.guidance(context) if self.guided else None
+        unguided = "" if guidance is None else guidance.missing(linear)
+        weights = None if guidance is None or unguided else partial(guidance.of, linear.node.name)
+        hessians = Hessian.measure(context, source, reference, parts=parts, weights=weights)
+        for hessian in hessians:
+            hessian.unguided = f"unguided: {unguided}" * bool(unguided)
+        return hessians
 
 
 def _add_upper(h: Tensor, x: Tensor) -> None:
@@ -299,4 +353,4 @@ def _add_upper(h: Tensor, x: Tensor) -> None:
         h[start : start + tile, start:].addmm_(x[:, start : start + tile].T, x[:, start:])
 
 
-__all__ = ["Entering", "Entrance", "Hessian"]
+__all__ = ["Entrance", "Hessian", "InputHessian"]

@@ -1,4 +1,4 @@
-"""Values that solvers choose: how to find them in a block, read them, and store others."""
+"""Values that solvers choose: how to find them in a block, read them, measure data for them, and store others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
 from quark_fx.numbers.scales import FLOAT32
-from quark_fx.solvers.hessian import Entrance
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 
 
@@ -277,6 +276,31 @@ def _values(
         yield without_padding(x, context.data.kept_positions(batch)).reshape(1, -1)
 
 
+class Reading(ABC):
+    """Data of a solver, measured for a slot, over the batches of all ranks.
+
+    Attributes:
+        shared: True if operators with the same input get the same data.
+        choices: Types that can be chosen from this data.
+    """
+
+    shared: ClassVar[bool] = True
+    choices: ClassVar[tuple[type, ...]] = (QuantizedMatrix, Bias, Activation)
+
+    @abstractmethod
+    def measure(self, slots: Sequence[Slot], context: Context, batches: Sequence[int]) -> object:
+        """Return the data for `Solver.solve`, equal on all ranks.
+
+        Args:
+            slots: Values to choose: all that have the same input if the data is `shared`, one otherwise.
+            context: Context of the run.
+            batches: Batches of this rank to include.
+
+        Raises:
+            CalibrationError, ValueError: For data that cannot be used.
+        """
+
+
 Find = Callable[[BlockRun], Iterator[Sequence[Slot]]]
 """Function that yields the slots of a block in order; operators with the same input are yielded together."""
 
@@ -318,7 +342,7 @@ def weights_by_input(run: BlockRun, weights: Iterable[QuantizedWeight]) -> Itera
     for weight in weights:
         if (mapping := weight.linear.matrices) is not None:
             real = tensor_of(run.reference, weight.weight).detach()
-            inputs.setdefault(Entrance.key(weight.linear, mapping), []).append(WeightSlot(run, weight, mapping, real))
+            inputs.setdefault(weight.linear.rows_key, []).append(WeightSlot(run, weight, mapping, real))
     while inputs:  # slots keep old codes, so they are not kept for the whole block
         yield tuple(inputs.pop(next(iter(inputs))))
 
@@ -379,6 +403,7 @@ __all__ = [
     "Bias",
     "Find",
     "OperatorSlot",
+    "Reading",
     "Slot",
     "WeightSlot",
     "own_biases",

@@ -31,10 +31,10 @@ from quark_fx.engine.guidance import together_bytes
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes
 from quark_fx.errors import CalibrationError, ConfigError, PassError, QuarkError
 from quark_fx.graph.pass_manager import Change, Stage, graph_pass
-from quark_fx.solvers.folds import Input, InputHessian, OutputError, Reading
-from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.folds import Input, OutputError
+from quark_fx.solvers.hessian import Hessian, InputHessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix, relative_errors
-from quark_fx.solvers.slots import Activation, Bias, Slot, WeightSlot, slots_of
+from quark_fx.solvers.slots import Activation, Bias, Reading, Slot, WeightSlot, slots_of
 from quark_fx.system import accelerator
 from quark_fx.system.memory import give_back, is_shortage
 from quark_fx.system.untrusted import brief

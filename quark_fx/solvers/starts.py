@@ -18,7 +18,7 @@ from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
 from quark_fx.solvers.error_feedback import DAMPING, gptq_round
-from quark_fx.solvers.folds import InputHessian
+from quark_fx.solvers.hessian import InputHessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 from quark_fx.solvers.scale_search import fitted_to_feedback

@@ -22,7 +22,7 @@ from quark_fx.passes import GPTQ, SmoothQuant
 from quark_fx.presets import PRESETS, W4A16_GPTQ, W4A16_RTN
 from quark_fx.solvers import hessian
 from quark_fx.solvers.error_feedback import factor
-from quark_fx.solvers.hessian import Entering, Hessian
+from quark_fx.solvers.hessian import Hessian, _rows_by_group
 
 WEIGHT = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
 RTN = QuantConfig(weight=WEIGHT, target=Target.TORCH)
@@ -267,7 +267,7 @@ def test_a_hessian_is_the_sum_over_rows() -> None:
     x, real = rand(2, 300, 520), rand(2, 300, 520, seed=2)
     moment = Hessian.empty(1, 520, torch.device("cpu"), shifted=True)
     for part, exact in zip(x, real, strict=True):
-        moment.add(LinearMap(), Entering(part), Entering(exact))
+        moment.add(_rows_by_group(part, LinearMap()), _rows_by_group(exact, LinearMap()))
     moment.finish(routed=False)
     rows, exact = x.reshape(-1, 520), real.reshape(-1, 520)
     torch.testing.assert_close(moment.h[0], rows.T @ rows, rtol=1e-4, atol=1e-3)
@@ -280,7 +280,7 @@ def test_experts_have_their_own_rows_and_borrow_where_they_are_few() -> None:
     x, ends = rand(40, 8), torch.tensor([30, 30, 40])
     mapping = LinearMap(3, stacked=True)
     moment = Hessian.empty(3, 8, torch.device("cpu"), shifted=False)
-    moment.add(mapping, Entering(x, offsets=ends))
+    moment.add(_rows_by_group(x, mapping, ends))
     moment.finish(routed=True)
     average = x.T @ x / 40 * 8
     assert moment.rows.tolist() == [30, 0, 10]
