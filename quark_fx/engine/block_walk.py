@@ -38,19 +38,6 @@ from quark_fx.system import accelerator
 from quark_fx.system.memory import give_back
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """The result of `BlockRun.attempt`.
-
-    Attributes:
-        error: Validation error with the change; infinite if it could not be measured.
-        failure: The reason that the error could not be measured; empty if it was.
-    """
-
-    error: float
-    failure: str = ""
-
-
 @dataclass
 class BlockRun:
     """State of one block while the walk visits it.
@@ -169,13 +156,16 @@ class BlockRun:
         _set_all(self.module, values, self._context.device)
         self._learned |= values
 
-    def attempt(self, change: Callable[[], object], best: float) -> Attempt:
+    def attempt(self, change: Callable[[], object], best: float) -> tuple[float, str]:
         """Let `change` store tensors, and undo it unless the validation error falls below `best`.
 
         Args:
             change: Function that stores tensors. If it raises `OverflowError`, because a value does not fit its type,
                 it is undone as well.
             best: Error to improve on; an error that is not finite never does.
+
+        Returns:
+            The validation error with the change, infinite if it could not be measured, and the reason for that.
         """
         replaced = self._undo = {}
         error, failure = math.inf, ""
@@ -191,7 +181,7 @@ class BlockRun:
         self._undo = None
         if not error < best:
             self.store_all(replaced)
-        return Attempt(error, failure)
+        return error, failure
 
     @property
     def learned(self) -> dict[str, Tensor]:
@@ -503,13 +493,6 @@ class _Once(nn.Module):
             self.is_done = True
 
 
-def run_blocks(gm: GraphModule, context: Context) -> None:
-    """Run a graph on every calibration batch, block by block, for the modules that watch its values."""
-    watched = {node.name: node for node in gm.graph.nodes if node.op == "call_module"}
-    for _ in walk_float_blocks(gm, context, label="calibrate", watched=watched):
-        pass
-
-
 def lift(
     gm: GraphModule,
     block: Block,
@@ -577,7 +560,6 @@ __all__ = [
     "lift",
     "relative_error",
     "release",
-    "run_blocks",
     "running",
     "walk_blocks",
     "walk_float_blocks",

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from tqdm.auto import tqdm
 
 from quark_fx.config.quant_config import Granularity, TensorSpec
-from quark_fx.engine.block_walk import run_blocks, running
+from quark_fx.engine.block_walk import running, walk_float_blocks
 from quark_fx.engine.calibration_data import first_sample
 from quark_fx.engine.context import Context
 from quark_fx.engine.known import Known, Value
@@ -253,7 +253,9 @@ def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], N
         if look is not None:
             for leaves in batches:
                 look(leaves)
-        run_blocks(gm, context)
+        watched = {node.name: node for node in gm.graph.nodes if node.op == "call_module"}
+        for _ in walk_float_blocks(gm, context, label="calibrate", watched=watched):
+            pass
         return
     bar = tqdm(batches, desc="calibrate", unit="batch", disable=not context.progress, leave=False)
     with torch.no_grad(), fast_layout(gm) as lay_out:

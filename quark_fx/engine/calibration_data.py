@@ -298,7 +298,9 @@ def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> N
         names: Names of the flat inputs, empty if they have none.
         batch: Name of the batch, for the message.
     """
-    for position, leaf in _floats(leaves):
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            continue
         name = names[position] if names else position
         sample = first_sample(leaf.isnan())  # a check that is deferred must not hold the batch
         accelerator.require(sample < 0, partial(_holds_nan, f"{batch}: input {name}", sample))
@@ -314,18 +316,8 @@ def first_sample(marks: Tensor) -> Tensor:
     return torch.where(marked.any(), marked.int().argmax(), -1)
 
 
-def with_nan(leaves: Sequence[Any]) -> int | None:
-    """Return the position of the first flat input that holds NaN, `None` if none does."""
-    return next((position for position, leaf in _floats(leaves) if bool(leaf.isnan().any())), None)
-
-
-def _floats(leaves: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the flat inputs that hold floats, with their positions."""
-    yield from ((i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
-
-
 def _part(leaf: Any, part: slice | None) -> Any:
     return leaf if part is None or not isinstance(leaf, Tensor) or not leaf.dim() else leaf[part]
 
 
-__all__ = ["CalibrationData", "Positions", "first_sample", "require_no_nan", "with_nan", "without_padding"]
+__all__ = ["CalibrationData", "Positions", "first_sample", "require_no_nan", "without_padding"]

@@ -16,7 +16,7 @@ from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.checkpoint import Checkpoint
 from quark_fx.engine.known import Known
-from quark_fx.engine.ranks import Ranks, apart
+from quark_fx.engine.ranks import Ranks
 from quark_fx.errors import PassError
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.qparams import QParams
@@ -163,7 +163,7 @@ class Context:
         """
         while True:
             try:
-                with accelerator.smaller_pieces(self.halvings), apart():
+                with accelerator.smaller_pieces(self.halvings), self.ranks.apart():
                     return work()
             except torch.OutOfMemoryError as error:
                 if self.halvings == _HALVINGS:

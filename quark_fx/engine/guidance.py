@@ -181,21 +181,6 @@ def _shrink(sums: Tensor) -> None:
     sums /= 2
 
 
-def guidance_of(context: Context, *, outputs: bool = False) -> Guidance:
-    """Return the guidance of a run, measured once, on the float graph; collective: every rank must call it.
-
-    Args:
-        context: Context of the run.
-        outputs: Include `outputs`; if the guidance was measured without them, it is measured again.
-
-    Raises:
-        CalibrationError: If calibration data is missing.
-    """
-    if context.guidance is None or (outputs and context.guidance.outputs is None):
-        context.guidance = Guidance.measure(context.float_graph, context, outputs=outputs)
-    return context.guidance
-
-
 def _tempered(
     weights: dict[tuple[str, int], Tensor], inputs: Mapping[str, int], context: Context
 ) -> tuple[dict[tuple[str, int], Tensor], dict[str, str]]:
@@ -230,4 +215,4 @@ def _tempered(
     return {key: w**power / mean for key, w, (power, mean) in pairs}, reasons
 
 
-__all__ = ["Guidance", "guidance_of", "together_bytes"]
+__all__ = ["Guidance", "together_bytes"]

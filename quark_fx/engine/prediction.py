@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
-from quark_fx.engine.sizes import Moment, Need, Sizes, peak
+from quark_fx.engine.sizes import Moment, Need, Sizes
 from quark_fx.errors import ConfigError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import is_parameter, value_of
@@ -82,7 +82,7 @@ class Prediction:
         moments = need.moments
         if self.device and (self.resident or name not in _AT_HOME):
             moments = tuple(replace(m, working=0, read=0) for m in moments)
-        return self.before + (0 if self.resident else held_bytes) + peak(moments, cache)
+        return self.before + (0 if self.resident else held_bytes) + _peak(moments, cache)
 
     def room_for_cache(self, memory: int) -> int:
         """Return the bytes of cached activations that fit into a budget; negative if the rest alone exceeds it."""
@@ -133,7 +133,7 @@ def expect(
     device, resident = 0, home == context.device and home.type != "cpu"
     if context.device.type != "cpu":
         device = max(
-            held_bytes * resident + peak(replace(m, cached=0) for m in need.moments) for _, held_bytes, need in stages
+            held_bytes * resident + _peak(replace(m, cached=0) for m in need.moments) for _, held_bytes, need in stages
         )
         lifted = max(block.weights for block in sizes.blocks(Unit.BLOCK))
         device += _allocated(context.device) if resident else lifted
@@ -225,6 +225,17 @@ def require_room(prediction: Prediction, memory: int | None, disk: int | None) -
             f"disk={bytes_text(disk)} is not enough: files of this run take about {bytes_text(prediction.disk)} at "
             f'once; give disk="{bytes_text(_MARGIN * prediction.disk)}"'
         )
+
+
+def _peak(moments: Iterable[Moment], cache: int | None = None) -> int:
+    """Return the largest sum of a moment's bytes, with at most `cache` of the cached bytes in memory."""
+    return max((m.working + _in_memory(m, cache) for m in moments), default=0)
+
+
+def _in_memory(moment: Moment, cache: int | None) -> int:
+    if cache is None or moment.cached <= cache:
+        return moment.cached
+    return cache + min(moment.read, moment.cached)
 
 
 __all__ = ["Prediction", "expect", "require_room"]

@@ -176,6 +176,15 @@ class Ranks:
                 _DONE.update(collectives=0, failures=_DONE["failures"] + 1)
             raise
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Forbid collectives within the context, because this process may repeat its work without the others."""
+        token = _APART.set(True)
+        try:
+            yield
+        finally:
+            _APART.reset(token)
+
     def _collective(self, begin: Callable[..., Any]) -> None:
         """Run a collective; raise if a process fails before it joins.
 
@@ -228,17 +237,6 @@ def _unpacked(packed: bytes, device: str) -> Any:
 
 _APART: ContextVar[bool] = ContextVar("apart", default=False)
 
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Forbid collectives in this process within the context, because its work may be repeated without the others."""
-    token = _APART.set(True)
-    try:
-        yield
-    finally:
-        _APART.reset(token)
-
-
 _SHORTEST, _LONGEST, _ASK_EVERY = 2e-5, 0.01, 0.5
 """Shortest and longest delay between checks of a collective, and delay between checks for failures, in seconds."""
 
@@ -258,4 +256,4 @@ def _store() -> Any:
 ALONE = Ranks()
 """A single process."""
 
-__all__ = ["ALONE", "Ranks", "apart"]
+__all__ = ["ALONE", "Ranks"]

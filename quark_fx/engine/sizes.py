@@ -373,15 +373,4 @@ def _stored(weight: Tensor, spec: TensorSpec) -> int:
     return values // spec.format.vector * spec.format.dtype.itemsize + FLOAT32 * scales
 
 
-def peak(moments: Iterable[Moment], cache: int | None = None) -> int:
-    """Return the largest sum of a moment's bytes, with at most `cache` of the cached bytes in memory."""
-    return max((m.working + _in_memory(m, cache) for m in moments), default=0)
-
-
-def _in_memory(moment: Moment, cache: int | None) -> int:
-    if cache is None or moment.cached <= cache:
-        return moment.cached
-    return cache + min(moment.read, moment.cached)
-
-
-__all__ = ["FLOAT32", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "has_scales_apart", "peak"]
+__all__ = ["FLOAT32", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "has_scales_apart"]

@@ -14,7 +14,7 @@ from quark_fx.solvers.trainable import LearnedWeight
 from quark_fx.system.options import NonNegativeFloat, NonNegativeInt
 
 
-class StraightThrough(LearnedWeight):
+class _StraightThrough(LearnedWeight):
     """A weight that is rounded in every step with a straight-through gradient, and ratios of its scales.
 
     Args:
@@ -88,9 +88,9 @@ class AdaQuant(GradientSolver):
         """True if scales of weights are learned."""
         return self.range_rate > 0
 
-    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> StraightThrough:
+    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> _StraightThrough:
         """Return the weight with straight-through rounding."""
-        return StraightThrough(grid, weight, start, self.range_rate)
+        return _StraightThrough(grid, weight, start, self.range_rate)
 
 
-__all__ = ["AdaQuant", "StraightThrough"]
+__all__ = ["AdaQuant"]

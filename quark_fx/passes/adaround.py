@@ -21,7 +21,7 @@ _STEEPEST, _FLATTEST = 20.0, 2.0
 """Exponent of the penalty at the start and at the end."""
 
 
-class SoftRounding(LearnedWeight):
+class _SoftRounding(LearnedWeight):
     """A weight between its initial code and the next code toward the weight to approximate.
 
     The value is `floor + h(v) * gap`, where `gap` is the distance of the two codes (1 for integers) and `h` is a
@@ -93,9 +93,9 @@ class AdaRound(GradientSolver):
     regularization: NonNegativeFloat = 0.01
     softness: Annotated[float, Interval("[0, 1]")] = 0.5
 
-    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> SoftRounding:
+    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> _SoftRounding:
         """Return the weight with soft rounding."""
-        return SoftRounding(grid, weight, start, self)
+        return _SoftRounding(grid, weight, start, self)
 
 
-__all__ = ["AdaRound", "SoftRounding"]
+__all__ = ["AdaRound"]

@@ -20,7 +20,7 @@ _FROM_FEEDBACK = 0.3
 """Number of steps times the first step, in codes: a value close to the edge of its bin may change, most do not."""
 
 
-class SignRounding(LearnedWeight):
+class _SignRounding(LearnedWeight):
     """A rounded weight with an offset of up to half a code before rounding, and a ratio for each scale."""
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AutoRound) -> None:
@@ -122,9 +122,9 @@ class AutoRound(GradientSolver):
         optimizer = torch.optim.Adam(groups, betas=(0.0, 0.0), eps=1e-20)
         return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.iterations)
 
-    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> SignRounding:
+    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> _SignRounding:
         """Return the weight with its offsets, and with ratios of adjustable scales."""
-        return SignRounding(grid, weight, start, self)
+        return _SignRounding(grid, weight, start, self)
 
 
-__all__ = ["AutoRound", "SignRounding"]
+__all__ = ["AutoRound"]

@@ -99,7 +99,7 @@ def _expected_input(gm: GraphModule, linear: Linear) -> Tensor | None:
     if producer.channel_dim(rank) != linear.channel_dim(rank):
         return None  # it sums over positions, not over channels
     mean, deviation = norm.meta["batch_norm"]
-    return clamped_mean(mean, deviation, *(bounds or (None, None)))
+    return _clamped_mean(mean, deviation, *(bounds or (None, None)))
 
 
 Bound = float | Tensor | None
@@ -116,7 +116,7 @@ def _bounds(gm: GraphModule, node: Node) -> tuple[Bound, Bound] | None:
     return tuple(values)  # type: ignore[return-value]
 
 
-def clamped_mean(mean: Tensor, deviation: Tensor, low: Bound, high: Bound) -> Tensor:
+def _clamped_mean(mean: Tensor, deviation: Tensor, low: Bound, high: Bound) -> Tensor:
     """Return the mean of a normal variable clamped to `[low, high]`; `None` means unbounded.
 
     Args:
@@ -144,4 +144,4 @@ def clamped_mean(mean: Tensor, deviation: Tensor, low: Bound, high: Bound) -> Te
     return result
 
 
-__all__ = ["BiasCorrection", "Means", "clamped_mean"]
+__all__ = ["BiasCorrection", "Means"]

@@ -32,7 +32,7 @@ from quark_fx.solvers.gradient_steps import Learned, Steps
 from quark_fx.solvers.schedule import Schedule
 from quark_fx.solvers.solver import naming_failures
 from quark_fx.solvers.starts import Start, descend, feed_back
-from quark_fx.solvers.trainable import LearnedWeight, Trainable, trainable_block
+from quark_fx.solvers.trainable import LearnedWeight, Trainable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ class _Reconstruction:
             else:
                 rounded.update(feed_back(self.run, self.context, self.weights, fits_scales=self.schedule.fits_scales))
 
-        best = before if self.schedule.start is Start.CODES else min(before, self.run.attempt(round_, before).error)
+        best = before if self.schedule.start is Start.CODES else min(before, self.run.attempt(round_, before)[0])
         return list((real | rounded if best < before else real).values()), best
 
     def _take_steps(self, near: Sequence[Tensor], best: float) -> float:
@@ -240,7 +240,7 @@ class _Reconstruction:
         )
         if not any(group["params"] for group in learned.groups(schedule)):
             return best
-        block = trainable_block(run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
+        block = Trainable.of(run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
         steps = Steps(run, self.context, schedule, block, learned, self._scale_limits(), self._seed)
         state, waited, start = None, 0, best
         for step, training in steps.taken(max(1, schedule.iterations // _EVALUATIONS)):
@@ -251,7 +251,7 @@ class _Reconstruction:
             if waited >= schedule.patience and 2 * step > schedule.iterations:
                 break
         # Biases are rounded when stored, but not while they are learned.
-        return best if state is None else min(start, run.attempt(lambda: self._store(state, grids), start).error)
+        return best if state is None else min(start, run.attempt(lambda: self._store(state, grids), start)[0])
 
     def _begin(self, weight: QuantizedWeight, grid: Grid, near: Tensor, start: Tensor) -> LearnedWeight:
         try:

@@ -16,7 +16,7 @@ from quark_fx.engine.block_walk import running
 from quark_fx.engine.blocks import extract
 from quark_fx.engine.calibration_data import Positions, without_padding
 from quark_fx.engine.context import Context
-from quark_fx.engine.guidance import Guidance, guidance_of
+from quark_fx.engine.guidance import Guidance
 from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
@@ -305,9 +305,16 @@ class InputHessian(Reading):
         return not self.guided
 
     def guidance(self, context: Context) -> Guidance | None:
-        """Return the measurements of the end loss; collective: every rank must call it."""
-        asked = self.guided or self.two_sided
-        return guidance_of(context, outputs=self.two_sided) if asked else None
+        """Return the measurements of the end loss, made once on the float graph; collective: every rank must call it.
+
+        Raises:
+            CalibrationError: If calibration data is missing.
+        """
+        if not (self.guided or self.two_sided):
+            return None
+        if context.guidance is None or (self.two_sided and context.guidance.outputs is None):
+            context.guidance = Guidance.measure(context.float_graph, context, outputs=self.two_sided)
+        return context.guidance
 
     def now(self, slot: WeightSlot, context: Context) -> QuantizedMatrix:
         """Return the current quantized weight, with the weighting of its errors; measures nothing."""

@@ -128,7 +128,7 @@ def watch_inputs(
 
 
 @dataclass(frozen=True)
-class Remembered:
+class _Remembered:
     """Ranges and samples of an activation. The class is a fold: parts of the data merge to the result of all of it.
 
     Attributes:
@@ -167,14 +167,14 @@ class Remembered:
         for end, now in zip(self.ranges[fold].ends, (low, high), strict=True):
             end.copy_(now)
 
-    def merge(self, other: Remembered) -> Remembered:
+    def merge(self, other: _Remembered) -> _Remembered:
         """Return the statistics of the data of both; the data of `other` comes second."""
         samples = {part: pairs + other.samples[part] for part, pairs in self.samples.items()}
         folds = {**self.ranges, **other.ranges}
         ranges = {fold: self.ranges.get(fold, MinMax()).merge(other.ranges.get(fold, MinMax())) for fold in folds}
         return replace(self, ranges=ranges, samples=samples)
 
-    def to(self, device: torch.device | str, *, copy: bool = False) -> Remembered:
+    def to(self, device: torch.device | str, *, copy: bool = False) -> _Remembered:
         """Return the statistics on a device; with `copy`, in new memory. Waits once for each dtype."""
         ends = [end for extremes in self.ranges.values() for end in extremes.ends]
         tensors = [*ends, *(x for pairs in self.samples.values() for _, x in pairs)]
@@ -184,7 +184,7 @@ class Remembered:
         return replace(self, ranges=ranges, samples=samples)
 
 
-def _remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -> dict[Value, Remembered]:
+def _remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -> dict[Value, _Remembered]:
     """Run the calibration batches once; return ranges and samples of operators' inputs.
 
     Samples depend on the position of a batch in the data of all ranks, so the number of ranks does not matter.
@@ -197,7 +197,7 @@ def _remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) 
     for key, watch in watches.items():
         # Sending a view sends its whole storage, which here is a slab.
         ours = watch.remembered if context.ranks.alone else watch.remembered.to("cpu", copy=True)
-        statistics[key] = context.ranks.fold(ours, Remembered.merge).to(device_of(gm))
+        statistics[key] = context.ranks.fold(ours, _Remembered.merge).to(device_of(gm))
     return statistics
 
 
@@ -218,7 +218,7 @@ class _SampleWatch(InputWatch):
     def __init__(self, slabs: Slabs, value: Value, readers: Sequence[Linear], parts: Mapping[str, Part]) -> None:
         super().__init__(parts)
         _, axis = value
-        self.remembered = Remembered(axis, axis > 0 and not any(linear.stacked for linear in readers))
+        self.remembered = _Remembered(axis, axis > 0 and not any(linear.stacked for linear in readers))
         self.slabs, windows = slabs, [_window(linear) for linear in readers]
         sizes = [window for window in windows if window is not None]
         self.least = [*map(max, zip_longest(*sizes, fillvalue=1))] if len(sizes) == len(windows) else None
@@ -281,7 +281,7 @@ class SampleTrial(Trial):
     unread = "not every operator that reads it multiplies codes by codes, or data chooses its rows"
     gain = 0.85  # a smaller gain may be chance
 
-    def __init__(self, gm: GraphModule, site: PlannedSite, measurements: Mapping[Value, Remembered]) -> None:
+    def __init__(self, gm: GraphModule, site: PlannedSite, measurements: Mapping[Value, _Remembered]) -> None:
         self.operators = [_Operator.of(gm, r, measurements[r.scaled.value, r.scaled.axis]) for r in site.readers]
         self.producers = [
             (producer, _Reference([producer.value(gm)]))
@@ -304,7 +304,7 @@ class SampleTrial(Trial):
     @classmethod
     def measured(
         cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
-    ) -> Iterator[tuple[int, Mapping[Value, Remembered]]]:
+    ) -> Iterator[tuple[int, Mapping[Value, _Remembered]]]:
         """Sample the inputs of all sites' readers in one forward pass."""
         statistics = _remember(gm, (r.scaled for site in sites.values() for r in site.readers), context)
         del gm  # a scaled site replaces tensors, and `gm` would keep the old ones alive
@@ -366,7 +366,7 @@ class SampledSite:
     """
 
     components: int
-    inputs: Sequence[tuple[Tensor, Remembered]]
+    inputs: Sequence[tuple[Tensor, _Remembered]]
     without: int | None
     largest_weight: Tensor
 
@@ -402,12 +402,12 @@ class _Operator:
     spec: TensorSpec
     module: GraphModule
     weight: Tensor
-    statistics: Remembered
+    statistics: _Remembered
     samples: dict[str, list[Sample]]
     outputs: dict[str, _Reference]
 
     @classmethod
-    def of(cls, gm: GraphModule, reader: Reader, statistics: Remembered) -> _Operator:
+    def of(cls, gm: GraphModule, reader: Reader, statistics: _Remembered) -> _Operator:
         """Build the operator and compute its float outputs."""
         samples, spec = statistics.samples[CALIBRATION], reader.operator.input
         assert spec is not None  # see `SampleTrial.reads`

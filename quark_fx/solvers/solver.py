@@ -372,10 +372,10 @@ class _BlockJudge:
         if isinstance(answer, Skip):
             return Change.skipped(slot.name, answer.reason)
         tensors, what = answer
-        attempt = run.attempt(lambda: run.store_all(tensors), before)
-        if attempt.error < before:
-            return Change(slot.name, what, before=before, after=attempt.error)
-        return Change.skipped(slot.name, attempt.failure or self.context.data.refusal(attempt.error), before)
+        error, failure = run.attempt(lambda: run.store_all(tensors), before)
+        if error < before:
+            return Change(slot.name, what, before=before, after=error)
+        return Change.skipped(slot.name, failure or self.context.data.refusal(error), before)
 
     def _answer(self, slot: Slot, data: object) -> tuple[dict[str, Tensor], str] | Skip:
         """Return the tensors that a proposal changes, and the text to report if it is accepted."""

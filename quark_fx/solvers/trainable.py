@@ -70,6 +70,44 @@ class Trainable:
     dtypes: tuple[torch.dtype, ...]
     scales: tuple[str, ...]
 
+    @classmethod
+    def of(
+        cls, run: BlockRun, weights: Sequence[QuantizedWeight], *, biases: bool = False, scales: Sequence[str] = ()
+    ) -> Trainable:
+        """Return the quantized block of `run` with `quantize` and `dequantize` replaced by differentiable operations.
+
+        Args:
+            run: Block to convert.
+            weights: Weights that become arguments; others stay as they are.
+            biases: True if the biases of `weights` become arguments.
+            scales: Names of the activation scales that become arguments.
+        """
+        results = results_of(run.module)
+        places = [node for node in run.module.graph.nodes if node.op == "placeholder"]
+        module = extract(run.module, places, [node for node in results if isinstance(node, Node)])
+        graph = module.graph
+        named = {node.name: node for node in graph.nodes}
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_before(first):
+            drop, generator = graph.placeholder("drop"), graph.placeholder("generator")
+            arguments = [graph.placeholder(f"weight_{i}") for i in range(len(weights))]
+            for weight, argument in zip(weights, arguments, strict=True):
+                named[weight.dequantize.name].replace_all_uses_with(argument)
+            for i, weight in enumerate(weights if biases else ()):
+                if weight.bias is not None:
+                    named[weight.node.name].replace_input_with(
+                        named[weight.bias.node.name], graph.placeholder(f"bias_{i}")
+                    )
+            places_of = {name: graph.placeholder(f"scale_{i}") for i, name in enumerate(scales)}
+        for node in list(graph.nodes):
+            if (source := quantize_of(node)) is not None:
+                _differentiable(graph, node, source, {"drop": drop, "generator": generator}, places_of)
+        graph.eliminate_dead_code()
+        module.recompile()
+        positions = [i for i, name in enumerate(run.block.outputs) if name in run.block.made]
+        dtypes = tuple(weight.dequantize.meta["val"].dtype for weight in weights)
+        return cls(module, tuple(positions), dtypes, tuple(scales))
+
     def __call__(
         self,
         inputs: Sequence[object],
@@ -95,42 +133,6 @@ class Trainable:
         return [results[i] for i in self.made]
 
 
-def trainable_block(
-    run: BlockRun, weights: Sequence[QuantizedWeight], *, biases: bool = False, scales: Sequence[str] = ()
-) -> Trainable:
-    """Return the quantized block of `run` with `quantize` and `dequantize` replaced by differentiable operations.
-
-    Args:
-        run: Block to convert.
-        weights: Weights that become arguments; others stay as they are.
-        biases: True if the biases of `weights` become arguments.
-        scales: Names of the activation scales that become arguments.
-    """
-    results = results_of(run.module)
-    places = [node for node in run.module.graph.nodes if node.op == "placeholder"]
-    module = extract(run.module, places, [node for node in results if isinstance(node, Node)])
-    graph = module.graph
-    named = {node.name: node for node in graph.nodes}
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        drop, generator = graph.placeholder("drop"), graph.placeholder("generator")
-        arguments = [graph.placeholder(f"weight_{i}") for i in range(len(weights))]
-        for weight, argument in zip(weights, arguments, strict=True):
-            named[weight.dequantize.name].replace_all_uses_with(argument)
-        for i, weight in enumerate(weights if biases else ()):
-            if weight.bias is not None:
-                named[weight.node.name].replace_input_with(named[weight.bias.node.name], graph.placeholder(f"bias_{i}"))
-        places_of = {name: graph.placeholder(f"scale_{i}") for i, name in enumerate(scales)}
-    for node in list(graph.nodes):
-        if (source := quantize_of(node)) is not None:
-            _differentiable(graph, node, source, {"drop": drop, "generator": generator}, places_of)
-    graph.eliminate_dead_code()
-    module.recompile()
-    positions = [i for i, name in enumerate(run.block.outputs) if name in run.block.made]
-    dtypes = tuple(weight.dequantize.meta["val"].dtype for weight in weights)
-    return Trainable(module, tuple(positions), dtypes, tuple(scales))
-
-
 def _differentiable(
     graph: torch.fx.Graph, node: Node, source: Node, options: dict[str, Any], scales: dict[str, Node]
 ) -> None:
@@ -138,11 +140,11 @@ def _differentiable(
     if isinstance(scale, Node) and scale.op == "get_attr":
         scale = scales.get(str(scale.target), scale)
     with graph.inserting_before(node):
-        new = graph.call_function(fake_quantize, (x, scale, *rest), options)
+        new = graph.call_function(_fake_quantize, (x, scale, *rest), options)
     node.replace_all_uses_with(new)
 
 
-def fake_quantize(
+def _fake_quantize(
     x: Tensor,
     scale: Tensor,
     zero_point: Tensor,
@@ -167,4 +169,4 @@ def fake_quantize(
     return torch.where(chance < drop, x, y)
 
 
-__all__ = ["LearnedWeight", "Trainable", "fake_quantize", "trainable_block"]
+__all__ = ["LearnedWeight", "Trainable"]

@@ -20,7 +20,7 @@ from quark_fx.engine.blocks import Unit, find_blocks
 from quark_fx.engine.calibration_data import Positions
 from quark_fx.engine.context import Context
 from quark_fx.engine.end_loss import EndLoss
-from quark_fx.engine.guidance import guidance_of
+from quark_fx.engine.guidance import Guidance
 from quark_fx.graph.nodes import named_nodes, stored_tensors
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.qparams import Symmetry
@@ -228,6 +228,12 @@ def test_the_loss_and_its_gradient_are_those_of_the_formulas(device: torch.devic
         assert not found[1390:].any()
 
 
+def measured(context: Context) -> Guidance:
+    guidance = InputHessian(guided=True).guidance(context)
+    assert guidance is not None
+    return guidance
+
+
 def test_weights_of_rows() -> None:
     """They are powers, at which enough rows count, of the squared gradients that its predictions give, 1 on average."""
     mask = torch.ones(20, 5, dtype=torch.int64)
@@ -237,8 +243,8 @@ def test_weights_of_rows() -> None:
     def look(_: GraphModule, context: Context) -> None:
         gm = context.float_graph
         assert gm is not None
-        guidance = guidance_of(context)
-        assert guidance_of(context) is guidance
+        guidance = measured(context)
+        assert measured(context) is guidance
         (name,) = [op.node.name for op in context.plan.values() if op.name == "first"]
         first = [guidance.of(name, batch) for batch in range(len(context.data.batches))]
         assert all(found is not None for found in first)
@@ -306,7 +312,7 @@ def test_a_guided_hessian_weights_its_rows(shifted: bool, device: torch.device) 
     weights: dict[str, list[Tensor]] = {}
 
     def look(_: GraphModule, context: Context) -> None:
-        guidance = guidance_of(context)
+        guidance = measured(context)
         for op in context.plan.values():
             weights[op.name] = [w for b in context.data.calibration if (w := guidance.of(op.node.name, b)) is not None]
 

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
-from quark_fx.engine.block_walk import BlockRun, relative_error, run_blocks, walk_blocks
+from quark_fx.engine.block_walk import BlockRun, relative_error, walk_blocks
 from quark_fx.engine.blocks import Block, Unit, carriers, extract
-from quark_fx.engine.calibration import watching
+from quark_fx.engine.calibration import run_batches, watching
 from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import quantized_weights, shared_tensors
@@ -366,7 +366,8 @@ def test_every_value_is_watched_once_a_batch_also_block_by_block(name: str, devi
             keep = [Keep() for _ in watched]
             with watching(gm, zip(watched, keep, strict=True)), torch.no_grad():
                 if by_block:
-                    run_blocks(gm, context)
+                    context.by_block = True
+                    run_batches(gm, context)
                 else:
                     for batch in range(len(context.data.batches)):
                         gm(*context.data.inputs(batch))

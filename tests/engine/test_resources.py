@@ -26,8 +26,9 @@ from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
+from quark_fx.engine.prediction import _peak
 from quark_fx.engine.resources import parse_bytes
-from quark_fx.engine.sizes import Matrices, Moment, Sizes, peak
+from quark_fx.engine.sizes import Matrices, Moment, Sizes
 from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import PASSES, GraphPass, Stage, learns_from_data, pass_name
 from quark_fx.passes.smooth_quant import SmoothQuant
@@ -180,17 +181,17 @@ def test_passes_run_in_the_order_of_their_stages_however_they_are_listed() -> No
 
 
 def test_a_batch_that_is_read_back_counts_where_the_cache_lies_elsewhere() -> None:
-    assert peak([Moment(10, 100, read=40)]) == 110
-    assert peak([Moment(10, 100, read=40)], 100) == 110
-    assert peak([Moment(10, 100, read=40)], 30) == 80
+    assert _peak([Moment(10, 100, read=40)]) == 110
+    assert _peak([Moment(10, 100, read=40)], 100) == 110
+    assert _peak([Moment(10, 100, read=40)], 30) == 80
 
 
 def test_the_peak_is_the_largest_moment_and_the_cache_may_lie_elsewhere() -> None:
     moments = (Moment(10, 100), Moment(60, 20))
-    assert peak(moments) == 110
-    assert peak(moments, 30) == 80
-    assert peak(moments, 0) == 60
-    assert peak(()) == 0
+    assert _peak(moments) == 110
+    assert _peak(moments, 30) == 80
+    assert _peak(moments, 0) == 60
+    assert _peak(()) == 0
 
 
 _MEASURE = """

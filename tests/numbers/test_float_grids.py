@@ -38,8 +38,8 @@ from quark_fx.numbers.layout import Columns
 from quark_fx.numbers.scales import E4M3_SCALES, E8M0_EVEN
 from quark_fx.observers import Mse
 from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection
-from quark_fx.passes.adaround import SoftRounding
-from quark_fx.passes.autoround import SignRounding
+from quark_fx.passes.adaround import _SoftRounding
+from quark_fx.passes.autoround import _SignRounding
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.solvers.error_feedback import _block_function, factor, gptq_round, quantize_block
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
@@ -222,7 +222,7 @@ def test_a_soft_code_begins_at_the_float_weight_and_ends_at_a_neighbor(fmt: Floa
     weight = rand(200) * fmt.max / 4
     grid = replace(grid_of(torch.ones(1), fmt), scale=torch.ones(1))
     start = grid.round(weight)
-    soft = SoftRounding(grid, weight, start, AdaRound(softness=1.0))
+    soft = _SoftRounding(grid, weight, start, AdaRound(softness=1.0))
     inside = (weight - start).abs().clamp(min=fmt.max * 1e-6) > grid.step(start) / 50
     inside &= (weight - start).abs() < (grid.above(start) - start).minimum(start - grid.below(start)) * 0.49
     torch.testing.assert_close(soft.weight()[inside], weight[inside], rtol=1e-4, atol=0)
@@ -241,7 +241,7 @@ def test_an_offset_of_half_a_step_reaches_the_neighbor(fmt: FloatFormat) -> None
     codes = codes[(codes > 0) & (codes < fmt.max)]
     grid = replace(grid_of(torch.ones(1), fmt), scale=torch.ones(1))
     weight = codes + grid.step(codes) / 4
-    rounding = SignRounding(grid, weight, grid.round(weight), AutoRound())
+    rounding = _SignRounding(grid, weight, grid.round(weight), AutoRound())
     assert torch.equal(rounding.codes(), codes)
     with torch.no_grad():
         rounding.offset.fill_(0.5)

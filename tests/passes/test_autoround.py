@@ -20,7 +20,7 @@ from quark_fx.numbers.formats import INT2, INT3, INT4, IntFormat
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.scales import FLOAT16
 from quark_fx.passes import AutoRound, autoround
-from quark_fx.passes.autoround import SignRounding
+from quark_fx.passes.autoround import _SignRounding
 from quark_fx.presets import INT8_STATIC
 from quark_fx.solvers.starts import Start
 
@@ -35,7 +35,7 @@ def test_it_begins_at_the_codes_it_is_given(device: torch.device) -> None:
     nearest = grid.position(weight).round().clamp(*grid.limits)
     elsewhere = (nearest + torch.randint(-1, 2, nearest.shape, device=device)).clamp(*grid.limits)
     for start in (nearest, elsewhere):
-        rounding = SignRounding(grid, weight, start, AutoRound())
+        rounding = _SignRounding(grid, weight, start, AutoRound())
         assert torch.equal(rounding.codes(), start)
         torch.testing.assert_close(rounding.weight(), grid.value(start))
 
@@ -43,7 +43,7 @@ def test_it_begins_at_the_codes_it_is_given(device: torch.device) -> None:
 def test_an_offset_moves_a_code_by_one_at_most_and_leads_back() -> None:
     weight = rand(6, 12)
     grid = free_grid(weight, 3, (-4, 3))
-    rounding = SignRounding(grid, weight, grid.position(weight).round().clamp(*grid.limits), AutoRound(ranges=False))
+    rounding = _SignRounding(grid, weight, grid.position(weight).round().clamp(*grid.limits), AutoRound(ranges=False))
     start = rounding.codes()
     with torch.no_grad():
         rounding.offset.fill_(7.0)
@@ -57,7 +57,7 @@ def test_an_offset_moves_a_code_by_one_at_most_and_leads_back() -> None:
 def test_a_share_shrinks_all_weights_of_its_scale_and_no_other() -> None:
     weight = rand(6, 12)
     grid = free_grid(weight, 3, (-4, 3))
-    rounding = SignRounding(grid, weight, grid.position(weight).round().clamp(*grid.limits), AutoRound())
+    rounding = _SignRounding(grid, weight, grid.position(weight).round().clamp(*grid.limits), AutoRound())
     shares = rounding.parameters[-1]
     assert tuple(shares.shape) == (6, 3)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_experts_are_learned_with_what_sends_them_their_rows_or_left(unit: Unit)
 def test_shares_move_in_steps_of_their_own(rate: float) -> None:
     weight = rand(6, 12)
     grid = free_grid(weight, 3, (-4, 3))
-    rounding = SignRounding(grid, weight, grid.round(grid.position(weight)), AutoRound(range_rate=rate))
+    rounding = _SignRounding(grid, weight, grid.round(grid.position(weight)), AutoRound(range_rate=rate))
     with torch.no_grad():
         rounding.parameters[-1].sub_(0.25)
     assert rounding.ratio is not None
@@ -122,11 +122,11 @@ def test_from_feedback_codes_are_as_near_to_the_next_as_what_it_rounded(
 ) -> None:
     begun: list[tuple[Grid, torch.Tensor, torch.Tensor]] = []
 
-    def begin(grid: Grid, weight: torch.Tensor, start: torch.Tensor, options: AutoRound) -> SignRounding:
+    def begin(grid: Grid, weight: torch.Tensor, start: torch.Tensor, options: AutoRound) -> _SignRounding:
         begun.append((grid, weight, start))
-        return SignRounding(grid, weight, start, options)
+        return _SignRounding(grid, weight, start, options)
 
-    monkeypatch.setattr(autoround, "SignRounding", begin)
+    monkeypatch.setattr(autoround, "_SignRounding", begin)
     config = CONFIG.replace(weight=WEIGHT.replace(format=bits), passes=(AutoRound(iterations=1),))
     model = mlp()
     quantize(model, config, tokens(64, 64))

@@ -22,7 +22,7 @@ from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import INT4
 from quark_fx.passes import BiasCorrection
-from quark_fx.passes.bias_correction import Means, clamped_mean
+from quark_fx.passes.bias_correction import Means, _clamped_mean
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY
 
 W4 = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
@@ -264,7 +264,7 @@ def test_the_mean_of_a_clamped_normal_is_that_of_quadrature(
 ) -> None:
     """In float32: a few roundings of the largest term."""
     limits = torch.finfo(torch.float32)
-    got = clamped_mean(torch.tensor([mean]), torch.tensor([deviation]), *bounds)
+    got = _clamped_mean(torch.tensor([mean]), torch.tensor([deviation]), *bounds)
     expected = reference_mean(float(torch.tensor(mean)), float(torch.tensor(deviation)), *bounds)
     largest = abs(mean) + deviation + max((abs(b) for b in bounds if b is not None), default=0.0)
     assert float(got) == pytest.approx(expected, abs=8 * limits.eps * largest + limits.tiny)
@@ -272,10 +272,10 @@ def test_the_mean_of_a_clamped_normal_is_that_of_quadrature(
 
 def test_a_deviation_may_have_either_sign_and_bounds_may_differ_by_channel() -> None:
     mean, deviation = rand(20, seed=4) * 3, rand(20, seed=5)
-    assert torch.equal(clamped_mean(mean, deviation, 0.0, 6.0), clamped_mean(mean, -deviation, 0.0, 6.0))
+    assert torch.equal(_clamped_mean(mean, deviation, 0.0, 6.0), _clamped_mean(mean, -deviation, 0.0, 6.0))
     high = rand(20, seed=6).abs() * 3
-    together = clamped_mean(mean, deviation, torch.zeros(20), high)
-    alone = [clamped_mean(mean[i : i + 1], deviation[i : i + 1], 0.0, float(high[i])) for i in range(20)]
+    together = _clamped_mean(mean, deviation, torch.zeros(20), high)
+    alone = [_clamped_mean(mean[i : i + 1], deviation[i : i + 1], 0.0, float(high[i])) for i in range(20)]
     torch.testing.assert_close(together, torch.cat(alone))
 
 
@@ -284,7 +284,7 @@ def test_the_mean_of_a_clamped_normal_is_that_of_samples(bounds: tuple[float | N
     mean, deviation = rand(20, seed=4) * 3, rand(20, seed=5).abs() + 0.1
     samples = mean + deviation * rand(100_000, 20, seed=6)
     clamped = samples if bounds == (None, None) else samples.clamp(*bounds)
-    error = (clamped_mean(mean, deviation, *bounds) - clamped.mean(0)).abs()
+    error = (_clamped_mean(mean, deviation, *bounds) - clamped.mean(0)).abs()
     assert (error <= 5 * deviation / 100_000**0.5).all()  # clamping only narrows
 
 

@@ -14,7 +14,7 @@ from quark_fx.config.block_formats import NVFP4
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.numbers.formats import INT2
 from quark_fx.passes import AdaQuant, AutoRound, BlockAP
-from quark_fx.passes.adaquant import StraightThrough
+from quark_fx.passes.adaquant import _StraightThrough
 from quark_fx.solvers.schedule import Schedule
 from quark_fx.solvers.starts import Start
 
@@ -28,7 +28,7 @@ def test_it_begins_at_the_codes_it_is_given(device: torch.device) -> None:
     grid = free_grid(weight, 2, (-2, 1))
     nearest = grid.round(grid.position(weight))
     for start in (nearest, (nearest + 1).clamp(*grid.limits)):
-        straight = StraightThrough(grid, weight, start, 0.1)
+        straight = _StraightThrough(grid, weight, start, 0.1)
         assert torch.equal(straight.codes(), start)
         torch.testing.assert_close(straight.weight(), grid.value(start))
 
@@ -37,7 +37,7 @@ def test_scales_have_the_gradient_of_lsq() -> None:
     """`round(w / s) - w / s` within the range, the limit beyond it (Esser et al. 2020, equation 3)."""
     weight, rate = rand(6, 12), 0.1
     grid = free_grid(weight, 2, (-2, 1))
-    straight = StraightThrough(grid, weight, grid.round(grid.position(weight)), rate)
+    straight = _StraightThrough(grid, weight, grid.round(grid.position(weight)), rate)
     with torch.no_grad():
         straight.parameter.mul_(2)  # some are beyond the range now
     upstream = rand(6, 12, seed=5)
@@ -56,7 +56,7 @@ def test_scales_have_the_gradient_of_lsq() -> None:
 def test_a_weight_stays_while_its_scale_moves() -> None:
     weight = rand(6, 12)
     grid = free_grid(weight, 2, (-2, 1))
-    straight = StraightThrough(grid, weight, grid.round(grid.position(weight)), 0.5)
+    straight = _StraightThrough(grid, weight, grid.round(grid.position(weight)), 0.5)
     assert straight.logarithms is not None
     with torch.no_grad():
         straight.logarithms.fill_(1.0)

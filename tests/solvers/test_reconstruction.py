@@ -37,12 +37,12 @@ from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.ops import dequantize, spread
 from quark_fx.numbers.ops import quantize as to_codes
 from quark_fx.passes import GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection, CrossLayerEqualization, SmoothQuant
-from quark_fx.passes.adaquant import StraightThrough
-from quark_fx.passes.adaround import SoftRounding
+from quark_fx.passes.adaquant import _StraightThrough
+from quark_fx.passes.adaround import _SoftRounding
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 from quark_fx.solvers import gradient_steps
 from quark_fx.solvers.starts import Start
-from quark_fx.solvers.trainable import fake_quantize, trainable_block
+from quark_fx.solvers.trainable import Trainable, _fake_quantize
 
 W4A8 = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))
 
@@ -142,7 +142,7 @@ def test_a_trainable_block_computes_what_the_block_in_codes_does(
     def look(gm: GraphModule, context: Context) -> None:
         for run in walk_blocks(gm, context, unit=unit):
             weights = quantized_weights(run.module, context.plan)
-            block = trainable_block(run, weights)
+            block = Trainable.of(run, weights)
             hard = [weight.value(run.module) for weight in weights]
             for batch in range(len(context.data.batches)):
                 for got, expected in zip(block(run.inputs(batch), hard), run.outputs(batch), strict=True):
@@ -160,7 +160,7 @@ def test_a_trainable_block_depends_on_every_argument() -> None:
     def look(gm: GraphModule, context: Context) -> None:
         for run in walk_blocks(gm, context, unit=Unit.BLOCK):
             weights, scales = quantized_weights(run.module, context.plan), activation_scales(run.module)
-            block = trainable_block(run, weights, biases=True, scales=scales)
+            block = Trainable.of(run, weights, biases=True, scales=scales)
             given = (
                 [weight.value(run.module).requires_grad_() for weight in weights],
                 [bias.value(run.module).requires_grad_() for weight in weights if (bias := weight.bias) is not None],
@@ -201,7 +201,7 @@ def test_fake_quantization_is_a_straight_line_within_the_codes_and_flat_outside(
     s = torch.tensor(scale, device=device, requires_grad=learned)
     position = steps(fmt).to(device)
     x = ((position - zero_point) * scale).requires_grad_()
-    y = fake_quantize(x, s, zero_point, str(fmt))
+    y = _fake_quantize(x, s, zero_point, str(fmt))
     exact = dequantize(to_codes(x, s, zero_point, str(fmt)), s, zero_point, str(fmt))
     assert torch.equal(y, exact)
     factor = rand(len(position)).to(device)
@@ -220,7 +220,7 @@ def test_the_gradient_of_a_scale_is_that_of_learned_step_sizes(fmt: IntFormat, d
     s = torch.tensor(0.5, device=device, requires_grad=True)
     x = (position - middle) * 0.5
     factor = rand(len(position)).to(device)
-    (fake_quantize(x, s, torch.tensor(middle, dtype=torch.int32, device=device), str(fmt)) * factor).sum().backward()
+    (_fake_quantize(x, s, torch.tensor(middle, dtype=torch.int32, device=device), str(fmt)) * factor).sum().backward()
     codes = position.round().clamp(fmt.qmin, fmt.qmax)
     inside = position.round() == codes
     slope = torch.where(inside, codes - position, codes - middle)
@@ -235,7 +235,7 @@ def test_where_everything_saturates_the_gradient_of_a_scale_is_a_true_derivative
     x, point = torch.tensor([50.0, -40.0, 60.0]), torch.tensor(3, dtype=torch.int32)
 
     def total(scale: Tensor) -> Tensor:
-        return (fake_quantize(x, scale, point, "int4") * torch.tensor([1.0, 2.0, -0.5])).sum()
+        return (_fake_quantize(x, scale, point, "int4") * torch.tensor([1.0, 2.0, -0.5])).sum()
 
     s = torch.tensor(0.25, requires_grad=True)
     total(s).backward()
@@ -258,7 +258,7 @@ def test_other_kinds_of_codes_have_the_gradient_of_a_straight_line_within_their_
 ) -> None:
     x = rand(4, 6).requires_grad_()
     point = torch.zeros((), dtype=torch.int32)
-    y = fake_quantize(x, scale, point, format, axis, block)
+    y = _fake_quantize(x, scale, point, format, axis, block)
     exact = dequantize(to_codes(x, scale, point, format, axis, block), scale, point, format, axis, block)
     assert torch.equal(y, exact)
     y.sum().backward()
@@ -271,9 +271,9 @@ def test_other_kinds_of_codes_have_the_gradient_of_a_straight_line_within_their_
 def test_values_are_dropped_one_by_one_with_their_probability(drop: float) -> None:
     x = rand(100, 100)
     torch.manual_seed(0)
-    y = fake_quantize(x, torch.tensor(0.5), torch.tensor(0, dtype=torch.int32), "int8", drop=drop)
+    y = _fake_quantize(x, torch.tensor(0.5), torch.tensor(0, dtype=torch.int32), "int8", drop=drop)
     kept = y == x
-    exact = fake_quantize(x, torch.tensor(0.5), torch.tensor(0, dtype=torch.int32), "int8")
+    exact = _fake_quantize(x, torch.tensor(0.5), torch.tensor(0, dtype=torch.int32), "int8")
     assert torch.equal(y[~kept], exact[~kept])
     # Five standard deviations of a binomial distribution.
     assert float(kept.float().mean()) == pytest.approx(drop, abs=5 * (drop * (1 - drop) / x.numel()) ** 0.5)
@@ -301,7 +301,7 @@ def test_with_softness_one_a_soft_weight_begins_as_the_float_weight() -> None:
     between two, where it would not say which one it starts at.
     """
     grid, weight = a_grid()
-    soft = SoftRounding(grid, weight, nearest(grid, weight), AdaRound(softness=1.0))
+    soft = _SoftRounding(grid, weight, nearest(grid, weight), AdaRound(softness=1.0))
     position = grid.position(weight)
     inside = (position >= grid.limits[0]) & (position <= grid.limits[1])
     error = (soft.weight() - weight).abs() / grid.scale
@@ -322,13 +322,13 @@ def test_a_soft_weight_begins_at_the_code_it_is_given(softness: float, moved: in
     """Also where that is not the nearest one."""
     grid, weight = a_grid()
     start = (nearest(grid, weight) + moved).clamp(*grid.limits)
-    soft = SoftRounding(grid, weight, start, AdaRound(softness=softness))
+    soft = _SoftRounding(grid, weight, start, AdaRound(softness=softness))
     assert torch.equal(soft.codes(), start)
 
 
 def test_a_soft_weight_lies_between_two_codes_within_the_limits() -> None:
     grid, weight = a_grid()
-    soft = SoftRounding(grid, weight, nearest(grid, weight), AdaRound())
+    soft = _SoftRounding(grid, weight, nearest(grid, weight), AdaRound())
     with torch.no_grad():
         for value in (-50.0, 50.0):
             soft.parameter.fill_(value)
@@ -342,7 +342,7 @@ def test_a_soft_weight_lies_between_two_codes_within_the_limits() -> None:
 
 def test_the_penalty_begins_after_the_warm_start_and_drives_apart() -> None:
     grid, weight = a_grid()
-    soft = SoftRounding(grid, weight, nearest(grid, weight), AdaRound(softness=1.0, regularization=3.0))
+    soft = _SoftRounding(grid, weight, nearest(grid, weight), AdaRound(softness=1.0, regularization=3.0))
     assert float(soft.penalty(0.19)) == 0.0
     h = (torch.sigmoid(soft.parameter.detach()) * 1.2 - 0.1).clamp(0, 1)
     for progress, beta in ((0.2, 20.0), (0.6, 11.0), (1.0, 2.0)):
@@ -362,7 +362,7 @@ def test_the_penalty_begins_after_the_warm_start_and_drives_apart() -> None:
 def test_a_straight_through_weight_begins_at_its_code_as_near_to_the_weight_as_that_allows() -> None:
     grid, weight = a_grid()
     start = nearest(grid, weight)
-    straight = StraightThrough(grid, weight, start)
+    straight = _StraightThrough(grid, weight, start)
     assert torch.equal(straight.codes(), start)
     torch.testing.assert_close(straight.weight(), grid.value(start), rtol=1e-6, atol=1e-6)
     position = grid.position(weight)

@@ -17,7 +17,7 @@ from quark_fx.passes import AWQ, AdaRound, SmoothQuant
 from quark_fx.passes.awq import _ROUNDS, _TRIES
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 from quark_fx.rescale.components import largest_per_component, per_element
-from quark_fx.solvers.sample_trial import CALIBRATION, Remembered, SampledSite
+from quark_fx.solvers.sample_trial import CALIBRATION, SampledSite, _Remembered
 from quark_fx.solvers.scaling import _refusal, scaling_solver, search
 from quark_fx.solvers.solver import Bias, OutputError, Solver, solver
 from quark_fx.system.memory import Slabs
@@ -122,9 +122,9 @@ def test_a_refusal_gives_the_error_that_is_no_better(after: list[float], reason:
     assert _refusal([1.0] * 3, after, 0.85, None) == reason  # type: ignore[arg-type]
 
 
-def remembered(*folds: int) -> Remembered:
+def remembered(*folds: int) -> _Remembered:
     """Return what is remembered of a value with two channels, a sample a fold; magnitudes are those of the fold."""
-    statistics, slabs = Remembered(1, divisible=True), Slabs()
+    statistics, slabs = _Remembered(1, divisible=True), Slabs()
     for fold in folds:
         x = (fold + 1) * rand(3, 2, seed=fold)
         statistics.widen(fold, x, slabs)

@@ -17,7 +17,7 @@ from quark_fx import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine import guidance
 from quark_fx.engine.back_walk import BackWalk, NoGradientError
 from quark_fx.engine.context import Context
-from quark_fx.engine.guidance import guidance_of, together_bytes
+from quark_fx.engine.guidance import together_bytes
 from quark_fx.engine.sizes import Matrices
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import graph_pass
@@ -114,7 +114,9 @@ def data(count: int = 6) -> list[Tensor]:
 @graph_pass(stage="quantized")
 def looking(gm: GraphModule, context: Context) -> int:
     """Keep what is measured of the outputs."""
-    SEEN.update(guidance_of(context, outputs=True).outputs or {})
+    measured = InputHessian(two_sided=True).guidance(context)
+    assert measured is not None
+    SEEN.update(measured.outputs or {})
     return 0
 
 

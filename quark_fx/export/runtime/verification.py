@@ -17,7 +17,7 @@ from torch.fx import Interpreter, Node
 
 from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.config.target import TARGETS
-from quark_fx.engine.calibration_data import first_sample, with_nan
+from quark_fx.engine.calibration_data import first_sample
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
@@ -590,10 +590,9 @@ def _require_shapes(
 
 def _require_values(feed: list[Tensor], batch: int) -> None:
     """Raise if an input is empty, or contains NaN, which a quantizer turns into a number."""
-    if (position := with_nan(feed)) is not None:
-        sample = int(first_sample(feed[position].isnan()))
-        raise ExportError(f"batch {batch}: input {position} holds NaN in sample {sample}; compare with numbers")
     for position, leaf in enumerate(feed):
+        if (sample := int(first_sample(leaf.isnan()))) >= 0:
+            raise ExportError(f"batch {batch}: input {position} holds NaN in sample {sample}; compare with numbers")
         if not leaf.numel():
             shape = tuple(leaf.shape)
             raise ExportError(f"batch {batch}: input {position} is empty, shape {shape}; pass batches with values")
