@@ -22,7 +22,7 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.sampling import spread_indices
 from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import quantize_tensor
-from quark_fx.rescale.components import Means, per_element, sums_along
+from quark_fx.rescale.components import Means, per_element
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
 from quark_fx.solvers.error_feedback import DAMPING, factor, stack_chunks
 from quark_fx.solvers.hessian import Entrance, Hessian
@@ -192,7 +192,7 @@ class _MeasuredSite:
         with accelerator.checked_later() as checks:
             for form in forms:
                 for means, pairs in ((squares, [form.squared]), (weights, form.ratios(ones))):
-                    sums += [(means, labels, sums_along(labels, x), x.numel()) for labels, x in pairs]
+                    sums += [(means, labels, means.sums(labels, x), x.numel()) for labels, x in pairs]
         tensors = [*(x for _, _, x, _ in sums), *(condition for condition, _ in checks)]
         on_host = iter(accelerator.moved(tensors, torch.device("cpu"), copy=False))
         for means, labels, _, size in sums:

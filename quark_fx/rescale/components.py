@@ -30,12 +30,6 @@ def largest_per_component(labels: Tensor, values: Tensor, components: int) -> Te
     return largest.scatter_reduce_(0, labels[is_labeled], peaks[is_labeled], "amax")
 
 
-def sums_along(labels: Tensor, values: Tensor) -> Tensor:
-    """Return the sums of values along the expanded dimensions of `labels`; the shape of `labels`."""
-    alike = tuple(dim for dim in range(values.dim()) if labels.stride(dim) == 0)
-    return values.sum(alike) if alike else values
-
-
 @dataclass(frozen=True)
 class Means:
     """Means of the values of each component, on the CPU: the order of sums on a GPU is not deterministic.
@@ -53,13 +47,18 @@ class Means:
         """Return the state before any values."""
         return cls(torch.zeros(components, dtype=torch.float32), torch.zeros(components, dtype=torch.float32))
 
+    @staticmethod
+    def sums(labels: Tensor, values: Tensor) -> Tensor:
+        """Return the sums of values along the expanded dimensions of `labels`; the shape of `labels`."""
+        alike = tuple(dim for dim in range(values.dim()) if labels.stride(dim) == 0)
+        return values.sum(alike) if alike else values
+
     def add(self, labels: Tensor, values: Tensor) -> None:
         """Add values, each to its component in `labels`, which have the same shape; label -1 means no component."""
-        sums, size = sums_along(labels, values), values.numel()
-        self.add_sums(labels, sums.cpu(), size)
+        self.add_sums(labels, self.sums(labels, values).cpu(), values.numel())
 
     def add_sums(self, labels: Tensor, sums: Tensor, size: int) -> None:
-        """Add the result of `sums_along` for `size` values, moved to the CPU."""
+        """Add the result of `sums` for `size` values, moved to the CPU."""
         labels = labels[tuple(0 if stride == 0 else slice(None) for stride in labels.stride())]
         is_labeled = labels >= 0
         self.total.index_add_(0, labels[is_labeled], sums[is_labeled])
@@ -71,4 +70,4 @@ class Means:
         return self.total / self.count.clamp_min(1)
 
 
-__all__ = ["Means", "largest_per_component", "per_element", "sums_along"]
+__all__ = ["Means", "largest_per_component", "per_element"]

@@ -50,7 +50,7 @@ def _unsplit(value: Node) -> Node:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotated:
+class _Rotated:
     """A parameter that absorbs a rotation.
 
     Attributes:
@@ -67,7 +67,7 @@ class Rotated:
 
 
 @dataclass(frozen=True, eq=False)
-class Folded:
+class _Folded:
     """A norm's factor, and the weights it is folded into.
 
     Attributes:
@@ -99,8 +99,8 @@ class RotationSite:
 
     size: int
     readers: tuple[Linear, ...]
-    absorbers: tuple[Rotated, ...]
-    norms: tuple[Folded, ...] = ()
+    absorbers: tuple[_Rotated, ...]
+    norms: tuple[_Folded, ...] = ()
     made: tuple[Node, ...] = ()
     read: tuple[tuple[Node, tuple[Node, ...]], ...] = ()
     keeps_mean: bool = False
@@ -196,7 +196,7 @@ class _Sites:
         sites.sort(key=lambda site: order[site.readers[0].node])
         return RotationAnalysis(tuple(sites), self.reasons)
 
-    def _fold_norms(self, *, streams: bool) -> list[Folded]:
+    def _fold_norms(self, *, streams: bool) -> list[_Folded]:
         """Return the norms whose factors all of their consumers can absorb; the others stop rotations on both sides."""
         walk, count = self.walk, self.walk.components.count
         other = torch.zeros(count, dtype=torch.bool)
@@ -231,7 +231,7 @@ class _Sites:
                 walk.stop_made(norm.node)
         return folded
 
-    def _folded(self, norm: Norm, roots: Tensor, consumers: Mapping[int, list[Absorption]]) -> Folded | None:
+    def _folded(self, norm: Norm, roots: Tensor, consumers: Mapping[int, list[Absorption]]) -> _Folded | None:
         absorptions = {id(a): a for root in roots.tolist() for a in consumers.get(root, [])}
         channel = torch.full((self.walk.components.count,), -1)
         channel[roots] = torch.arange(len(roots))
@@ -242,11 +242,11 @@ class _Sites:
         if not readers:
             return None
         if norm.offset is None:
-            return Folded(norm, readers, into_biases=False)
+            return _Folded(norm, readers, into_biases=False)
         if all(self._takes_bias(a, norm.node) for a, _ in readers):
-            return Folded(norm, readers, into_biases=True)
+            return _Folded(norm, readers, into_biases=True)
         factor = parameter(self.walk.gm, norm.factor).detach().float().abs()
-        return Folded(norm, readers, into_biases=False) if bool((factor > 1e-3 * factor.max()).all()) else None
+        return _Folded(norm, readers, into_biases=False) if bool((factor > 1e-3 * factor.max()).all()) else None
 
     def _takes_bias(self, absorption: Absorption, norm: Node) -> bool:
         """Tell whether the bias of an operator can absorb the contribution of a norm's offset to all of its rows."""
@@ -403,7 +403,7 @@ _WHOLE = frozenset(Motion) - {Motion.JOIN, Motion.SCATTER, Motion.CHOOSE}
 """Data movement after which every row still has the offset of a norm, or a slice of it."""
 
 
-def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> Rotated | None:
+def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> _Rotated | None:
     """Return the runs of a parameter's channels; `None` if some are incomplete.
 
     Args:
@@ -425,7 +425,7 @@ def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> Rotat
     steps = order.diff(dim=1)
     if len(order) > count and not torch.equal(steps, steps[:, :1].expand_as(steps)):
         return None
-    return Rotated(absorption.parameter, axes[0] - places.dim(), len(vector), order)
+    return _Rotated(absorption.parameter, axes[0] - places.dim(), len(vector), order)
 
 
 def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> None:
@@ -457,7 +457,7 @@ def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> N
             insert_rotation(gm, value, rotation.inverse, list(users))
 
 
-def _mixed(weight: Tensor, *, absorber: Rotated, rotation: Rotation) -> Tensor:
+def _mixed(weight: Tensor, *, absorber: _Rotated, rotation: Rotation) -> Tensor:
     sizes = [1] * (-absorber.axis - weight.dim()) + list(weight.shape)
     sizes[absorber.axis] = absorber.channels
     last = weight.expand(sizes).movedim(absorber.axis, -1)
@@ -468,7 +468,7 @@ def _mixed(weight: Tensor, *, absorber: Rotated, rotation: Rotation) -> Tensor:
     return result.movedim(-1, absorber.axis).contiguous()
 
 
-def _fold(gm: GraphModule, folded: Folded) -> None:
+def _fold(gm: GraphModule, folded: _Folded) -> None:
     """Multiply the readers' weights by a norm's factor, and adjust its offset."""
     norm = folded.norm
     factor = parameter(gm, norm.factor).detach()
@@ -513,6 +513,6 @@ def insert_rotation(gm: GraphModule, value: Node, rotation: Rotation, users: lis
 
 
 __all__ = [
-    *("Folded", "Rotated", "RotationAnalysis", "RotationSite"),
+    *("RotationAnalysis", "RotationSite"),
     *("apply_rotation", "find_rotation_sites", "insert_rotation"),
 ]

@@ -21,7 +21,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import CAST, is_floating, is_parameter, parameter, static_size, target_name, value_of
 from quark_fx.graph.operators import MOTIONS, PADS, Motion, argument
 from quark_fx.rescale.scale_rules import RULES as SCALE_RULES
-from quark_fx.rescale.scale_rules import Rule, attention, matmul, reduce, stop, visit
+from quark_fx.rescale.scale_rules import visit
 from quark_fx.rescale.scale_walk import Walk, lift, made_by, read_by
 
 _MAX_HASH = 1 << 62
@@ -150,7 +150,7 @@ def _visit(walk: RotationWalk, node: Node) -> None:
     """Stop at grouped products: a rotation would mix channels of different groups."""
     linear = Linear.of(node)
     if linear is not None and linear.groups > 1:
-        return stop(walk, node)
+        return walk.stop(node)
     return visit(walk, node, RULES)
 
 
@@ -160,10 +160,10 @@ def _multiply(walk: RotationWalk, node: Node) -> None:
     if len(values) == 2 and values[0] is values[1]:
         return _square(walk, node)
     if len(values) < 2:
-        return walk.broadcast(values, node) if values and is_floating(walk.gm, node) else stop(walk, node)
+        return walk.broadcast(values, node) if values and is_floating(walk.gm, node) else walk.stop(node)
     value = _rotated_factor(walk, node, values)
     if value is None:
-        return stop(walk, node)
+        return walk.stop(node)
     (factor,) = (v for v in values if v is not value)
     rank = len(walk.shape(node))
     varying = {d + rank - len(walk.shape(v)) for v in (value, node) for d in walk.varying(v)}
@@ -173,7 +173,7 @@ def _multiply(walk: RotationWalk, node: Node) -> None:
         return walk.keep_apart(node, sorted(differs))
     channels = walk.sizes(node)[next(iter(varying))]
     if not is_parameter(factor) or len(varying) > 1 or parameter(walk.gm, factor).numel() != channels:
-        return stop(walk, node)
+        return walk.stop(node)
     return _norm(walk, node, value, factor, None, differs.pop() - rank, centers=False)
 
 
@@ -198,7 +198,7 @@ def _norm(
 ) -> None:
     """Give coordinates to both sides of a factor per channel, without a tie between them so far."""
     if any(c is not None and walk.sharer(c, node) is not None for c in (factor, offset)):
-        return stop(walk, node)
+        return walk.stop(node)
     outputs = walk.along(node, [axis])
     if outputs is None:
         return walk.stop_read(node, [value])
@@ -216,7 +216,7 @@ def _normalize(walk: RotationWalk, node: Node, *, centers: bool) -> None:
     offset = argument(node, 3) if centers else None
     constants = [c for c in (factor, offset) if c is not None]
     if len(sizes) > 1 or not all(map(is_parameter, constants)) or (factor is None and offset is not None):
-        return stop(walk, node)
+        return walk.stop(node)
     if factor is not None:
         return _norm(walk, node, value, factor, offset, -1, centers=centers)
     walk.broadcast([value], node)
@@ -233,12 +233,12 @@ def _square(walk: RotationWalk, node: Node) -> None:
     varying = walk.varying(value)
     summed = [_summed(walk, user) for user in node.users]
     if node in walk.labels:
-        return stop(walk, node)
+        return walk.stop(node)
     if (target_name(node) == "aten.pow.Tensor_Scalar" and node.args[1] != 2) or not all(summed):
-        return stop(walk, node)
+        return walk.stop(node)
     distinct = [d for d in varying if not all(d in dims for dims in summed)]
     if distinct == varying and varying:
-        return stop(walk, node)
+        return walk.stop(node)
     if varying:
         walk.measured.append(walk.labels[value])
     return walk.keep_apart(value, distinct)
@@ -256,16 +256,16 @@ def _summed(walk: Walk, node: Node) -> list[int]:
 def _reduce(walk: RotationWalk, node: Node) -> None:
     """Stop at a sum over coordinates; pass a sum over other dimensions."""
     if set(_summed(walk, node)) & set(walk.varying(argument(node, 0))):
-        return stop(walk, node)
-    return reduce(walk, node)
+        return walk.stop(node)
+    return SCALE_RULES[target_name(node)](walk, node)
 
 
-def _mix_rows(walk: RotationWalk, node: Node, *, rule: Rule, value: int) -> None:
+def _mix_rows(walk: RotationWalk, node: Node, *, value: int) -> None:
     """Pass a product that mixes rows; each matrix of a stack mixes them differently."""
     columns = argument(node, value)
     if sum(n is columns for n in node.args) > 1:
-        return stop(walk, node)
-    rule(walk, node)
+        return walk.stop(node)
+    SCALE_RULES[target_name(node)](walk, node)
     last = len(walk.shape(columns)) - 1
     return walk.keep_apart(columns, [d for d in walk.varying(columns) if d != last])
 
@@ -275,7 +275,7 @@ def _roll(walk: RotationWalk, node: Node) -> None:
     rank = len(walk.shape(node))
     dims = {d % rank for d in argument(node, 2) or range(rank)}
     value = argument(node, 0)
-    return stop(walk, node) if dims & {*walk.varying(value), *walk.varying(node)} else walk.move(node)
+    return walk.stop(node) if dims & {*walk.varying(value), *walk.varying(node)} else walk.move(node)
 
 
 def _divide(walk: RotationWalk, node: Node) -> None:
@@ -283,11 +283,11 @@ def _divide(walk: RotationWalk, node: Node) -> None:
     value, divisor = node.args[:2]
     rank = len(walk.shape(node))
     if not isinstance(value, Node) or node.kwargs or not is_floating(walk.gm, value):
-        return stop(walk, node)
+        return walk.stop(node)
     varying = {d + rank - len(walk.shape(v)) for v in (value, node) for d in walk.varying(v)}
     tensor = isinstance(divisor, Node) and isinstance(value_of(walk.gm, divisor), Tensor)
     if tensor and any(_size(walk, divisor, d - rank) != 1 for d in varying):  # type: ignore[arg-type]
-        return stop(walk, node)
+        return walk.stop(node)
     return walk.broadcast([value], node)
 
 
@@ -310,7 +310,7 @@ RULES: Mapping[str, Callable[[RotationWalk, Node], None]] = {
     **dict.fromkeys(_SUMS, _reduce),
     "aten.layer_norm.default": partial(_normalize, centers=True),
     "aten.rms_norm.default": partial(_normalize, centers=False),
-    "aten.scaled_dot_product_attention.default": partial(_mix_rows, rule=attention, value=2),
-    **{f"aten.{name}.default": partial(_mix_rows, rule=matmul, value=1) for name in ("matmul", "bmm", "mm")},
+    "aten.scaled_dot_product_attention.default": partial(_mix_rows, value=2),
+    **{f"aten.{name}.default": partial(_mix_rows, value=1) for name in ("matmul", "bmm", "mm")},
 }
 """Rules of operators at which a rotation arrives, keyed by operator; other operators stop it."""

@@ -38,7 +38,7 @@ Rule = Callable[[Walk, Node], None]
 def visit(walk: W, node: Node, rules: Mapping[str, Callable[[W, Node], None]] | None = None) -> None:
     """Run the rule of a node, by default from `RULES`: derive labels of its inputs and output from each other."""
     if node.op == "call_function":
-        rule = (RULES if rules is None else rules).get(target_name(node), stop)
+        rule = (RULES if rules is None else rules).get(target_name(node), Walk.stop)
         if (linear := Linear.of(node)) is not None:
             rule = partial(_weighted, linear=linear)
         elif (row := operator_row(node)) is not None and row.weight is not None and not row.activations:
@@ -46,7 +46,7 @@ def visit(walk: W, node: Node, rules: Mapping[str, Callable[[W, Node], None]] | 
         try:
             rule(walk, node)
         except Declined:
-            stop(walk, node)
+            walk.stop(node)
     elif node.op == "get_attr":
         _constant(walk, node)
     elif node.op == "output":
@@ -58,13 +58,6 @@ def visit(walk: W, node: Node, rules: Mapping[str, Callable[[W, Node], None]] | 
 def weight_sharer(walk: Walk, linear: Linear) -> Node | None:
     """Return another consumer of the operator's weight."""
     return walk.sharer(linear.stored.node, linear.stored.reader)
-
-
-def stop(walk: Walk, node: Node, *, inputs: bool = True) -> None:
-    """Stop every scale."""
-    if inputs:
-        walk.stop_read(node, node.all_input_nodes)
-    walk.stop_made(node)
 
 
 def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
@@ -127,7 +120,7 @@ def _constant(walk: Walk, node: Node) -> None:
 def _move(walk: Walk, node: Node, *, arguments: tuple[Any, ...] | None = None, uniform: Sequence[int] = ()) -> None:
     """Pass rearrangements: each element keeps its component."""
     if is_getitem(node) and RULES.get(target_name(node.args[0])) is not _parts:  # type: ignore[arg-type]
-        return stop(walk, node, inputs=False)
+        return walk.stop(node, inputs=False)
     return walk.move(node, arguments, uniform=uniform)
 
 
@@ -144,7 +137,7 @@ def _pad(walk: Walk, node: Node) -> None:
     if mode != "constant":
         return _move(walk, node)
     if value not in (None, 0):
-        return stop(walk, node)
+        return walk.stop(node)
     fill = (-1,) if constant else ("constant", -1)
     return _move(walk, node, arguments=(*node.args[:2], *fill))
 
@@ -161,7 +154,7 @@ def _same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
     operands = [argument(node, position) for position in values]
     scaled = [v for v in operands if isinstance(v, Node) and is_floating(walk.gm, v)]
     if not is_floating(walk.gm, node) or any(v not in scaled and not _invariant(v) for v in operands):
-        return stop(walk, node)
+        return walk.stop(node)
     walk.stop_read(node, (v for v in node.all_input_nodes if v not in scaled))
     walk.broadcast([v for v in scaled if not is_parameter(v)], node)
     return _absorb(walk, node, [v for v in scaled if is_parameter(v)])
@@ -184,7 +177,7 @@ def _absorb(walk: Walk, node: Node, constants: list[Node]) -> None:
         if (sharer := walk.sharer(constant, node)) is not None:
             return _stop_shared(walk, node, sharer)
         if not _holds(value, labels):
-            return stop(walk, node)
+            return walk.stop(node)
         walk.absorptions[node].append(Absorption(node, _position(node, constant), constant, labels, divides=True))
     return None
 
@@ -204,12 +197,12 @@ def _multiply(walk: Walk, node: Node) -> None:
     factors = [v for v in node.args[:2] if isinstance(v, Node) and is_floating(walk.gm, v)]
     constants = [v for v in factors if is_parameter(v)]
     if len(factors) < 2:  # numbers and integers
-        return walk.broadcast(factors, node) if factors else stop(walk, node)
+        return walk.broadcast(factors, node) if factors else walk.stop(node)
     if not constants:
         return _multiply_activations(walk, node, factors[0], factors[1])
     value = next((v for v in factors if v is not constants[0]), None)
     if len(constants) == 2 or value is None:
-        return stop(walk, node)
+        return walk.stop(node)
     return _multiply_constant(walk, node, value, constants[0])
 
 
@@ -246,13 +239,13 @@ def _clamp(walk: Walk, node: Node) -> None:
     bounds = given_bounds(node)
     walk.broadcast([argument(node, 0)], node)
     if bounds is None or not is_floating(walk.gm, node):
-        return stop(walk, node)
+        return walk.stop(node)
     if all(bound is None or (not isinstance(bound, Node) and _invariant(bound)) for bound in bounds):
         return None
     labels = walk.fixed(node)
     for bound in (b for b in bounds if isinstance(b, Node)):
         if not is_parameter(bound) or (labels is not None and not _holds(parameter(walk.gm, bound), labels)):
-            return stop(walk, node)
+            return walk.stop(node)
         if (sharer := walk.sharer(bound, node)) is not None:
             return _stop_shared(walk, node, sharer)
     if labels is not None:
@@ -274,7 +267,7 @@ def _normalize(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: i
     parameters = [(p, argument(node, p)) for p in (weight, bias) if p is not None]
     affine = [(p, constant) for p, constant in parameters if constant is not None]
     if not affine or affine[0][0] != weight or not all(is_parameter(constant) for _, constant in affine):
-        return stop(walk, node)
+        return walk.stop(node)
     for _, constant in affine:
         if (sharer := walk.sharer(constant, node)) is not None:
             return _stop_shared(walk, node, sharer)
@@ -284,7 +277,7 @@ def _normalize(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: i
     return None
 
 
-def reduce(walk: Walk, node: Node) -> None:
+def _reduce(walk: Walk, node: Node) -> None:
     """Pass a sum, mean, maximum, or minimum over dimensions along which the scale is constant."""
     value, dims, keep = argument(node, 0), argument(node, 1), bool(argument(node, 2))
     dims = [dims] if isinstance(dims, int) else list(dims or range(len(walk.shape(value))))
@@ -307,7 +300,7 @@ def _mix_rows(walk: Walk, node: Node, value: Node, others: list[Any]) -> None:
     walk.stop_read(node, (v for v in others if isinstance(v, Node)), ", not as its right operand")
     sizes, columns = walk.sizes(node), walk.sizes(value)
     if not 2 <= len(columns) <= len(sizes):
-        return stop(walk, node)
+        return walk.stop(node)
 
     def positions() -> Tensor:
         numbers = _first(walk, value, [-2])
@@ -323,12 +316,12 @@ def _first(walk: Walk, value: Node, dims: list[int]) -> Tensor:
     return walk.numbered(value).amin(dims, keepdim=True)
 
 
-def matmul(walk: Walk, node: Node) -> None:
+def _matmul(walk: Walk, node: Node) -> None:
     a, b = argument(node, 0), argument(node, 1)
-    return _mix_rows(walk, node, b, [a]) if len(walk.shape(a)) > 1 else stop(walk, node)
+    return _mix_rows(walk, node, b, [a]) if len(walk.shape(a)) > 1 else walk.stop(node)
 
 
-def attention(walk: Walk, node: Node) -> None:
+def _attention(walk: Walk, node: Node) -> None:
     return _mix_rows(walk, node, argument(node, 2), [argument(node, i) for i in (0, 1, 3)])
 
 
@@ -338,7 +331,7 @@ def _pick(walk: Walk, node: Node) -> None:
     dims = [where] if isinstance(where, int) else [d for d, index in enumerate(where) if index is not None]
     indices = [argument(node, 2)] if isinstance(where, int) else [index for index in where if index is not None]
     if any(value_of(walk.gm, index).dtype in (torch.bool, torch.uint8) for index in indices):
-        return stop(walk, node)
+        return walk.stop(node)
     return _move(walk, node, uniform=dims)
 
 
@@ -359,7 +352,7 @@ def _free(walk: Walk, node: Node) -> None:
     """Pass zeros, or operators that only read a shape."""
 
 
-_make = partial(stop, inputs=False)
+_make = partial(Walk.stop, inputs=False)
 """Rule for constants that only read a shape."""
 
 RULES: dict[str, Rule] = {
@@ -393,7 +386,7 @@ RULES: dict[str, Rule] = {
     "aten.group_norm.default": partial(_normalize, weight=2, bias=3),
     "aten.batch_norm.default": partial(_normalize, weight=1, bias=2),
     "aten.instance_norm.default": partial(_normalize, weight=1, bias=2),
-    **dict.fromkeys(("aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default"), reduce),
+    **dict.fromkeys(("aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default"), _reduce),
     **{
         f"aten.{pool}{d}d.default": partial(_spatial, dims=d)
         for pool in ("max_pool", "avg_pool", "adaptive_avg_pool")
@@ -409,8 +402,8 @@ RULES: dict[str, Rule] = {
         for how in ways
         for overload in ("vec", "default")
     },
-    **dict.fromkeys(("aten.matmul.default", "aten.bmm.default", "aten.mm.default"), matmul),
-    "aten.scaled_dot_product_attention.default": attention,
+    **dict.fromkeys(("aten.matmul.default", "aten.bmm.default", "aten.mm.default"), _matmul),
+    "aten.scaled_dot_product_attention.default": _attention,
     **dict.fromkeys(("aten.index.Tensor", "aten.index_select.default", "aten.gather.default"), _pick),
     "aten.index_add.default": _index_add,
     **dict.fromkeys(

@@ -303,6 +303,12 @@ class Walk:
         """Record that `node` computes a value that it cannot scale; for `shared_with`, see `stop_read`."""
         self.freeze([node], made_by(node, shared_with))
 
+    def stop(self, node: Node, *, inputs: bool = True) -> None:
+        """Stop every scale at an operator."""
+        if inputs:
+            self.stop_read(node, node.all_input_nodes)
+        self.stop_made(node)
+
     def concrete(self, size: Any) -> int:
         """Return a size, or a small size in place of a dynamic one.
 
