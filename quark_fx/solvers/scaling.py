@@ -91,7 +91,10 @@ class Trial(ABC):
 
     @abstractmethod
     def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
-        """Return, for each scale, the errors that must all decrease; the first, on validation data, is reported."""
+        """Return, for each scale, the errors that must all decrease, on validation and calibration data in turn.
+
+        The report shows the first.
+        """
 
     def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> Tensor | None:
         """Return `errors` of points that `search` is likely to request, if computing them in advance is cheaper.
@@ -205,13 +208,12 @@ class ScalingSolver(Selective, ABC):
 
 
 def _refusal(before: Sequence[float], after: Sequence[float], gain: float, context: Context) -> str:
-    """Return the reason for rejecting a scale; the error on validation data comes first."""
-    worse = [a for b, a in zip(before, after, strict=True) if not a < b]  # NaN is not better
+    """Return the reason for rejecting a scale, given `Trial.verdicts` without and with it."""
+    worse = [(i, a) for i, (b, a) in enumerate(zip(before, after, strict=True)) if not a < b]  # NaN is not better
     if not worse:
         return f"less than {1 - gain:.0%} better ({after[0]:.3g})"
-    if after[0] < before[0]:
-        return f"no better on the calibration data ({worse[0]:.3g})"
-    return context.data.refusal(after[0])
+    place, error = worse[0]
+    return f"no better on the calibration data ({error:.3g})" if place % 2 else context.data.refusal(error)
 
 
 _LONG = 10
@@ -229,7 +231,8 @@ def search(
         errors: Function from points, shape (points,), to their errors, shape (points, summands). It is called with as
             many points as possible, since a call may wait for the device.
         sizes: Number of positions along each axis. A long axis is tried at every fifth of its length, then around the
-            best point; a short axis is followed from its middle while the error decreases.
+            best point; a short axis is followed from its middle while the error decreases, or tried whole with
+            `rounds`.
         table: Errors of all points, shape (points, summands), NaN for points that were not tried; the search adds to
             it. Default: no point was tried.
         rounds: Number of rounds per step size, for a device that the host must not wait for; points may be tried twice.
@@ -266,9 +269,10 @@ def search(
     middles = (stride * ((size - 1) // 2) for stride, size in zip(strides, sizes, strict=True) if size <= _LONG)
     best = torch.full((), sum(middles), dtype=torch.int64, device=table.device)
     for axis, (stride, size) in enumerate(zip(strides, sizes, strict=True)):
-        if size > _LONG:
+        if size > _LONG or rounds:
+            places = (*range(0, size - 1, (size - 1) // 5), size - 1) if size > _LONG else range(size)
             start = best - best // stride % size * stride
-            best = least([start + i * stride for i in (*range(0, size - 1, (size - 1) // 5), size - 1)], 0)
+            best = least([start + i * stride for i in places], 0)
             continue
         for sign in (1, -1):
             best = descended(best, [[[sign * (i == axis) for i in range(len(sizes))]]], size - 1, tried=0)

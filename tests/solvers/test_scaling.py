@@ -12,6 +12,9 @@ import torch
 from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
+from quark_fx.engine.activation_cache import ActivationCache
+from quark_fx.engine.calibration_data import CalibrationData
+from quark_fx.engine.context import Context
 from quark_fx.errors import PassError
 from quark_fx.passes import AWQ, AdaRound, SmoothQuant
 from quark_fx.passes.awq import _ROUNDS, _TRIES
@@ -96,6 +99,17 @@ def test_a_short_axis_is_followed_from_its_middle() -> None:
     assert {point[0] for call in calls for point in call} == {2, 3, 4}
 
 
+def test_without_decisions_of_the_host_a_short_axis_is_tried_whole_then_around_the_best() -> None:
+    asked = list[int]()
+
+    def errors(numbers: Tensor) -> Tensor:
+        asked.extend(numbers.tolist())
+        return (numbers - 3).abs().unsqueeze(1).float()
+
+    assert int(search(errors, (4,), torch.full((4, 1), torch.nan), rounds=1)) == 3
+    assert asked == [0, 1, 2, 3, 2, 3]
+
+
 def test_a_long_axis_and_a_short_one_are_searched_together() -> None:
     assert found(lambda point: abs(point[0] - 13) + abs(point[1] - point[0] // 6), (21, 4)) == (13, 2)
 
@@ -115,11 +129,12 @@ def test_a_point_without_an_error_is_never_chosen(spoiled: Point) -> None:
     [
         ([0.9, 0.9, 0.9], "less than 15% better (0.9)"),
         ([0.5, 1.5, 0.4], "no better on the calibration data (1.5)"),
-        ([0.5, 0.4, math.nan], "no better on the calibration data (nan)"),
+        ([0.5, 0.4, math.nan], "no better on validation data (nan)"),
     ],
 )
 def test_a_refusal_gives_the_error_that_is_no_better(after: list[float], reason: str) -> None:
-    assert _refusal([1.0] * 3, after, 0.85, None) == reason  # type: ignore[arg-type]
+    context = Context(INT8_STATIC, CalibrationData(ActivationCache()), torch.device("cpu"))
+    assert _refusal([1.0] * 3, after, 0.85, context) == reason
 
 
 def remembered(*folds: int) -> _Remembered:
