@@ -11,14 +11,18 @@ it.
 
 For the weight, a stop is any call of a named function in quark_fx while the walk over the blocks waits for GPTQ at the
 second layer: 32 x 64 weights, measured on three parts of two batches, and changed. The last line counts the public
-functions and classes of some rooms that at most one other module of the package imports.
+functions and classes of some rooms that at most one other module of the package imports. Names that users import are
+counted apart, because they need no importer in the package: those on `docs/api.md`, and those that a room exports from
+its `__init__`, which are the registered passes.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from inspect import CO_GENERATOR
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +43,8 @@ _WALK: CodeType = walk_blocks.__code__
 """A generator."""
 
 _ROOMS = ("engine", "solvers", "rescale", "passes")
+
+_API = _PACKAGE.parent / "docs" / "api.md"
 
 
 def stops(run: Callable[[], object], tracked: Sequence[object]) -> list[tuple[str, str]]:
@@ -109,6 +115,13 @@ def importers() -> dict[tuple[str, str], int]:
     return counts
 
 
+def entry_points() -> set[str]:
+    """Return the names of `_ROOMS` that users import."""
+    documented = re.findall(rf"^::: quark_fx\.(?:{'|'.join(_ROOMS)})\.[\w.]*\b(\w+)$", _API.read_text(), re.MULTILINE)
+    exported = (getattr(import_module(f"quark_fx.{room}"), "__all__", ()) for room in _ROOMS)
+    return {*documented, *(name for names in exported for name in names)}
+
+
 @experiment()
 def main(weight: Annotated[bool, "print every call that one weight causes"] = False) -> None:
     """Print the moves of the model and the data, the changes of file of a weight, and the count of names."""
@@ -135,8 +148,9 @@ def main(weight: Annotated[bool, "print every call that one weight causes"] = Fa
         for (file, function), change in zip(path, [True, *changes], strict=True):
             print(f"  {'*' if change else ' '} {file}:{function}")
     counts = importers()
-    alone = [name for name, count in counts.items() if count <= 1]
+    alone, for_users = [name for (_, name), count in counts.items() if count <= 1], entry_points()
     print(f"public names with at most one importer in {', '.join(_ROOMS)}: {len(alone)} of {len(counts)}")
+    print(f"  of these for users: {sum(name in for_users for name in alone)}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.plan.placement import names_of
 from quark_fx.plan.roles import Uses
 from quark_fx.rescale.components import largest_per_component, per_element
-from quark_fx.rescale.planned_sites import selected_sites, site_name
 from quark_fx.rescale.scale_sites import ScaleSite, apply_scale, find_scale_sites
 from quark_fx.system.options import Interval, PositiveInt
 
@@ -56,9 +55,9 @@ class CrossLayerEqualization(Selective):
         names = {node: names_of(node, uses) for node in (*analysis.reasons, *readers)}
         note = context.note if context is not None else lambda change: None
         sites = []
-        for site in selected_sites(analysis, names, self, note):
+        for site in analysis.selected(names, self, note):
             if reason := self._refusal(site):
-                note(Change.skipped(site_name(site, names), reason))
+                note(Change.skipped(site.name(names), reason))
             else:
                 sites.append(site)
         weights = _weights(gm, sites)
@@ -69,7 +68,7 @@ class CrossLayerEqualization(Selective):
                 break
         rescaled = 0
         for site, scale in zip(sites, scales, strict=True):
-            name = site_name(site, names)
+            name = site.name(names)
             if not bool((scale != 1).any()):
                 note(Change.skipped(name, "its channels are even"))
                 continue

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from quark_fx.config.quant_config import Granularity
-from quark_fx.config.selection import Named, Selective
+from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import parameter
 from quark_fx.graph.pass_manager import Change
 from quark_fx.plan.placement import Coded, plan_quantization, require_finite_weights
-from quark_fx.rescale.scale_sites import ScaleSite, SiteAnalysis, find_scale_sites
+from quark_fx.rescale.scale_sites import ScaleSite, find_scale_sites
 from quark_fx.rescale.scale_walk import ScaledInput
 
 
@@ -123,8 +123,8 @@ def planned_sites(
     more = sum(node in coded and reads(coded[node]) for node in analysis.divisible)
     context.remark = f"explicit=True could multiply for {more} more" if more else ""
     sites = []
-    for site in selected_sites(analysis, planned, chooser, context.note):
-        name, labels = site_name(site, planned), {a.parameter: a.labels for a in site.consumers}
+    for site in analysis.selected(planned, chooser, context.note):
+        name, labels = site.name(planned), {a.parameter: a.labels for a in site.consumers}
         operators = [(coded[scaled.reader], scaled) for scaled in site.inputs if scaled.reader in coded]
         readers = [
             Reader(op, labels[op.weight_node], scaled)
@@ -143,35 +143,7 @@ def planned_sites(
     return sites
 
 
-def selected_sites(
-    analysis: SiteAnalysis, operators: Mapping[Node, Named], chooser: Selective, note: Callable[[Change], None]
-) -> list[ScaleSite]:
-    """Return the sites whose consumers a pass may change; record the others, and operators without a site.
-
-    Args:
-        analysis: Analysis of a graph.
-        operators: Names by which patterns select its operators; other operators are not recorded.
-        chooser: The pass.
-        note: Function called with each row of the report.
-    """
-    for node, reason in analysis.reasons.items():
-        if node in operators:
-            note(Change.skipped(operators[node].name, chooser.why_not(operators[node]) or reason))
-    chosen = []
-    for site in analysis.sites:
-        if reason := chooser.why_not(*(operators[i.reader] for i in site.inputs if i.reader in operators)):
-            note(Change.skipped(site_name(site, operators), reason))
-        else:
-            chosen.append(site)
-    return chosen
-
-
-def site_name(site: ScaleSite, operators: Mapping[Node, Named]) -> str:
-    """Return the names of a site's consumers, for the report."""
-    return ", ".join(operators[scaled.reader].name for scaled in site.inputs if scaled.reader in operators)
-
-
 __all__ = [
     *("NOT_WHOLE", "SHARED_SCALE", "PlannedSite", "PlannedWeight", "Reader"),
-    *("planned_sites", "reads_whole", "selected_sites", "site_name"),
+    *("planned_sites", "reads_whole"),
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.config.selection import Named, Selective
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import call, describe, fake_mode, get_attr, is_parameter, parameter, set_parameter, value_of
 from quark_fx.graph.operators import given_bounds, operator_row, set_argument
-from quark_fx.rescale.components import per_element
+from quark_fx.graph.pass_manager import Change
+from quark_fx.rescale.components import Components, per_element
 from quark_fx.rescale.scale_rules import visit, weight_sharer
-from quark_fx.rescale.scale_walk import Absorption, Components, ScaledInput, Walk
+from quark_fx.rescale.scale_walk import Absorption, ScaledInput, Walk
 
 _AT_ONCE = 1 << 20
 """Approximate number of elements of a parameter that are rescaled together."""
@@ -47,6 +49,10 @@ class ScaleSite:
     bounds: tuple[tuple[Node, Tensor], ...] = ()
     explicit: bool = False
 
+    def name(self, operators: Mapping[Node, Named]) -> str:
+        """Return the names of the consumers that are among `operators`, for the report."""
+        return ", ".join(operators[scaled.reader].name for scaled in self.inputs if scaled.reader in operators)
+
 
 @dataclass(frozen=True)
 class SiteAnalysis:
@@ -61,6 +67,27 @@ class SiteAnalysis:
     sites: tuple[ScaleSite, ...]
     reasons: dict[Node, str] = field(default_factory=dict)
     divisible: frozenset[Node] = frozenset()
+
+    def selected(
+        self, operators: Mapping[Node, Named], chooser: Selective, note: Callable[[Change], None]
+    ) -> list[ScaleSite]:
+        """Return the sites whose consumers a pass may change; record the others, and operators without a site.
+
+        Args:
+            operators: Names by which patterns select operators; other operators are not recorded.
+            chooser: The pass.
+            note: Function called with each row of the report.
+        """
+        for node, reason in self.reasons.items():
+            if node in operators:
+                note(Change.skipped(operators[node].name, chooser.why_not(operators[node]) or reason))
+        chosen = []
+        for site in self.sites:
+            if reason := chooser.why_not(*(operators[i.reader] for i in site.inputs if i.reader in operators)):
+                note(Change.skipped(site.name(operators), reason))
+            else:
+                chosen.append(site)
+        return chosen
 
 
 def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis:

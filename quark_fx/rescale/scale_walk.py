@@ -23,67 +23,11 @@ from torch.fx.node import map_arg
 from quark_fx.errors import Declined
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import describe, is_floating, is_getitem, parameter, static_size, value_of
+from quark_fx.rescale.components import Components
 
 _SMALL = 2
 """Size at which rearrangements with dynamic sizes are evaluated, or a larger one if it is too small: the result is the
 same for every size."""
-
-
-class Components:
-    """Scale components, the ties between them, and the reasons for components that cannot be scaled."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._parent = torch.arange(1024)
-        self._reason = torch.zeros(1024, dtype=torch.long)
-
-    def fresh(self, count: int) -> Tensor:
-        """Return `count` new components."""
-        first, self._count = self._count, self._count + count
-        if self._count > len(self._parent):
-            size = 2 * self._count
-            self._parent = torch.cat([self._parent, torch.arange(len(self._parent), size)])
-            self._reason = torch.cat([self._reason, torch.zeros(size - len(self._reason), dtype=torch.long)])
-        return torch.arange(first, self._count)
-
-    @property
-    def count(self) -> int:
-        """Number of components, tied or not."""
-        return self._count
-
-    def roots(self, labels: Tensor) -> Tensor:
-        """Return one representative per set of tied components, in the shape of `labels`; -1 stays."""
-        indices = labels.clamp(min=0)
-        parents = self._parent[indices]
-        while not torch.equal(above := self._parent[parents], parents):
-            parents = above
-        self._parent[indices] = parents
-        return torch.where(labels >= 0, parents, labels)
-
-    def tie(self, a: Tensor, b: Tensor) -> bool:
-        """Tie the components `a[i]` and `b[i]`, all >= 0; return true if that changed anything."""
-        changed = False
-        while True:
-            a, b = self.roots(a), self.roots(b)
-            differ = a != b
-            if not bool(differ.any()):
-                return changed
-            changed = True
-            low, high = torch.minimum(a, b)[differ], torch.maximum(a, b)[differ]
-            # If a component has several partners, one is tied now; the others are tied in the next round.
-            self._parent[high] = low
-            self._reason.scatter_reduce_(0, low, self._reason[high], "amax")
-
-    def freeze(self, labels: Tensor, reason: int) -> bool:
-        """Fix the scale of `labels` to one, for `reason` > 0; return true if that changed anything."""
-        roots = self.roots(labels[labels >= 0])
-        free = roots[self._reason[roots] == 0]
-        self._reason[free] = reason
-        return len(free) > 0
-
-    def reasons(self, labels: Tensor) -> Tensor:
-        """Return the reason why each component is frozen, 0 for a free one, in the shape of `labels`."""
-        return torch.where(labels >= 0, self._reason[self.roots(labels).clamp(min=0)], 0)
 
 
 @dataclass(frozen=True, eq=False)
