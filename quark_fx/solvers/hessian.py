@@ -279,7 +279,7 @@ def _rows_by_group(
     """
     if ends is not None:
         return (x[int(a) : int(b)] for a, b in itertools.pairwise([0, *ends.tolist()]))
-    return x if mapping.stacked else [without_padding(x, unpadded)]
+    return x.unbind() if mapping.stacked else [without_padding(x, unpadded)]
 
 
 @dataclass(frozen=True)
