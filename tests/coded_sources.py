@@ -64,7 +64,7 @@ def awq(folder: Path) -> None:
     tensors = {f"{LAYER}.qweight": words[0], f"{LAYER}.qzeros": words[1]}
     tensors[f"{LAYER}.scales"] = torch.rand(2, 96, generator=generator).half()
     settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"dtype": "float16", "quantization_config": settings}))
 

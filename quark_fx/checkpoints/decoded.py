@@ -361,6 +361,8 @@ class _Source:
             raise ValueError(
                 f"{layer} has {stored} rows of {most} codes, not {rows} of {columns} in blocks of {high}x{wide}"
             )
+        if high == 1 and self.method != "fp8":
+            _require_groups(layer, columns, wide)
         if math.prod(shape) != -(-rows // high) * -(-columns // wide):
             raise ValueError(f"{layer} has scales of shape {shape}, not one per block of {high}x{wide}")
         yield "weight", self._tensor((rows, columns), parts, form, bits, (high, wide))
@@ -407,6 +409,8 @@ class _Source:
         wide = inputs if group == -1 else group
         if wide < 1:
             raise ValueError(f"{layer} has groups of {group} inputs")
+        if method == "awq":
+            _require_groups(layer, inputs, wide)
         groups = -(-inputs // wide)
         self._require(layer, parts, "qzeros", (groups, -(-outputs * bits // 32)))
         self._require(layer, parts, "scales", (groups, outputs))
@@ -448,6 +452,11 @@ _MATRICES: Mapping[str, Callable[[_Source, str, _Leaves], Iterator[tuple[str, De
 """Functions from a layer to its matrices, by method."""
 
 _DECODED = ", ".join(_MATRICES)
+
+
+def _require_groups(layer: str, inputs: int, size: int) -> None:
+    if inputs % size:
+        raise ValueError(f"{layer} has {inputs} inputs, not a multiple of the group size {size}")
 
 
 def group_of(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:

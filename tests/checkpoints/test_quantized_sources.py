@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import transformers
-from coded_sources import LAYER, gptq, mxfp4
+from coded_sources import LAYER, awq, gptq, mxfp4
 from release_sources import RELEASES, is_draft
 from safetensors.torch import load_file, save_file
 from seeded_models import seeded
@@ -242,6 +242,21 @@ def test_releases_are_decoded_and_keep_their_drafts(release: str, tmp_path: Path
     for name, parameter in model.named_parameters():
         if name in expected:
             assert torch.equal(parameter, expected[name].float())
+
+
+@pytest.mark.parametrize("method", ["awq", "compressed-tensors"])
+def test_groups_of_another_size_are_refused_if_their_number_is_equal(method: str, tmp_path: Path) -> None:
+    if method == "awq":
+        awq(tmp_path)
+        configured(group_size=33)(tmp_path)
+    else:
+        codes = {"a.weight": torch.zeros(4, 64, dtype=torch.int8), "a.weight_scale": torch.ones(4, 2)}
+        save_file(codes, tmp_path / "model.safetensors")
+        weights = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 33}
+        settings = {"quant_method": method, "format": "int-quantized", "config_groups": {"0": {"weights": weights}}}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(CheckpointError, match="64 inputs, not a multiple of the group size 33"):
+        values(tmp_path)
 
 
 def test_malformed_stacks_are_refused(tmp_path: Path) -> None:
