@@ -870,8 +870,8 @@ def work(place: Place, steps: list[str], results: Path) -> None:
             print(f"{name}: {json.dumps(state | result)[:300]}", flush=True)
             if "CUDA error" in str(result):
                 sys.exit(3)  # the context is broken; the next worker has its own
-            gc.collect()
             if place.device == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
 
 
