@@ -18,6 +18,7 @@ import pytest
 import torch
 from extensions.clip_activations import ClipActivations
 from extensions.deviation_scales import DeviationScales
+from extensions.fixed_span import Counts, Span
 from extensions.fold_constant_scales import fold_constant_scales
 from extensions.learned_clipping import LearnedClipping
 from extensions.qronos import Qronos
@@ -25,6 +26,7 @@ from extensions.quick_gelu import fuse_quick_gelu
 from extensions.refit_scales import RefitScales
 from extensions.shift_channels import ShiftChannels, Shifted
 from extensions.tensorrt_like import TENSORRT_LIKE
+from extensions.unpacked_weights import DOMAIN, UNPACK
 from test_gptq import RTN, Attention, errors, ids, relative_error
 from test_resume import Branches
 from tiny import calls, cnn, constant, images, quantize, rand, record_of, seeded
@@ -34,17 +36,18 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.config.target import TARGETS
 from quark_fx.engine.blocks import Unit
-from quark_fx.errors import CalibrationError, ConfigError, Declined, PassError
+from quark_fx.errors import CalibrationError, ConfigError, Declined, ExportError, PassError
 from quark_fx.export.to_onnx.edit import array_of
+from quark_fx.export.to_onnx.formats import FORMATS
 from quark_fx.export.to_onnx.rules import onnx_rule
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change
-from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT4, Format
+from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT4, UINT8, Format
 from quark_fx.numbers.grid import Grid
-from quark_fx.numbers.qparams import QParams
-from quark_fx.observers import MinMax
+from quark_fx.numbers.qparams import QParams, Scheme, Symmetry
+from quark_fx.observers import MinMax, Percentile
 from quark_fx.passes import GPTQ
-from quark_fx.presets import INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.sample_trial import SampledSite, SampleTrial
@@ -1023,3 +1026,49 @@ def test_errors_after_a_pass_that_learned_from_all_samples_are_not_called_valida
     assert first.validated
     assert second.validated == (not any(change.all_samples for change in first.changes))
     assert any(change.all_samples for change in first.changes) == (count == 1)
+
+
+# Grids and formats of files.
+
+
+@pytest.mark.parametrize("skip_zeros", [False, True])
+def test_a_grid_from_outside_counts_as_the_built_in_one(skip_zeros: bool) -> None:
+    """Within a bin; half of the values are zeros, and a few are beyond the span."""
+    x = torch.cat([rand(3, 4000), torch.zeros(3, 4000), torch.full((3, 1), 9.0)], 1)
+    scheme, ends = Scheme(format=INT8, symmetry=Symmetry.SYMMETRIC), {}
+    for grid in ("span_8", "dyadic"):
+        whole = Percentile(percentile=99.0, bins=1024, grid=grid, skip_zeros=skip_zeros).observe(x)
+        first, second = (replace(whole, histogram=None).observe(part) for part in x.split(5000, 1))
+        ends[grid] = torch.stack(whole.range(scheme))
+        assert torch.equal(ends[grid], torch.stack(first.merge(second).range(scheme)))
+        assert bool((ends[grid].abs() < 8).all())
+    width = 2 * 16 / 1024
+    torch.testing.assert_close(ends["span_8"], ends["dyadic"], rtol=0, atol=width)
+    counts = Span(8.0).count(None, x, 1024, skip_zeros=skip_zeros)
+    assert isinstance(counts, Counts)
+    assert int(counts.counts.sum()) == (x != 0).sum() if skip_zeros else x.numel()
+
+
+def test_a_configuration_names_a_grid_from_outside() -> None:
+    observer = Percentile(percentile=99.9, grid="span_8")
+    config = INT8_STATIC.replace(input=TensorSpec(format=UINT8, observer=observer))
+    assert QuantConfig.from_yaml(config.to_yaml()) == config
+    with pytest.raises(ConfigError, match=r"unknown grid 'span_9'.*did you mean 'span_8'"):
+        Percentile(grid="span_9")
+
+
+def test_a_format_from_outside_is_written_and_verified(tmp_path: Path) -> None:
+    qmodel = quantize(cnn(), INT8_STATIC, images())
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format="unpack")
+    unpacked = [node for node in ir.load(file).graph if node.domain == DOMAIN]
+    assert {node.op_type for node in unpacked} == {"Unpack"}
+    assert len(unpacked) == 6  # the weights and biases of two convolutions and a linear
+    assert file.kept == ()
+    assert any("it has no kernels for com.example" in str(reason) for reason in file.not_run)
+    assert qfx.verify(qmodel, file, images()).max_steps < 1.001
+    blocks = qfx.export.onnx(quantize(cnn(), INT4_WEIGHT_ONLY, images()), tmp_path / "blocks.onnx", format="unpack")
+    (kept,) = blocks.kept  # the convolutions are int8 per channel
+    assert (kept.name, kept.reason) == ("head.weight_codes", "Unpack has one scale per channel, not per block")
+    with pytest.raises(ExportError, match=r"domain='com.other' is not one of format='unpack'"):
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx", format="unpack", domain="com.other")
+    assert FORMATS["unpack"] is UNPACK
