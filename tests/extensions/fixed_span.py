@@ -39,15 +39,15 @@ class Span:
         """Return `None`: `Percentile` finds the range."""
 
     def count(self, before: Counts | None, x: Tensor, bins: int, *, skip_zeros: bool) -> Counts:
-        """Return the counts with those of `x`, shape `(channels, values)`."""
+        """Return the histogram that also counts `x`, shape `(channels, values)`."""
         index = (x.nan_to_num().div(self.limit).add(1) * bins).clamp(0, 2 * bins - 1).long()
-        counted = (x != 0).long() if skip_zeros else torch.ones_like(index)
-        counts = counted.new_zeros(len(x), 2 * bins).scatter_add_(1, index, counted)
+        ones = (x != 0).long() if skip_zeros else torch.ones_like(index)
+        counts = ones.new_zeros(len(x), 2 * bins).scatter_add_(1, index, ones)
         new = Counts(counts, x.amin(1), x.amax(1))
         return new if before is None else before.merge(new)
 
     def bins(self, histogram: Counts, *, absolute: bool) -> Bins:
-        """Return the bins, or those of magnitudes."""
+        """Return the bins of the values, or of their magnitudes."""
         counts = histogram.counts.double()
         half = counts.shape[1] // 2
         edges = torch.linspace(-self.limit, self.limit, 2 * half + 1, dtype=torch.float64).expand(len(counts), -1)
