@@ -80,12 +80,6 @@ CASES = [
         ["DequantizeLinear:2 axis", "MatMul:2"],
     ),
     (
-        "settle_zero_point",
-        f"{MATRIX} | uint8[4,3] w = {{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}}, float[3] s = {{0.1, 0.2, 0.3}},"
-        "uint8[3] z = {0, 0, 0} | d = DequantizeLinear(w, s, z)  y = MatMul(x, d)",
-        ["DequantizeLinear:2", "MatMul:2"],
-    ),
-    (
         "drop_default_attributes",
         f"{MATRIX} | {STATIC} | q = QuantizeLinear<axis=0, saturate=1>(x, xs, xz)"
         "y = DequantizeLinear<block_size=0>(q, xs, xz)",

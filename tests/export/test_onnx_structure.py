@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import quark_fx as qfx
 from benchmarks.output_structures import require_right
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx import rules
+from quark_fx.export.to_onnx.edit import array_of
 from quark_fx.export.to_onnx.export_onnx import CHOSEN_NAMES
 from quark_fx.export.to_onnx.rules import onnx_rule
 
@@ -160,6 +162,27 @@ def test_a_weight_in_another_order_is_exported_in_that_order(rearranged: str, tm
         for name in names:
             file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=name)
             assert qfx.verify(qmodel, file, BATCHES).max_steps < 1.001, (preset, name)  # ties may round either way
+
+
+def test_codes_have_the_zero_points_of_their_kernels(tmp_path: Path) -> None:
+    """One zero for all channels is spread for int8, and omitted in blocks, biases, and integer products."""
+
+    def combine(m: Calls, x: Tensor) -> Tensor:
+        y: Tensor = m.linear(x) @ m.weight.t()
+        return y
+
+    spread = {"int8_static": 2, "int8_weight_only": 2, "int4_weight_only": 0, "int8_dynamic": 0}
+    for (preset, count), shape in itertools.product(spread.items(), [(4, 16), (2, 4, 16)]):
+        qmodel = quantize(Calls(combine, 8, 16).eval(), preset, [rand(*shape, seed=i) for i in range(2)])
+        model = ir.load(qfx.export.onnx(qmodel, tmp_path / "model.onnx"))
+        constants = set(model.graph.initializers.values())
+        stored = [n for n in model.graph if n.op_type == "DequantizeLinear" and n.inputs[0] in constants]
+        points = [array_of(n.inputs[2]) for n in stored if len(n.inputs) > 2]
+        assert [point.shape for point in points if point is not None] == [(16,), (8,)][:count]
+        assert not any(n.op_type == "Transpose" for n in model.graph)
+        products = [n for n in model.graph if n.op_type in ("Gemm", "MatMul", "MatMulInteger")]
+        assert len(products) == 2
+        assert all(len(n.inputs) == 3 for n in products if n.op_type == "MatMulInteger")
 
 
 PRODUCTS: dict[str, Callable[[Calls, Tensor], Tensor]] = {

@@ -169,21 +169,16 @@ def narrowed(value: ir.Value | None) -> str | None:
 
 
 def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
-    """Return the array of a constant value."""
-    return value.const_value.numpy() if value is not None and value.const_value is not None else None
+    """Return the array of an initializer or of the output of a `Constant`; `None` for other values."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return tensor.numpy() if tensor is not None else None
 
 
 def stored_array(value: ir.Value | None) -> np.ndarray[Any, Any]:
     """Return the array of a value that must be constant."""
-    array = constant_of(value)
+    array = array_of(value)
     assert array is not None
     return array
-
-
-def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
-    """Return the array of an initializer or of the output of a `Constant`."""
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    return tensor.numpy() if tensor is not None else None
 
 
 def only_reader(value: ir.Value) -> ir.Node | None:

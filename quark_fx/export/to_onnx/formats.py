@@ -138,6 +138,8 @@ def write_in_format(
     Returns:
         Parts that the format left in pairs, and parts that the target's rules and `rules` declined.
     """
+    from onnx_ir.passes.common import LiftConstantsToInitializersPass
+
     from quark_fx.export.to_onnx.blocks import fuse_block_rounding, spell_out_blocks
     from quark_fx.export.to_onnx.edit import keep_names_apart
     from quark_fx.export.to_onnx.rules import TRANSLATED, apply_rule
@@ -145,6 +147,7 @@ def write_in_format(
     from quark_fx.export.to_onnx.workarounds import WORKAROUNDS
 
     _settle_sizes(model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     fuse_block_rounding(model)
     for rule in TRANSLATED:
         rule(model)

@@ -126,9 +126,24 @@ def dequantize(
         elif fmt.onnx_container.bits < 8 and codes.const_value is None:
             codes = op.Cast(codes, to=container)
         source = _measurement(scale)
-        zero_point = op.Cast(zero_point, to=container) if source is None else source.outputs[2]
-        y = op.DequantizeLinear(codes, scale, zero_point, **attributes)
+        zero = _zero_point(zero_point, scale, container, block_size) if source is None else [source.outputs[2]]
+        y = op.DequantizeLinear(codes, scale, *zero, **attributes)
     return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)
+
+
+def _zero_point(zero_point: Any, scale: Any, dtype: ir.DataType, block_size: int) -> list[Any]:
+    """Write the zero point in the type of the codes, or nothing if it is the default.
+
+    ONNX Runtime's fusion of `Gemm` needs it in the shape of the scales, and so does `session.x64quantprecision`, which
+    changes the zero points of int8 weights.
+    """
+    if len(zero_point.shape) or not len(scale.shape):
+        return [op.Cast(zero_point, to=dtype)]
+    if block_size or dtype == ir.DataType.INT32:
+        return []
+    zeros = op.Constant(value=ir.Tensor(np.zeros(scale.shape.numpy(), dtype.numpy()), dtype=dtype))
+    zeros.shape, zeros.dtype = scale.shape, dtype
+    return [zeros]
 
 
 @lowers("quark_fx.dynamic_qparams.default")
@@ -207,7 +222,7 @@ def _integer_product(x: Any, weight: Any, bias: Any, *, output_axis: int) -> Any
     if a is None or b is None or _measurement(a.inputs[1]) is None:
         return None
     stored: Any = b.inputs
-    codes, scale, zero_point = stored
+    codes, scale, *zero_point = stored
     if codes.producer() is not None or codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
         return None
     if codes.shape.rank() != 2 and (scale.shape.rank() or output_axis == 0):
@@ -218,7 +233,8 @@ def _integer_product(x: Any, weight: Any, bias: Any, *, output_axis: int) -> Any
         if any(len(read.meta["node"].users) > 1 for read in (b, codes)):
             return None  # the file has the codes once, in the order of the other reader
         codes = op.Transpose(codes, perm=[1, 0])
-    product = op.Cast(op.MatMulInteger(a.inputs[0], codes, a.inputs[2], zero_point), to=ir.DataType.FLOAT)
+    zeros = [zero for zero in zero_point if not made_by(zero, "Constant")]
+    product = op.Cast(op.MatMulInteger(a.inputs[0], codes, a.inputs[2], *zeros), to=ir.DataType.FLOAT)
     product = op.Mul(product, op.Mul(a.inputs[1], scale))
     return product if bias is None else op.Add(product, bias)
 

@@ -11,7 +11,6 @@ import onnx_ir as ir
 from quark_fx.export.to_onnx.edit import (
     add_array,
     array_of,
-    constant_of,
     made_by,
     only_reader,
     operand,
@@ -158,7 +157,7 @@ def shrinks_by_cubes(node: ir.Node) -> bool:
 
 def _enlarges(node: ir.Node) -> bool:
     """Tell whether it is certain that a `Resize` shrinks no axis."""
-    scales = constant_of(_input(node, 2))
+    scales = array_of(_input(node, 2))
     if scales is not None and scales.size:
         return bool((scales >= 1).all())
     before, after = operand(node).shape, node.outputs[0].shape
@@ -211,14 +210,14 @@ def is_padded_otherwise(node: ir.Node) -> bool:
     if pad is None or pad.attributes.get_string("mode", "constant") != "constant":
         return False
     if node.op_type == "MaxPool":
-        value = constant_of(_input(pad, 2))
+        value = array_of(_input(pad, 2))
         return value is None or not bool(np.isneginf(value.astype(np.float32)).all())
     return bool(node.attributes.get_int("ceil_mode", 0)) or not _fits_window(pad, node)
 
 
 def _fits_window(pad: ir.Node, pool: ir.Node) -> bool:
     """Tell whether the padding on each side is smaller than the window of a pool."""
-    kernel, pads = pool.attributes.get_ints("kernel_shape", ()), constant_of(pad.inputs[1])
+    kernel, pads = pool.attributes.get_ints("kernel_shape", ()), array_of(pad.inputs[1])
     if pads is None or not kernel:
         return False
     sides = pads.reshape(2, -1)
@@ -418,7 +417,7 @@ def _pads_with_codes(node: ir.Node) -> bool:
         return False
     if node.attributes.get_string("mode", "constant") != "constant":
         return True
-    value, array = _input(node, 2), constant_of(_input(node, 2))
+    value, array = _input(node, 2), array_of(_input(node, 2))
     return value is None or (array is not None and not bool(array.any()))
 
 

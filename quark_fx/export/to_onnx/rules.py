@@ -19,7 +19,7 @@ from quark_fx.export.to_onnx.edit import (
     Kept,
     add_array,
     add_initializer,
-    constant_of,
+    array_of,
     erase_unread,
     made_by,
     operand,
@@ -152,7 +152,7 @@ def fold_initializer_cast(model: ir.Model, node: ir.Node) -> bool:
 def fold_cast_like(model: ir.Model, node: ir.Node) -> bool:
     """Store a constant, such as a bound of a clamp, in the type of the value that it is cast like."""
     source, like = node.inputs
-    constant = constant_of(source)
+    constant = array_of(source)
     if constant is None or like is None or like.dtype is None:
         return False
     replace_node(node, add_array(model, f"{node.name}_constant", constant.astype(like.dtype.numpy())))
@@ -166,7 +166,7 @@ def drop_zero_bias(model: ir.Model, node: ir.Node) -> bool:
     They would be computed at run time and not be recognized as a constant, and the weight would have a second reader.
     """
     zeros = made_by(node.inputs[2], "Expand") if len(node.inputs) > 2 else None
-    constant = constant_of(zeros.inputs[0]) if zeros is not None else None
+    constant = array_of(zeros.inputs[0]) if zeros is not None else None
     if constant is None or constant.any():
         return False
     node.resize_inputs(2)
@@ -296,30 +296,6 @@ def _may_transpose(value: ir.Value) -> bool:
     return len(value.uses()) == 1 or (value.shape is not None and value.shape.rank() < 2)
 
 
-@onnx_rule("DequantizeLinear")
-def settle_zero_point(model: ir.Model, node: ir.Node) -> bool:
-    """Drop a zero point of zero, the default, if the scale is an array.
-
-    Two cases need an explicit zero point in the shape of the scale: ONNX Runtime's fusion of `Gemm`, and int8 weights,
-    which `session.x64quantprecision` converts to uint8 with a zero point of that shape or not at all.
-    """
-    scale, zero_point = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
-    if scale is None or scale.shape is None or zero_point is None or zero_point.const_value is None:
-        return False
-    if not scale.shape.rank() or zero_point.const_value.numpy().any():
-        return False
-    dtype = zero_point.const_value.dtype
-    blocks = node.attributes.get_int("block_size", 0)
-    gemm = any(use.node.op_type == "Gemm" for use in node.outputs[0].uses())
-    if not blocks and (dtype == ir.DataType.INT8 or (gemm and dtype != ir.DataType.INT32)):
-        zeros = np.zeros(scale.shape.numpy(), dtype=dtype.numpy())
-        name = f"{node.name}_zero_point"
-        node.replace_input_with(2, add_initializer(model, name, ir.Tensor(zeros, dtype=dtype, name=name)))
-    else:
-        node.resize_inputs(2)
-    return True
-
-
 TRANSLATED: tuple[OnnxRule, ...] = (
     fold_initializer_cast,
     fold_cast_like,
@@ -328,7 +304,6 @@ TRANSLATED: tuple[OnnxRule, ...] = (
     drop_idle_transpose,
     fold_initializer_transpose,
     transpose_weight,
-    settle_zero_point,
     drop_default_attributes,
 )
 """Rules that run on a translated graph, before it is converted to a format, in order."""

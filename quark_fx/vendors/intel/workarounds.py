@@ -8,7 +8,6 @@ import onnx_ir as ir
 from quark_fx.export.to_onnx.edit import (
     add_array,
     array_of,
-    constant_of,
     made_by,
     operand,
     replace_node,
@@ -40,7 +39,7 @@ def _add_vanishing_bias(model: ir.Model, node: ir.Node) -> None:
 
 def _makes_signed_codes_of_convolution(node: ir.Node) -> bool:
     point, codes = node.inputs[2] if len(node.inputs) > 2 else None, node.outputs[0]
-    zero = constant_of(point)
+    zero = array_of(point)
     if point is None or zero is None or zero.dtype != np.int8 or not _is_convolved(codes) or codes.is_graph_output():
         return False
     return all(_dequantizes(reader, point) for reader, _ in codes.uses())
@@ -93,13 +92,13 @@ def _keep_bias(model: ir.Model, node: ir.Node) -> None:
 
 
 def _pads_in_circles(node: ir.Node) -> bool:
-    pads = constant_of(node.inputs[1])
+    pads = array_of(node.inputs[1])
     return node.attributes.get_string("mode", "constant") == "wrap" and pads is not None and not (pads < 0).any()
 
 
 def _slice_and_join(model: ir.Model, node: ir.Node) -> None:
     value, pads, output = operand(node), stored_array(node.inputs[1]), node.outputs[0]
-    axes = constant_of(node.inputs[3]) if len(node.inputs) > 3 else None
+    axes = array_of(node.inputs[3]) if len(node.inputs) > 3 else None
     for axis, (before, after) in enumerate(pads.reshape(2, -1).T.tolist()):
         along = axis if axes is None else int(axes[axis])
         parts = [_slice(model, node, value, -before, np.iinfo(np.int64).max, along)] if before else []
