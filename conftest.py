@@ -1,13 +1,10 @@
 """The root names `passes`, `observers` and `export` are links into the package: collect it once, nested."""
 
-import functools
 import gc
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ collect_ignore += ["tests/extensions"]  # register formats and passes when they 
 if "pretend_gpu" not in sys.modules:  # registers a device for the whole process: test_pretend_gpu.py starts others
     collect_ignore += ["tests/pretend_gpu.py", "tests/on_pretend_gpu.py"]
 
-# A capture makes so many objects that Python walks all those of torch and transformers again and again: 7 to 14 % of
+# A capture makes so many objects that Python walks all objects of torch and transformers repeatedly: 7 to 14 % of
 # the processor time of the files that capture most.
 gc.set_threshold(100_000, 20, 100)
 
@@ -51,16 +48,6 @@ def _share_processor(workers: int) -> None:
 
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     _share_processor(workers)
-
-
-def _list_lowerings_once() -> None:
-    """Keep the list of torch's ONNX lowerings: each `torch.onnx.export` parses the source of all of them for it."""
-    apis = import_module("torch.onnx._internal._lazy_import").onnxscript_apis  # imported when an attribute is read
-    apis.get_torchlib_ops = functools.cache(lambda: type(apis).__getattr__(apis, "get_torchlib_ops")())
-
-
-with suppress(ImportError, AttributeError):  # another version of torch
-    _list_lowerings_once()
 
 
 _LONGEST = (
@@ -122,7 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the first fast test of each file `quick`; start the longest files first, then those of most tests."""
+    """Mark the first fast test of each file `quick`; start the longest files first, then files with most tests."""
     has_quick: set[Path] = set()
     for item in items:
         slow = item.get_closest_marker("slow") or item.get_closest_marker("whole")
@@ -135,12 +122,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking what was imported and collected."""
+    """Keep the garbage collector from walking imported modules and collected tests."""
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say in one line what the machine lacks for the tests that were skipped: `-q` hides their reasons."""
+    """Print the reasons of skipped tests, such as a missing GPU, in one line: `-q` hides them."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     if reasons:
         listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
@@ -152,18 +139,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let the workers of this run share the networks that one of them trains (`tests/networks.py`)."""
-    if workers:
-        os.environ["TRAINED_NETWORKS"] = str(tmp_path_factory.getbasetemp().parent)
-
-
 @pytest.fixture(autouse=True)
 def only_the_known_names() -> Iterator[None]:
     """Unregister the passes, observers, targets, ... that a test registers, so that other tests can use the names.
 
-    What the package registers when a part is first imported stays: it is not imported again.
+    Names that the package registers when a part is first imported stay: the part is not imported again.
     """
     from quark_fx.system.registry import Registry
 
@@ -192,8 +172,8 @@ _CAPTURING = (
 def captured_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Share captures among all sessions and tests of a process (`tests/captured_once.py`).
 
-    What torch stores of each operator that it traces is found again in deep models. In networks of two or three layers,
-    storing takes longer: a fifth of a capture.
+    Torch stores results for each operator that it traces, which helps in deep models. In networks of two or three
+    layers, storing takes longer: a fifth of a capture.
     """
     parts = request.path.relative_to(Path(__file__).parent).parts
     if parts[0] != "tests" or parts[1] in _CAPTURING:

@@ -7,9 +7,9 @@ Counts `quark_fx` as it was at a commit and as it is here, at 4 and 16 batches. 
 is the GPU, so each weight is copied there once per walk over the blocks, and back where it changes. A wait is an
 operation that makes the host wait for the device, a copy one from pageable memory to the device. The language model
 is a Llama of two layers with 14 linear layers in codes; the network of images has two convolutions and a linear layer.
-`--lines` shows which lines cause most. `--accept` takes every weight that a Hessian judges, so that as many are stored
-at any number of batches. `--write` updates these rows in `docs/on_gpu.md`; what that has of the commit before is not
-counted again.
+`--lines` shows which lines cause most. `--accept` accepts every new weight, so that as many are stored
+at any number of batches. `--write` updates these rows in `docs/on_gpu.md`; counts of the commit before are kept from
+that page.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def counted(name: str, batches: int, *, accept: bool = False) -> PretendGPU:
         data = [torch.randn(4, 3, 8, 8) for _ in range(batches)]
     with PretendGPU() as gpu, warnings.catch_warnings(), accepted() if accept else nullcontext():
         warnings.simplefilter("ignore")
-        there: Any = {"device": "pretend"}
+        resources: Any = {"device": "pretend"}
         if hasattr(qfx, "Resources"):  # not at the commit before
-            there = {"resources": qfx.Resources(**there)}
-        qfx.quantize(model, config, data, **there, progress=False)
+            resources = {"resources": qfx.Resources(**resources)}
+        qfx.quantize(model, config, data, **resources, progress=False)
     return gpu
 
 
@@ -138,15 +138,15 @@ def counted_in(package: Path, names: list[str], *options: str) -> dict[str, list
     paths = [str(package), str(ROOT), str(ROOT / "tests")]
     command = [sys.executable, "-P", __file__, "--child", *options, "--only", *names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    found: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             print(line, end="", flush=True)
             if line.startswith("["):
                 name, *cells = json.loads(line)
-                found[name] = cells
-    return found
+                rows[name] = cells
+    return rows
 
 
 def main() -> None:
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--before", default=BEFORE, metavar="COMMIT", help="default: %(default)s")
     parser.add_argument("--lines", action="store_true", help="show the lines that cause most")
-    parser.add_argument("--accept", action="store_true", help="take every weight that a Hessian judges")
+    parser.add_argument("--accept", action="store_true", help="accept every new weight")
     parser.add_argument("--write", action="store_true", help="update these rows of docs/on_gpu.md")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -175,10 +175,10 @@ def main() -> None:
             before |= counted_in(Path(folder), missing, *asked)
     after = counted_in(ROOT, options.only, *asked)
     failed = ["failed"] * len(COUNTS)
-    found = {name: [*before.get(name, failed), *after.get(name, failed)] for name in options.only}
-    print(text_of(found))
+    rows = {name: [*before.get(name, failed), *after.get(name, failed)] for name in options.only}
+    print(text_of(rows))
     if options.write:
-        write(PAGE, text_of(rows_of(PAGE) | found))
+        write(PAGE, text_of(rows_of(PAGE) | rows))
 
 
 def text_of(rows: Mapping[str, Sequence[str]]) -> str:
@@ -189,16 +189,16 @@ def text_of(rows: Mapping[str, Sequence[str]]) -> str:
 
 def rows_of(page: Path) -> dict[str, list[str]]:
     """Return the rows of the table between the markers of the page, by algorithm."""
-    found = MARKED.search(page.read_text(encoding="utf-8"))
-    assert found is not None
-    lines = ([cell.strip() for cell in line.strip("| ").split("|")] for line in found[2].splitlines()[2:])
+    match = MARKED.search(page.read_text(encoding="utf-8"))
+    assert match is not None
+    lines = ([cell.strip() for cell in line.strip("| ").split("|")] for line in match[2].splitlines()[2:])
     return {name: cells for name, *cells in lines}
 
 
 def write(page: Path, text: str) -> None:
     """Replace the table between the markers of the page."""
     old = page.read_text(encoding="utf-8")
-    page.write_text(MARKED.sub(lambda found: found[1] + text + found[3], old), encoding="utf-8")
+    page.write_text(MARKED.sub(lambda match: match[1] + text + match[3], old), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What comes of reading files that were changed at random: stored models, checkpoints, manifests, configurations.
+"""Read files that were changed at random: stored models, checkpoints, manifests, configurations.
 
     python -m benchmarks.mutated_files [--count COUNT] [--first FIRST]
 
 Each case changes fields or bytes of a good file, or makes a stored graph that calls an operator with arguments of any
-values (`tests/mutations.py`); reads it in a process with a limit on memory, and calls what loads. A process that ends
-is counted as a crash and continued after the case. In capitals is what must not be: an exception that is no
-`QuarkError`, a crash, more than 60 seconds, code of a file that runs.
+values (`tests/mutations.py`); reads it in a process with a limit on memory, and calls the result. A process that ends
+is counted as a crash and continued after the case. Capitals mark faults: an exception other
+than `QuarkError`, a crash, more than 60 seconds, code of a file that runs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def run(source: Path, cases: Iterable[int]) -> dict[int, tuple[str, str]]:
         source: Folder of the good files, made by `mutations.make`.
         cases: Numbers of the cases.
     """
-    found: dict[int, tuple[str, str]] = {}
+    results: dict[int, tuple[str, str]] = {}
     path = os.pathsep.join([str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    left = list(cases)
-    while left:
-        now = left[:_BATCH]
+    pending = list(cases)
+    while pending:
+        now = pending[:_BATCH]
         command = [sys.executable, str(_TESTS / "mutations.py"), str(source), *map(str, now)]
         try:
             done = subprocess.run(
@@ -48,14 +48,14 @@ def run(source: Path, cases: Iterable[int]) -> dict[int, tuple[str, str]]:
         except subprocess.TimeoutExpired as error:
             output, status = (error.stdout or b"").decode(), "HANG"
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
-        found |= {line[0]: (line[1], line[2]) for line in lines if len(line) == 3}
+        results |= {line[0]: (line[1], line[2]) for line in lines if len(line) == 3}
         begun = [line[0] for line in lines if len(line) == 1]
         if not begun:
             raise RuntimeError(status)
-        if begun[-1] not in found:
-            found[begun[-1]] = ("unknown", status)
-        left = left[len(begun) :]
-    return found
+        if begun[-1] not in results:
+            results[begun[-1]] = ("unknown", status)
+        pending = pending[len(begun) :]
+    return results
 
 
 @experiment()
@@ -68,14 +68,14 @@ def main(
         code = "import sys; from pathlib import Path; from mutations import make; make(Path(sys.argv[1]))"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent)])}
         subprocess.run([sys.executable, "-c", code, folder], env=environment, check=True, capture_output=True)
-        found = run(Path(folder), range(first, first + count))
-    counts = Counter((kind, outcome.partition(":")[0]) for kind, outcome in found.values())
+        results = run(Path(folder), range(first, first + count))
+    counts = Counter((kind, outcome.partition(":")[0]) for kind, outcome in results.values())
     for (kind, outcome), number in sorted(counts.items()):
         print(f"{number:6} {kind}: {outcome}")
-    wrong = {case: outcome for case, (_, outcome) in found.items() if outcome[:1].isupper()}
+    wrong = {case: outcome for case, (_, outcome) in results.items() if outcome[:1].isupper()}
     for case, outcome in sorted(wrong.items())[:50]:
         print(f"case {case}: {outcome}")
-    print(f"{len(found)} changed files, {len(wrong)} wrong")
+    print(f"{len(results)} changed files, {len(wrong)} wrong")
 
 
 if __name__ == "__main__":

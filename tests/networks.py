@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,9 +18,6 @@ TRAINING = 900
 """Images to train and calibrate on; the other 897 are held out."""
 
 BATCH = 60
-
-FOLDER = "TRAINED_NETWORKS"
-"""Environment variable with a folder where the processes of a test run share networks; `conftest.py` sets it."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +166,4 @@ NETWORKS = tuple(_RECIPES)
 def trained(name: str) -> Trained:
     """Return a network, trained the first time a test run asks for it; tests leave it as it is."""
     network, epochs, rate = _RECIPES[name]
-    folder = os.environ.get(FOLDER)
-    if folder is None:
-        return train(network, epochs=epochs, rate=rate)
-    stored, partial = Path(folder, f"{name}.pt"), Path(folder, f"{name}.{os.getpid()}")
-    if not stored.exists():
-        torch.save(train(network, epochs=epochs, rate=rate), partial)
-        partial.replace(stored)
-    made: Trained = torch.load(stored, weights_only=False)
-    return made
+    return train(network, epochs=epochs, rate=rate)

@@ -67,7 +67,7 @@ class SizeCondition:
             if len(self.text) > _LONGEST:
                 raise ValueError(f"it is longer than {_LONGEST} characters")
             return bool(_value(ast.parse(self.text, mode="eval").body, shapes))
-        except (ZeroDivisionError, OverflowError):  # the comparison has no value at these sizes
+        except (ZeroDivisionError, OverflowError):  # undefined at these sizes
             return False
         except (SyntaxError, RecursionError, MemoryError, KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{error}") from error
