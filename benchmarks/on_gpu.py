@@ -7,8 +7,8 @@ all weights are random. Device tests need pytest and hypothesis, installed or as
 all: `pip download -d wheels pytest hypothesis`, with the version of Python of the machine.
 
 Each step runs in a worker process under a time limit and appends one line of JSON to the results file at once. A step
-that fails says why, and the next one runs; a worker that hangs or crashes is replaced, and what its step found so far
-is kept. Another call with the same file runs the steps that are missing, then those that failed; those that were cut
+that fails says why, and the next one runs. A worker that hangs or crashes is replaced; the results of its step so far
+are kept. Another call with the same file runs the steps that are missing, then those that failed; those that were cut
 off get twice the time. `--write` makes `results/on_gpu.md` of the file.
 
 `--device pretend --small` runs everything on the pretend GPU of the tests, `--device cpu --small` on the CPU. Times on
@@ -104,7 +104,7 @@ class Shape:
         return model.to(device)
 
     def goal_gib(self) -> float:
-        """Return the memory of the layers measured, what enters and leaves one, and the Hessians of one.
+        """Return the memory of the measured layers, of inputs and outputs of one, and of its Hessians.
 
         Values are in bfloat16, in float and quantized; operators that read one value share a Hessian.
         """
@@ -208,7 +208,7 @@ class Measure:
         }
 
     def turns(self, items: Iterable[Any], layer_of: Callable[[Any], int | None]) -> Iterator[Any]:
-        """Yield blocks, and add the time of each turn to its layer; `None` is what lies beside the layers.
+        """Yield blocks, and add the time of each turn to its layer; `None` stands for operators outside of the layers.
 
         A whole model is extrapolated by the last layer, since the first one compiles kernels.
         """
@@ -285,8 +285,8 @@ class Sampler:
 
     def share(self, began: float, ended: float) -> float | None:
         """Return the mean share of time that a kernel ran, `None` without samples."""
-        found = [busy for when, busy in self._samples if began <= when <= ended]
-        return round(sum(found) / len(found) / 100, 3) if found else None
+        shares = [busy for when, busy in self._samples if began <= when <= ended]
+        return round(sum(shares) / len(shares) / 100, 3) if shares else None
 
     def stop(self) -> None:
         """End the process."""
@@ -339,16 +339,16 @@ def step_device(place: Place) -> Result:
     """Name the device and the versions; measure the rates of a copy and a product."""
     import transformers
 
-    found: Result = {"python": platform.python_version(), "torch": torch.__version__, "cpu threads": os.cpu_count()}
-    found["transformers"] = transformers.__version__
+    outcome: Result = {"python": platform.python_version(), "torch": torch.__version__, "cpu threads": os.cpu_count()}
+    outcome["transformers"] = transformers.__version__
     with contextlib.suppress(ImportError):
         import triton
 
-        found["triton"] = triton.__version__
+        outcome["triton"] = triton.__version__
     if place.device != "cuda":
-        return {**found, "device": place.device}
+        return {**outcome, "device": place.device}
     properties = torch.cuda.get_device_properties(0)
-    found |= {
+    outcome |= {
         "device": properties.name,
         "capability": f"sm{properties.major}{properties.minor}",
         "GiB": round(properties.total_memory / 2**30, 1),
@@ -357,12 +357,12 @@ def step_device(place: Place) -> Result:
     }
     a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     b = torch.empty_like(a)
-    found["copy TB/s"] = round(2 * a.numel() / median_seconds(lambda: b.copy_(a)) / 1e12, 2)
+    outcome["copy TB/s"] = round(2 * a.numel() / median_seconds(lambda: b.copy_(a)) / 1e12, 2)
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    found["bf16 product TFLOP/s"] = round(2 * 8192**3 / median_seconds(lambda: x @ x) / 1e12)
+    outcome["bf16 product TFLOP/s"] = round(2 * 8192**3 / median_seconds(lambda: x @ x) / 1e12)
     y = torch.randn(4096, 4096, device="cuda")
-    found["float32 product TFLOP/s"] = round(2 * 4096**3 / median_seconds(lambda: y @ y) / 1e12, 1)
-    return found
+    outcome["float32 product TFLOP/s"] = round(2 * 4096**3 / median_seconds(lambda: y @ y) / 1e12, 1)
+    return outcome
 
 
 def median_seconds(function: Callable[[], object], rounds: int = 10) -> float:
@@ -380,21 +380,21 @@ def median_seconds(function: Callable[[], object], rounds: int = 10) -> float:
 
 def step_codes(place: Place, names: Sequence[str] = ("w4a16_gptq",)) -> Result:
     """Compare the codes and errors of presets on the device with those on the CPU."""
-    found: Result = {}
+    outcome: Result = {}
     shape = place.of(SMALL)
     model, batches = shape.model("cpu", torch.float32), shape.batches()
     for name in names:
         try:
-            here, there = quantized(model, name, batches), quantized(model, name, batches, place.device)
-            ours, theirs = codes_of(here), codes_of(there)
+            on_cpu, on_accelerator = quantized(model, name, batches), quantized(model, name, batches, place.device)
+            ours, theirs = codes_of(on_cpu), codes_of(on_accelerator)
             same = sum(int((ours[n] == theirs[n]).sum()) for n in ours)
             count = sum(t.numel() for t in ours.values())
-            pairs = zip(errors_of(here), errors_of(there), strict=True)
+            pairs = zip(errors_of(on_cpu), errors_of(on_accelerator), strict=True)
             gap = max((abs(a - b) / max(abs(a), 1e-12) for a, b in pairs), default=0.0)
-            found[name] = {"same codes": same / max(1, count), "largest relative gap of an error": gap}
+            outcome[name] = {"same codes": same / max(1, count), "largest relative gap of an error": gap}
         except Exception as error:
-            found[name] = said(error)
-    return found
+            outcome[name] = said(error)
+    return outcome
 
 
 DEVICE_TESTS = (
@@ -435,17 +435,17 @@ def step_tests(place: Place) -> Result:
             failed.append(line)
         if failed[-1:] == [line] or (" PASSED" in line and passed % 20 == 0):
             place.note({"passed": passed, "failed": failed[:40]})
-    found: Result = {"passed": passed, "failed": failed[:40]}
+    outcome: Result = {"passed": passed, "failed": failed[:40]}
     if process.wait() or not passed:
-        found["error"] = f"pytest ended with {process.returncode}: {' | '.join(lines[-3:])}"
-    return found
+        outcome["error"] = f"pytest ended with {process.returncode}: {' | '.join(lines[-3:])}"
+    return outcome
 
 
 def install_from_wheels(*names: str) -> None:
     """Install packages into a separate folder, unless Python has them.
 
     Raises:
-        ModuleNotFoundError: If there are no wheels of them.
+        ModuleNotFoundError: If no wheels exist for this platform.
     """
     if all(importlib.util.find_spec(name) for name in names):
         return
@@ -470,7 +470,7 @@ def step_syncs(place: Place) -> Result:
     counted = waits_of(place, lambda: torch.ones(2, device=place.device)[0].item())
     if counted["waits and blocking copies"] != 1:
         raise RuntimeError(f"one .item() counts as {counted}")
-    found: Result = {}
+    outcome: Result = {}
     shape = place.of(SMALL)
     model, on_device = shape.model(place.device, torch.float32), shape.batches(place.device)
     run, flat, captured = calibration.run_batches, session.flat_batches, Session(model, on_device)
@@ -485,20 +485,20 @@ def step_syncs(place: Place) -> Result:
     try:
         with patch.object(calibration, "run_batches", strict), patch.object(session, "flat_batches", checked):
             qmodel = quantized(captured, "int8_static")
-        found["calibration"] = "no wait"
+        outcome["calibration"] = "no wait"
     except Exception as error:
-        found["calibration"] = said(error)
+        outcome["calibration"] = said(error)
         qmodel = quantized(captured, "int8_static")
     for name, run_model in (("int8_static", qmodel), ("w4a4_dynamic", quantized(captured, "w4a4_dynamic"))):
         try:
             with torch.no_grad(), sync_mode(place, "error"):
                 run_model(**on_device[0])
-            found[f"forward {name}"] = "no wait"
+            outcome[f"forward {name}"] = "no wait"
         except Exception as error:
-            found[f"forward {name}"] = said(error)
+            outcome[f"forward {name}"] = said(error)
     for name in ("w4a16_gptq", "w4a16_awq"):
-        found[name] = waits_of(place, partial(quantized, model, name, on_device))
-    return found
+        outcome[name] = waits_of(place, partial(quantized, model, name, on_device))
+    return outcome
 
 
 @contextlib.contextmanager
@@ -544,7 +544,7 @@ def step_triton(place: Place) -> Result:
     from quark_fx.numbers.grid import Grid
     from quark_fx.solvers import error_feedback, error_feedback_kernel
 
-    found: Result = {}
+    outcome: Result = {}
     torch.manual_seed(0)
     size = 4096
     weight = torch.randn(1, size, size, device="cuda")
@@ -564,11 +564,11 @@ def step_triton(place: Place) -> Result:
                 error_feedback._block_function = runs
             seconds = median_seconds(rounded, 3)
             same = float((kernel == loop).double().mean())
-            found[name] = {"same codes": same, "kernel seconds": seconds, "loop seconds": loop_seconds}
+            outcome[name] = {"same codes": same, "kernel seconds": seconds, "loop seconds": loop_seconds}
         except Exception as error:
-            found[name] = said(error)
-    found["columns"] = error_feedback_kernel.COLUMNS
-    return found
+            outcome[name] = said(error)
+    outcome["columns"] = error_feedback_kernel.COLUMNS
+    return outcome
 
 
 def grid_for(grid: Any, fmt: Any, scale: Tensor) -> Any:
@@ -638,30 +638,30 @@ def plain_gptq(model: Any, batches: list[dict[str, Tensor]], measure: Measure) -
     learned = len(batches) - max(1, len(batches) // 8)
     for _, layer in measure.turns(enumerate(layers), lambda item: int(item[0])):
         linears = [m for m in layer.modules() if isinstance(m, nn.Linear)]
-        seen, judge = (hessians(layer, linears, part) for part in (states[:learned], states[learned:]))
-        errors += [plain_round(m, seen.pop(m), judge.pop(m)) for m in linears]
+        calibration, judge = (hessians(layer, linears, part) for part in (states[:learned], states[learned:]))
+        errors += [plain_round(m, calibration.pop(m), judge.pop(m)) for m in linears]
         states = [(out[0] if isinstance(out := layer(x, **kwargs), tuple) else out, kwargs) for x, kwargs in states]
     return errors
 
 
 def hessians(layer: Any, linears: list[nn.Linear], states: Sequence[tuple[Tensor, Any]]) -> dict[nn.Linear, Tensor]:
     """Return the sums of `x x'` over inputs of linear layers."""
-    found = {m: torch.zeros(m.in_features, m.in_features, device=m.weight.device) for m in linears}
+    moments = {m: torch.zeros(m.in_features, m.in_features, device=m.weight.device) for m in linears}
 
     def add(module: Any, args: Any) -> None:
         x = args[0].reshape(-1, args[0].shape[-1]).float()
-        found[module].addmm_(x.T, x)
+        moments[module].addmm_(x.T, x)
 
     handles = [m.register_forward_pre_hook(add) for m in linears]
     for x, kwargs in states:
         layer(x, **kwargs)
     for handle in handles:
         handle.remove()
-    return found
+    return moments
 
 
 def plain_round(module: nn.Linear, h: Tensor, judge: Tensor, group: int = 128, block: int = 128) -> float:
-    """Round the weight of one layer in place; return its error by the Hessian `judge`."""
+    """Round the weight of one layer in place; return its error by the Hessian of validation data."""
     weight = module.weight.detach().float()
     real, size = weight.clone(), weight.shape[1]
     group, block = min(group, size), min(block, size)
@@ -672,16 +672,16 @@ def plain_round(module: nn.Linear, h: Tensor, judge: Tensor, group: int = 128, b
     result, scale = torch.empty_like(weight), weight.new_ones(weight.shape[0])
     for first in range(0, size, block):
         last = min(first + block, size)
-        some, errors = weight[:, first:last].clone(), weight.new_zeros(weight.shape[0], last - first)
+        panel, errors = weight[:, first:last].clone(), weight.new_zeros(weight.shape[0], last - first)
         part = inverse[first:last, first:last]
         for k in range(last - first):
             if (first + k) % group == 0:
                 scale = (weight[:, first + k : first + k + group].abs().amax(1) / 7).clamp_min(1e-9)
-            column = some[:, k]
+            column = panel[:, k]
             rounded = (column / scale).round().clamp(-8, 7) * scale
             result[:, first + k] = rounded
             error = (column - rounded) / part[k, k]
-            some[:, k:] -= error[:, None] * part[k, k:][None]
+            panel[:, k:] -= error[:, None] * part[k, k:][None]
             errors[:, k] = error
         weight[:, last:] -= errors @ inverse[first:last, last:]
     lost = result - real
@@ -700,27 +700,27 @@ def step_kernels(place: Place) -> Result:
     layer = nn.Linear(inputs, outputs, device=place.device, dtype=torch.bfloat16)
     data = [torch.randn(1, rows, inputs).to(place.device, torch.bfloat16) for rows in (many, 1)]
     float_seconds = [seconds_of(place, partial(layer, x)) for x in data]
-    found: Result = {"rows": [many, 1], "float seconds": float_seconds}
+    outcome: Result = {"rows": [many, 1], "float seconds": float_seconds}
     captured = Session(nn.Sequential(layer).eval(), data[:1])
     for name, config in product_configs().items():
         try:
             qmodel = quantized(captured, config)
-            found[name] = compared(place, qmodel.eager(), qmodel.eager(kernels=True), data)
+            outcome[name] = compared(place, qmodel.eager(), qmodel.eager(kernels=True), data)
         except Exception as error:
-            found[name] = said(error)
+            outcome[name] = said(error)
     shape = replace(place.of(SMALL), layers=1)
     llama, batches = shape.model(place.device), shape.batches(place.device)
     for name in ("w8a8_dynamic", "fp8_dynamic")[: 1 if place.small else 2]:
         try:
             qmodel = quantized(llama, name, batches)
-            found[f"Llama, {name}"] = compared(place, qmodel.eager(), qmodel.eager(kernels=True), batches[:1])
+            outcome[f"Llama, {name}"] = compared(place, qmodel.eager(), qmodel.eager(kernels=True), batches[:1])
             if place.device == "cuda":
                 compiled = qmodel.compile()
                 compiled.kernel_report = compiled.report()
-                found[f"Llama, {name}, compile()"] = compared(place, qmodel.eager(), compiled, batches[:1])
+                outcome[f"Llama, {name}, compile()"] = compared(place, qmodel.eager(), compiled, batches[:1])
         except Exception as error:
-            found[f"Llama, {name}, failed"] = said(error)
-    return found
+            outcome[f"Llama, {name}, failed"] = said(error)
+    return outcome
 
 
 def product_configs() -> dict[str, Any]:
@@ -878,11 +878,11 @@ def work(place: Place, steps: list[str], results: Path) -> None:
 def supervise(place: Place, names: list[str], results: Path, seconds: float) -> None:
     """Start workers until every step was tried or the time is over: steps that never ran first."""
     deadline = time.monotonic() + seconds
-    known, cut = read(results), cut_off(results)
-    left = sorted((name for name in names if known.get(name, {}).get("state") != "done"), key=lambda n: n in known)
+    state, cut = read(results), cut_off(results)
+    pending = sorted((name for name in names if state.get(name, {}).get("state") != "done"), key=lambda n: n in state)
     start = results.stat().st_size if results.exists() else 0  # what earlier calls began is not running now
-    while left and time.monotonic() < deadline:
-        command = [sys.executable, "-m", "benchmarks.on_gpu", "--work", *left, "--results", str(results)]
+    while pending and time.monotonic() < deadline:
+        command = [sys.executable, "-m", "benchmarks.on_gpu", "--work", *pending, "--results", str(results)]
         command += ["--device", place.device, *["--small"] * place.small]
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -891,15 +891,15 @@ def supervise(place: Place, names: list[str], results: Path, seconds: float) -> 
         while worker.poll() is None:
             time.sleep(0.2)
             rows = read(results, start)
-            begun = [name for name in left if rows.get(name, {}).get("state") == "begun"]
+            begun = [name for name in pending if rows.get(name, {}).get("state") == "begun"]
             if begun and begun[-1] != current:
                 current, since = begun[-1], time.monotonic()
             limit = STEPS[current][1] << cut[current] if current else 60
             if time.monotonic() > min(deadline, since + limit * (_PATIENCE if place.small else 1)):
-                os.killpg(worker.pid, signal.SIGKILL)  # and what it started
+                os.killpg(worker.pid, signal.SIGKILL)  # with its children
                 worker.wait()
         rows = read(results, start)
-        for name in left:
+        for name in pending:
             row = rows.get(name, {})
             if row.get("state") == "begun":
                 over = time.monotonic() > deadline
@@ -910,9 +910,11 @@ def supervise(place: Place, names: list[str], results: Path, seconds: float) -> 
             elif row:
                 tried.add(name)
         if not tried:
-            append(results, {"step": left[0], "state": "failed", "error": f"the worker ended with {worker.returncode}"})
-            tried.add(left[0])
-        left = [name for name in left if name not in tried]
+            append(
+                results, {"step": pending[0], "state": "failed", "error": f"the worker ended with {worker.returncode}"}
+            )
+            tried.add(pending[0])
+        pending = [name for name in pending if name not in tried]
 
 
 GOALS = (
