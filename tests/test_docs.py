@@ -145,7 +145,7 @@ def test_a_copy_of_a_file_in_a_page_is_the_file() -> None:
         for file, code in re.findall(rf"^{_COPY}``` \{{\.python\}}\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
             assert code == (ROOT / file).read_text(encoding="utf-8"), f"{page.name} has an older {file}"
             copies += 1
-    assert copies == 8
+    assert copies == 10
 
 
 def run(page: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, blocks: int | None = None) -> None:

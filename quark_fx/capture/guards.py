@@ -49,9 +49,9 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
     numbers = {symbol: size.node.expr for symbol, (_, size) in named.items() if size.node.expr.is_number}
     shapes = {str(node.target): [*map(_in_example, _sizes(node))] for node in inputs}
     at_one = [
-        (sympy.Ne(symbol, 1), place)
-        for symbol, place in getattr(env, "told_from_one", {}).items()
-        if env.var_to_range[symbol].lower <= 2  # else a limit
+        (condition, place)
+        for condition, place in getattr(env, "told_from_one", {}).items()
+        if any(env.var_to_range[symbol].lower <= 2 for symbol in condition.free_symbols)  # else a limit
     ]
     guards = [(guard.expr, _place_of(guard)) for guard in env.guards]
     conditions: dict[str, SizeCondition] = {}
@@ -102,10 +102,13 @@ def _place_of(guard: Any) -> str:
 
 
 def _is_limit(guard: Any, env: Any) -> bool:
-    """Tell whether an inequality of one size holds at both ends of the size's limits, which are checked elsewhere."""
+    """Tell whether a linear inequality of one size follows from the size's limits, which are checked elsewhere."""
     import sympy
 
-    if len(guard.free_symbols) > 1 or isinstance(guard, sympy.Eq | sympy.Ne):
+    if len(guard.free_symbols) > 1 or not isinstance(guard, sympy.Rel) or isinstance(guard, sympy.Eq | sympy.Ne):
+        return False
+    difference = guard.lhs - guard.rhs
+    if not difference.is_polynomial() or sympy.degree(difference) != 1:
         return False
     (symbol,) = guard.free_symbols
     limits = env.var_to_range[symbol]
@@ -157,13 +160,18 @@ def _guards(size: Any) -> Iterator[Any]:
             yield guard.expr
 
 
-def _holds(guard: Any, sizes: Mapping[Any, int]) -> bool:
+def value_at(expression: Any, sizes: Mapping[Any, int]) -> Any:
+    """Return the value of a symbolic expression for some sizes, `None` if it has none, as after a division by zero."""
     import sympy  # takes half a second; already loaded if there are symbols
 
     try:
-        return bool(guard.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.true)
-    except (ZeroDivisionError, AssertionError):  # the guard has no value at this size, such as a negative dividend
-        return False
+        return expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+    except (ArithmeticError, AssertionError, TypeError, ValueError):  # torch asserts that dividends are not negative
+        return None
+
+
+def _holds(guard: Any, sizes: Mapping[Any, int]) -> bool:
+    return bool(value_at(guard, sizes) == True)  # noqa: E712 (sympy's own true)
 
 
 def _fixes(guard: Any, symbol: Any, example: Mapping[Any, int], limits: Mapping[Any, Any]) -> bool:
@@ -194,4 +202,4 @@ def _relates(guard: Any, example: Mapping[Any, int]) -> bool:
     return any(_holds(guard, sizes) for sizes in grown)
 
 
-__all__ = ["fixed_dimensions", "place_in_model", "size_conditions"]
+__all__ = ["fixed_dimensions", "place_in_model", "size_conditions", "value_at"]

@@ -11,14 +11,18 @@ Torch assumes that dynamic sizes are at least 2 and records no comparison that f
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import sympy
 
-from quark_fx.capture.guards import place_in_model
+from quark_fx.capture.guards import place_in_model, value_at
+
+_MOST_SIZES = 3
+"""Largest number of sizes in a comparison for which all combinations with 1 are tried."""
 
 
 def round_up(dividend: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
@@ -69,6 +73,21 @@ def _quotient_bounds(expression: Any, floor_div: Any) -> tuple[Any, ...]:
     return ()
 
 
+def _told_from_one(expression: Any, result: Any, example: Mapping[Any, Any]) -> Iterator[Any]:
+    """Yield conditions for sizes of 0 and 1, if a comparison has another result there, or none."""
+    symbols = sorted(expression.free_symbols, key=str)
+    if len(symbols) == 1:
+        for number in (1, 0):
+            if value_at(expression, {symbols[0]: number}) != result:
+                yield sympy.Ne(symbols[0], number)
+                return
+    for ones in itertools.product((True, False), repeat=len(symbols)):
+        sizes: dict[Any, Any] = {s: 1 if one else example.get(s) for s, one in zip(symbols, ones, strict=True)}
+        if any(ones) and None not in sizes.values() and value_at(expression, sizes) != result:
+            yield expression if result == sympy.true else sympy.Not(expression)
+            return
+
+
 @contextmanager
 def followed_sizes() -> Iterator[None]:
     """Let torch's symbolic sizes simplify whole chunks, and note which the model's code compares with 1.
@@ -94,14 +113,13 @@ def followed_sizes() -> Iterator[None]:
 
     def evaluated(self: Any, expression: Any, *args: Any, **kwargs: Any) -> Any:
         result = evaluate(self, expression, *args, **kwargs)
-        if result in (sympy.true, sympy.false) and len(expression.free_symbols) == 1:
-            (size,) = expression.free_symbols
+        if result in (sympy.true, sympy.false) and 0 < len(expression.free_symbols) <= _MOST_SIZES:
             frame = sys._getframe(1)
             while frame.f_back is not None and frame.f_code.co_filename in not_the_users:
                 frame = frame.f_back
-            place = place_in_model(frame.f_code.co_filename, frame.f_lineno)
-            if place and expression.xreplace({size: sympy.Integer(1)}) == sympy.Not(result):
-                vars(self).setdefault("told_from_one", {}).setdefault(size, place)
+            if place := place_in_model(frame.f_code.co_filename, frame.f_lineno):
+                for condition in _told_from_one(expression, result, getattr(self, "backed_var_to_val", {})):
+                    vars(self).setdefault("told_from_one", {}).setdefault(condition, place)
         return result
 
     with ExitStack() as stack:

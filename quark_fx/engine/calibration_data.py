@@ -312,6 +312,8 @@ def _holds_nan(name: str, sample: Tensor) -> CalibrationError:
 
 def first_sample(marks: Tensor) -> Tensor:
     """Return the index of the first sample with a true value, -1 if none has one, on the device of `marks`."""
+    if not marks.numel():
+        return torch.full((), -1, device=marks.device)
     marked = marks.reshape(marks.shape[0] if marks.dim() else 1, -1).any(1)
     return torch.where(marked.any(), marked.int().argmax(), -1)
 

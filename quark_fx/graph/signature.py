@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError, QuarkError
 from quark_fx.graph.size_condition import SizeCondition
+
+_HOLDS_FOR_PARTS = re.compile(r"\w+\.shape\[0\] (== \w+\.shape\[0\]|!= 0)")
+"""Conditions on the number of samples that hold for a part of a batch if they hold for the batch."""
 
 BatchShape = tuple[tuple[int, ...], ...]
 """Shapes of a batch's flat inputs, `()` for an input that is not a tensor."""
@@ -114,7 +118,8 @@ class Signature:
     @property
     def compares_batches(self) -> bool:
         """Whether the captured path depends on the number of samples, by more than limits."""
-        return any(".shape[0]" in condition.text for condition in self.input_conditions)
+        texts = [condition.text for condition in self.input_conditions]
+        return any(".shape[0]" in text and not _HOLDS_FOR_PARTS.fullmatch(text) for text in texts)
 
     def unmet(self, leaves: Iterable[Any]) -> SizeCondition | None:
         """Return a condition that flat inputs of the right ranks do not meet, if there is one."""

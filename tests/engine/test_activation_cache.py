@@ -458,7 +458,7 @@ def test_a_run_that_finds_no_room_says_what_to_change() -> None:
     [
         ("engine.block_walk._squares", passes.AdaRound(iterations=1)),
         ("engine.block_walk.BlockRun.targets", passes.AdaRound(iterations=1)),
-        ("solvers.starts.round_matrix", passes.AdaRound(iterations=1, start=Start.FEEDBACK)),
+        ("solvers.starts.gptq_round", passes.AdaRound(iterations=1, start=Start.FEEDBACK)),
         ("passes.low_rank._settled", passes.LowRank(rank=2)),
         ("engine.block_walk.FloatRun.inputs", passes.TuneScales(iterations=1)),
     ],
