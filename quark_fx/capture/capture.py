@@ -39,7 +39,7 @@ from quark_fx.capture.guards import fixed_dimensions
 from quark_fx.capture.lengths import KnownLengths
 from quark_fx.capture.model_state import ModelState, made_since, untouched
 from quark_fx.capture.normalization import Captured, normalize
-from quark_fx.capture.single_sizes import with_confirmed_ones
+from quark_fx.capture.single_sizes import misread_text, with_confirmed_ones
 from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size, target_name
@@ -87,8 +87,15 @@ def capture_graph(
             signature = captured.signature
             leaves = signature.in_spec.flatten_up_to((args, {name: kwargs[name] for name in signature.keywords}))
             captured = with_confirmed_ones(captured, model, leaves, kwargs)
-            if captured.signature.unmet(leaves) is None:
+            text_at = misread_text(captured, model, leaves, kwargs)
+            if captured.signature.unmet(leaves) is None and not text_at:
                 break
+    if text_at:
+        raise CaptureError(
+            f"the model's code writes a size of its inputs as text at {text_at}, as for a key of a table; during "
+            "capture the text is a symbol, and the graph computes something else: write `str(int(size))`, which fixes "
+            "the size"
+        )
     if dynamic_shapes is None:
         warn_of_fixed_batch(program)
     fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}

@@ -20,15 +20,12 @@ from quark_fx.system.isolation import warn
 
 _TORCH, _PACKAGE = Path(torch.__file__).parent, Path(__file__).parents[1]
 
-_LARGE = 1 << 20
-"""A size past those that models compare with."""
-
 _SIZES = 64
 """Number of sizes after the example's that are tried: a condition on multiples holds again for one of them."""
 
 
 def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
-    """Return the comparisons of sizes that chose the captured path, except those that limits express.
+    """Return the comparisons of sizes that chose the captured path.
 
     A comparison in torch's own computation of shapes counts if it asks for multiples of a number, as a division into
     windows does. Others choose between equal paths, or an operator of the graph raises the error.
@@ -57,7 +54,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
     conditions: dict[str, SizeCondition] = {}
     for guard, place in (*at_one, *guards):
         expr = guard.xreplace(numbers)
-        if not expr.free_symbols or not expr.free_symbols <= names.keys() or _is_limit(expr, env):
+        if not expr.free_symbols or not expr.free_symbols <= names.keys():
             continue
         simple = _as_multiple(expr)
         if place or simple is not None:
@@ -99,21 +96,6 @@ def place_in_model(file: str, line: int | None) -> str:
 def _place_of(guard: Any) -> str:
     frame: Any = guard.sloc.framework_loc
     return place_in_model(frame.filename, frame.lineno) if hasattr(frame, "filename") else ""
-
-
-def _is_limit(guard: Any, env: Any) -> bool:
-    """Tell whether a linear inequality of one size follows from the size's limits, which are checked elsewhere."""
-    import sympy
-
-    if len(guard.free_symbols) > 1 or not isinstance(guard, sympy.Rel) or isinstance(guard, sympy.Eq | sympy.Ne):
-        return False
-    difference = guard.lhs - guard.rhs
-    if not difference.is_polynomial() or sympy.degree(difference) != 1:
-        return False
-    (symbol,) = guard.free_symbols
-    limits = env.var_to_range[symbol]
-    ends = [int(limits.lower), int(limits.upper) if limits.upper.is_Integer else _LARGE]
-    return all(_holds(guard, {symbol: size}) for size in ends)
 
 
 def fixed_dimensions(program: ExportedProgram) -> dict[tuple[tuple[int, ...], int], str]:

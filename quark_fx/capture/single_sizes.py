@@ -1,4 +1,4 @@
-"""Inputs of size 1, which torch takes for larger ones, in models whose code tells them apart."""
+"""Comparison of a graph with the model where torch's symbol of a size may act otherwise than its number."""
 
 from __future__ import annotations
 
@@ -35,20 +35,37 @@ def with_confirmed_ones(captured: Captured, model: nn.Module, leaves: list[Any],
     if not ones:
         return captured
 
-    def is_equal(condition: SizeCondition) -> bool:
-        single = _cut_to_one(captured, leaves, condition)
-        positional, keywords = pytree.tree_unflatten(single, signature.in_spec)
-        try:
-            with untouched(model) as state:
-                expected = require_runs(model, positional, {**kwargs, **keywords}, state)
-            with torch.no_grad():
-                return expected is not None and returns_the_same(model, expected, [*captured.module(*single)])
-        except (CaptureError, RuntimeError, NotImplementedError):  # also tensors without data
-            return False
-
-    equal = {condition for condition in ones if is_equal(condition)}
+    equal = {c for c in ones if _agrees(captured, model, _cut_to_one(captured, leaves, c), kwargs)}
     kept = tuple(c for c in signature.input_conditions if c not in equal)
     return replace(captured, signature=replace(signature, input_conditions=kept))
+
+
+def misread_text(captured: Captured, model: nn.Module, leaves: list[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return file and line where the model's code writes a size as text, if the graph then disagrees with the model.
+
+    During capture the text is torch's symbol, such as `s27`: a table of layers by sizes has no such key.
+
+    Args:
+        captured: Captured model.
+        model: Model, which stays as it is.
+        leaves: Flat inputs of the example.
+        kwargs: Keyword arguments of the example, which may have more than the inputs.
+    """
+    sizes = (s for node in placeholders(captured.module) for s in getattr(node.meta.get("val"), "shape", ()))
+    env = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    place: str = getattr(env, "size_as_text", "")
+    return "" if not place or _agrees(captured, model, leaves, kwargs) else place
+
+
+def _agrees(captured: Captured, model: nn.Module, leaves: list[Any], kwargs: Mapping[str, Any]) -> bool:
+    positional, keywords = pytree.tree_unflatten(leaves, captured.signature.in_spec)
+    try:
+        with untouched(model) as state:
+            expected = require_runs(model, positional, {**kwargs, **keywords}, state)
+        with torch.no_grad():
+            return expected is not None and returns_the_same(model, expected, [*captured.module(*leaves)])
+    except (CaptureError, RuntimeError, NotImplementedError):  # also tensors without data
+        return False
 
 
 def _cut_to_one(captured: Captured, leaves: list[Any], condition: SizeCondition) -> list[Any]:
@@ -69,4 +86,4 @@ def _cut_to_one(captured: Captured, leaves: list[Any], condition: SizeCondition)
     return [cut(leaf, shape) for leaf, shape in zip(leaves, shapes.values(), strict=True)]
 
 
-__all__ = ["with_confirmed_ones"]
+__all__ = ["misread_text", "with_confirmed_ones"]

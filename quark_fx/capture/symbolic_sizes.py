@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import sympy
+import torch
 
 from quark_fx.capture.guards import place_in_model, value_at
 
@@ -90,7 +91,7 @@ def _told_from_one(expression: Any, result: Any, example: Mapping[Any, Any]) -> 
 
 @contextmanager
 def followed_sizes() -> Iterator[None]:
-    """Let torch's symbolic sizes simplify whole chunks, and note which the model's code compares with 1.
+    """Let torch's symbolic sizes simplify whole chunks, and note which the model's code compares with 1 or writes.
 
     Private parts of torch are replaced; with a torch version in which they differ, torch's own parts stay.
     """
@@ -111,15 +112,23 @@ def followed_sizes() -> Iterator[None]:
             if bound.free_symbols:
                 refine(self, bound)
 
+    def place_of_caller() -> str:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename in not_the_users:
+            frame = frame.f_back
+        return place_in_model(frame.f_code.co_filename, frame.f_lineno)
+
+    def written(self: Any) -> str:
+        if self.node.shape_env is not None and (place := place_of_caller()):
+            vars(self.node.shape_env).setdefault("size_as_text", place)
+        return repr(self)
+
     def evaluated(self: Any, expression: Any, *args: Any, **kwargs: Any) -> Any:
         result = evaluate(self, expression, *args, **kwargs)
-        if result in (sympy.true, sympy.false) and 0 < len(expression.free_symbols) <= _MOST_SIZES:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_code.co_filename in not_the_users:
-                frame = frame.f_back
-            if place := place_in_model(frame.f_code.co_filename, frame.f_lineno):
-                for condition in _told_from_one(expression, result, getattr(self, "backed_var_to_val", {})):
-                    vars(self).setdefault("told_from_one", {}).setdefault(condition, place)
+        is_comparison = result in (sympy.true, sympy.false) and 0 < len(expression.free_symbols) <= _MOST_SIZES
+        if is_comparison and (place := place_of_caller()):
+            for condition in _told_from_one(expression, result, getattr(self, "backed_var_to_val", {})):
+                vars(self).setdefault("told_from_one", {}).setdefault(condition, place)
         return result
 
     with ExitStack() as stack:
@@ -133,6 +142,9 @@ def followed_sizes() -> Iterator[None]:
         shapes._maybe_guard_rel = learned
         stack.callback(setattr, shapes, "evaluate_expr", evaluate)
         shapes.evaluate_expr = evaluated
+        if "__str__" not in vars(torch.SymInt):
+            stack.callback(delattr, torch.SymInt, "__str__")
+            torch.SymInt.__str__ = written  # type: ignore[method-assign]
         yield
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from quark_fx.errors import CaptureError, QuarkError
 from quark_fx.graph.size_condition import SizeCondition
 
-_HOLDS_FOR_PARTS = re.compile(r"\w+\.shape\[0\] (== \w+\.shape\[0\]|!= 0)")
+_HOLDS_FOR_PARTS = re.compile(r"\w+\.shape\[0\] (== \w+\.shape\[0\]|!= 0|<=? \d+)")
 """Conditions on the number of samples that hold for a part of a batch if they hold for the batch."""
 
 BatchShape = tuple[tuple[int, ...], ...]
@@ -42,7 +42,7 @@ class Signature:
         input_constants: Values of inputs that are not tensors, keyed by input name: the graph was captured with them.
         input_limits: Input name, dimension, and smallest and largest size of a dynamic dimension, if the model's code
             distinguishes sizes.
-        input_conditions: Comparisons of sizes in the model's code that chose the captured path; limits are apart.
+        input_conditions: Comparisons of sizes in the model's code that chose the captured path.
         fixed_arguments: Keyword arguments at capture that are not inputs of the graph.
     """
 
@@ -109,9 +109,9 @@ class Signature:
         if (condition := self.unmet(leaves)) is not None:
             raise QuarkError(
                 f"the inputs have the shapes {', '.join(f'{tuple(x.shape)}' for x in leaves if isinstance(x, Tensor))},"
-                f" and {condition.text} does not hold: the model's code compares these sizes"
-                f"{condition.place and ' at '}{condition.place} and takes another path than the captured one; pad or "
-                "resize the inputs, or capture a batch of these shapes"
+                f" and {condition.text} does not hold, as it does for the captured path through the model's code"
+                f"{condition.place and ' at '}{condition.place}; pad or resize the inputs, or capture a batch of these "
+                "shapes"
             )
         return leaves
 

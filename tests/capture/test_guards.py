@@ -242,7 +242,7 @@ def test_a_refusal_says_what_is_compared_and_where(tmp_path: Path) -> None:
     line = COMPARING["equal sizes"].__code__.co_firstlineno
     for one in (qmodel, qfx.load(tmp_path / "model")):
         one(torch.randn(5, 3, 32, 48))
-        with pytest.raises(qfx.QuarkError, match=rf"x.shape\[2\] != x.shape\[3\] does .* at test_guards.py:{line} "):
+        with pytest.raises(qfx.QuarkError, match=rf"x.shape\[2\] != x.shape\[3\] does .* at test_guards.py:{line};"):
             one(torch.randn(2, 3, 32, 32))
     with pytest.warns(UserWarning, match=r"the file agrees with the model where x.shape\[2\] != x.shape\[3\]"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
@@ -275,3 +275,56 @@ def test_a_run_that_finds_out_about_one_sample_leaves_the_model_as_it_is() -> No
     model = Counting(COMPARING["one sample"]).eval()
     qfx.capture_graph(model, torch.randn(4, 3, 8, 8))
     assert model.calls == 0
+
+
+class Keyed(nn.Module):
+    """A gain for each number of steps that a table has."""
+
+    def __init__(self, key: Callable[[int], str]) -> None:
+        super().__init__()
+        self.linear, self.gain, self.key = nn.Linear(4, 4), {"12": 3.0}, key
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * self.gain.get(self.key(x.shape[1]), 1.0)
+
+
+@pytest.mark.parametrize("key", [str, lambda size: f"{size}", lambda size: "%s" % size])  # noqa: UP031
+def test_a_size_as_a_key_of_text_is_refused(key: Callable[[int], str]) -> None:
+    with pytest.raises(qfx.CaptureError, match=r"as text at test_guards.py:\d+, .* write `str\(int\(size\)\)`"):
+        qfx.capture_graph(Keyed(key).eval(), torch.randn(2, 12, 4))
+
+
+def test_a_number_as_a_key_of_text_fixes_the_size() -> None:
+    model = Keyed(lambda size: str(int(size))).eval()
+    captured = qfx.capture_graph(model, torch.randn(2, 12, 4))
+    assert captured.signature.input_shapes == ((None, 12, 4),)
+    assert takes_right_values(captured, model, torch.randn(3, 12, 4))
+
+
+def test_text_that_changes_nothing_is_no_problem() -> None:
+    class Printing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            print(f"{x.shape[1]} steps")
+            return super().forward(x)
+
+    model = Printing(4, 4).eval()
+    captured = qfx.capture_graph(model, torch.randn(2, 12, 4))
+    assert takes_right_values(captured, model, torch.randn(3, 7, 4))
+
+
+def test_the_export_of_a_file_names_limits_that_the_code_has(tmp_path: Path) -> None:
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y * 3 if x.shape[1] > 16 else y
+
+    qmodel = qfx.quantize(Long().eval(), "int8_dynamic", [torch.randn(4, 12, 4)], progress=False)
+    with pytest.raises(qfx.QuarkError, match="the graph holds from 1 to 16"):
+        qmodel(torch.randn(2, 20, 4))
+    with pytest.warns(UserWarning, match=r"agrees with the model where x.shape\[1\] <= 16"):
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx")
