@@ -158,8 +158,8 @@ class SmoothQuant(ScalingSolver):
     calibration and of validation batches, show that a good part of the error is gone.
 
     With `rms=True`, `a` and `w` are root mean squares, and rounding errors are assumed to have the same size in every
-    channel. After a rotation this holds; with ranges per token or small group,
-    measured at run time, it holds approximately.
+    channel. After a rotation this holds; with ranges per token or small group, measured at run time, it holds
+    approximately.
 
     Args:
         alphas: Strengths to choose from; the site may also stay unchanged.
