@@ -12,7 +12,7 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
@@ -43,7 +43,7 @@ from quark_fx.capture.single_sizes import misread_text, with_confirmed_ones
 from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size, target_name
-from quark_fx.graph.signature import bind, parameter_names, split_batch
+from quark_fx.graph.signature import Signature, bind, parameter_names, split_batch
 from quark_fx.system.isolation import isolated, quiet
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,8 @@ def capture_graph(
         )
     if dynamic_shapes is None:
         warn_of_fixed_batch(program)
+    else:
+        _warn_of_requests(captured.signature, leaves, _named_dimensions(dynamic_shapes, kwargs))
     fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}
     return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
 
@@ -225,7 +227,7 @@ def _widen_ones(
 def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> None:
     """Raise `CaptureError` for a dimension that an input does not have, which torch.export silently ignores."""
     arguments = bind(model.forward, args, kwargs) or {}
-    for name, x, dimension in _named_dimensions(dynamic_shapes, arguments):
+    for name, x, dimension, _ in _named_dimensions(dynamic_shapes, arguments):
         if not 0 <= dimension < x.dim():
             which = f"dimensions count from 0 to {x.dim() - 1}" if x.dim() else "a scalar has none: give it {}"
             raise CaptureError(
@@ -233,8 +235,18 @@ def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
             )
 
 
-def _named_dimensions(shapes: Any, tree: Any, name: str = "") -> Iterator[tuple[str, Tensor, int]]:
-    """Yield (name, tensor, dimension) for every dimension that `dynamic_shapes` mentions.
+def _warn_of_requests(
+    signature: Signature, leaves: list[Any], dimensions: Iterable[tuple[str, Tensor, int, Any]]
+) -> None:
+    """Warn of dimensions that should vary and that the model fixes."""
+    for name, x, dim, how in dimensions:
+        shape = next((s for leaf, s in zip(leaves, signature.input_shapes, strict=True) if leaf is x), None)
+        if how is Dim.AUTO and shape is not None and shape[dim] is not None:
+            warn_of_fixed(name, x.shape[dim], dim=dim)
+
+
+def _named_dimensions(shapes: Any, tree: Any, name: str = "") -> Iterator[tuple[str, Tensor, int, Any]]:
+    """Yield name, tensor, dimension, and how it varies, for every dimension that `dynamic_shapes` mentions.
 
     Args:
         shapes: Dynamic shapes of `tree`, or of its parts, as a mapping or in order.
@@ -243,7 +255,7 @@ def _named_dimensions(shapes: Any, tree: Any, name: str = "") -> Iterator[tuple[
     """
     if isinstance(tree, Tensor):
         if isinstance(shapes, Mapping):
-            yield from ((name, tree, dimension) for dimension in shapes if isinstance(dimension, int))
+            yield from ((name, tree, dim, how) for dim, how in shapes.items() if isinstance(dim, int))
     elif isinstance(tree, Mapping | list | tuple):
         parts: dict[Any, Any] = dict(tree if isinstance(tree, Mapping) else enumerate(tree))
         shape_by_part = shapes if isinstance(shapes, Mapping) else {}

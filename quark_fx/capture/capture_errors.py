@@ -454,12 +454,17 @@ def warn_of_fixed_batch(program: ExportedProgram) -> None:
             warn_of_fixed(str(node.target), batch, where)
 
 
-def warn_of_fixed(name: str, size: int, where: str = "") -> None:
-    """Warn that the model's code fixes the first dimension of an input; `where` says in which line."""
+def warn_of_fixed(name: str, size: int, where: str = "", dim: int = 0) -> None:
+    """Warn that the model's code fixes a dimension of an input; `where` says in which line."""
+    cause = "A comparison with a number, a table, or a size of 1 in the example does that"
+    if not dim:
+        cause = (
+            "A loop over the samples or a comparison with a number does that: write it for all samples at once if "
+            "batches of other sizes are to run"
+        )
     warn(
-        f"the model fixes dimension 0 of input {name} at {size}, the size in the example{where}; other sizes will be "
-        "refused. A loop over the samples or a comparison with a number does that: write it for all samples at once if "
-        "batches of other sizes are to run"
+        f"the model fixes dimension {dim} of input {name} at {size}, the size in the example{where}; other sizes will "
+        f"be refused. {cause}"
     )
 
 

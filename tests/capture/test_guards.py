@@ -328,3 +328,22 @@ def test_the_export_of_a_file_names_limits_that_the_code_has(tmp_path: Path) -> 
         qmodel(torch.randn(2, 20, 4))
     with pytest.warns(UserWarning, match=r"agrees with the model where x.shape\[1\] <= 16"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+
+
+def test_a_dimension_that_should_vary_and_does_not_is_warned_about() -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.places = nn.Linear(4, 4), nn.Parameter(torch.randn(12, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y + self.places
+
+    free = {"x": {0: Dim.AUTO, 1: Dim.AUTO, 2: Dim.STATIC}}
+    with pytest.warns(
+        UserWarning, match="fixes dimension 1 of input x at 12, the size in the example; other"
+    ) as warned:
+        captured = qfx.capture_graph(Placed().eval(), torch.randn(2, 12, 4), dynamic_shapes=free)
+    assert len([one for one in warned if "fixes dimension" in str(one.message)]) == 1
+    assert captured.signature.input_shapes == ((None, 12, 4),)
