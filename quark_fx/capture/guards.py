@@ -33,7 +33,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
     named: dict[Any, tuple[str, Any]] = {
         size.node._expr: (f"{node.target}.shape[{dim}]", size)
         for node in reversed(inputs)  # of equal symbols, the first one stays
-        for dim, size in enumerate(_sizes(node))
+        for dim, size in enumerate(sizes_of(node))
         if isinstance(size, torch.SymInt) and getattr(size.node._expr, "is_Symbol", False)
     }
     if not named:
@@ -44,7 +44,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
     env: Any = next(iter(named.values()))[1].node.shape_env
     names = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, (name, _) in named.items()}
     numbers = {symbol: size.node.expr for symbol, (_, size) in named.items() if size.node.expr.is_number}
-    shapes = {str(node.target): [*map(_in_example, _sizes(node))] for node in inputs}
+    shapes = {str(node.target): [*map(_in_example, sizes_of(node))] for node in inputs}
     at_one = [
         (condition, place)
         for condition, place in getattr(env, "told_from_one", {}).items()
@@ -104,7 +104,7 @@ def fixed_dimensions(program: ExportedProgram) -> dict[tuple[tuple[int, ...], in
     Returns:
         The name of an input, keyed by its shape in the example and the dimension.
     """
-    shapes = {str(node.target): _sizes(node) for node in program.graph.nodes if node.op == "placeholder"}
+    shapes = {str(node.target): sizes_of(node) for node in program.graph.nodes if node.op == "placeholder"}
     example = {size.node.expr: _in_example(size) for sizes in shapes.values() for size in sizes if _is_symbol(size)}
     limits = program.range_constraints
     symbols = {
@@ -125,7 +125,8 @@ def _is_symbol(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and bool(getattr(size.node.expr, "is_Symbol", False))
 
 
-def _sizes(node: Node) -> list[Any]:
+def sizes_of(node: Node) -> list[Any]:
+    """Return the sizes of an input, with symbols for dynamic ones; none if it is not a tensor."""
     value = node.meta.get("val")
     return list(value.shape) if isinstance(value, Tensor) else []
 
@@ -184,4 +185,4 @@ def _relates(guard: Any, example: Mapping[Any, int]) -> bool:
     return any(_holds(guard, sizes) for sizes in grown)
 
 
-__all__ = ["fixed_dimensions", "place_in_model", "size_conditions", "value_at"]
+__all__ = ["fixed_dimensions", "place_in_model", "size_conditions", "sizes_of", "value_at"]

@@ -19,7 +19,7 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from quark_fx.capture.einsum import spell_out_products
-from quark_fx.capture.guards import size_conditions
+from quark_fx.capture.guards import size_conditions, sizes_of
 from quark_fx.capture.in_place import make_functional
 from quark_fx.errors import CaptureError, Declined
 from quark_fx.graph.linear import Linear
@@ -138,9 +138,7 @@ def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, in
     ranges: list[tuple[str, int, int, int | None]] = []
     constraints: dict[Any, Any] = dict(program.range_constraints)
     for node in inputs:
-        value = node.meta.get("val")
-        sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
-        for dim, size in enumerate(sizes):
+        for dim, size in enumerate(sizes_of(node)):
             limits = constraints.get(size.node.expr) if isinstance(size, torch.SymInt) else None
             if limits is None:
                 continue

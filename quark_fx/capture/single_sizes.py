@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from quark_fx.capture.capture_errors import require_runs, returns_the_same
+from quark_fx.capture.guards import sizes_of
 from quark_fx.capture.model_state import untouched
 from quark_fx.capture.normalization import Captured
 from quark_fx.errors import CaptureError
@@ -51,7 +52,7 @@ def misread_text(captured: Captured, model: nn.Module, leaves: list[Any], kwargs
         leaves: Flat inputs of the example.
         kwargs: Keyword arguments of the example, which may have more than the inputs.
     """
-    sizes = (s for node in placeholders(captured.module) for s in getattr(node.meta.get("val"), "shape", ()))
+    sizes = (size for node in placeholders(captured.module) for size in sizes_of(node))
     env = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
     place: str = getattr(env, "size_as_text", "")
     return "" if not place or _agrees(captured, model, leaves, kwargs) else place
@@ -72,9 +73,7 @@ def _cut_to_one(captured: Captured, leaves: list[Any], condition: SizeCondition)
     """Cut the inputs to size 1 along the dimension of a condition, and along others of the same size."""
     match = _FORBIDS_ONE.fullmatch(condition.text)
     assert match is not None
-    shapes: dict[str, list[Any]] = {
-        str(node.target): list(getattr(node.meta.get("val"), "shape", ())) for node in placeholders(captured.module)
-    }
+    shapes = {str(node.target): sizes_of(node) for node in placeholders(captured.module)}
     symbol = shapes[match[1]][int(match[2])].node.expr
 
     def cut(leaf: Any, shape: list[Any]) -> Any:

@@ -109,7 +109,7 @@ class Signature:
         if (condition := self.unmet(leaves)) is not None:
             raise QuarkError(
                 f"the inputs have the shapes {', '.join(f'{tuple(x.shape)}' for x in leaves if isinstance(x, Tensor))},"
-                f" and {condition.text} does not hold, as it does for the captured path through the model's code"
+                f" and {condition.text} does not hold, which the captured path through the model's code requires"
                 f"{condition.place and ' at '}{condition.place}; pad or resize the inputs, or capture a batch of these "
                 "shapes"
             )
