@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.errors import ConfigError, ExportError
+from quark_fx.export.checkpoints import to_gguf
 from quark_fx.export.checkpoints.gguf_blocks import blocks
 from quark_fx.export.packing import matrix_of
 from quark_fx.model.constants import Constant
@@ -376,6 +377,28 @@ def test_a_changed_field_is_read_or_refused(name: str, tmp_path: Path) -> None:
     assert kinds["llama.rope.freq_base"] == [package.GGUFValueType.FLOAT32]
     assert kinds["llama.block_count"] == [package.GGUFValueType.UINT32]
     torch.testing.assert_close(logits(load(path)), logits(qmodel), rtol=1e-4, atol=1e-4)
+
+
+FLOAT_KEYS = (
+    "gemma2.attn_logit_softcapping",
+    "gemma2.final_logit_softcapping",
+    "gemma2.attention.layer_norm_rms_epsilon",
+    "llama.rope.freq_base",
+    "llama.rope.scaling.factor",
+    "granite.logit_scale",
+    "granite.attention.scale",
+)
+
+
+def test_a_whole_number_that_llama_cpp_reads_as_float_is_written_as_one() -> None:
+    """llama.cpp refuses a file with another type; a configuration may say 30 for 30.0."""
+    kinds = package.GGUFValueType
+    writer = package.GGUFWriter(None, "gemma2")
+    for key in (*FLOAT_KEYS, "llama.block_count"):
+        to_gguf._add(writer, package, key, 30)
+    written = writer.kv_data[0]
+    assert {key: written[key].type for key in FLOAT_KEYS} == dict.fromkeys(FLOAT_KEYS, kinds.FLOAT32)
+    assert written["llama.block_count"].type == kinds.UINT32
 
 
 def test_a_file_that_llama_cpp_would_not_open_is_refused() -> None:
