@@ -28,7 +28,8 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
     """Return the comparisons of sizes that chose the captured path.
 
     A comparison in torch's own computation of shapes counts if it asks for multiples of a number, as a division into
-    windows does. Others choose between equal paths, or an operator of the graph raises the error.
+    windows does, or for a number of pieces. Others choose between equal paths, or an operator of the graph raises the
+    error.
     """
     named: dict[Any, tuple[str, Any]] = {
         size.node._expr: (f"{node.target}.shape[{dim}]", size)
@@ -51,13 +52,18 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
         if any(env.var_to_range[symbol].lower <= 2 for symbol in condition.free_symbols)  # else a limit
     ]
     guards = [(guard.expr, _place_of(guard)) for guard in env.guards]
+    pieces = {
+        guard.expr.xreplace(numbers)
+        for guard in env.guards
+        if _is_of_pieces(guard) and _varies(guard, env.var_to_range)
+    }
     conditions: dict[str, SizeCondition] = {}
     for guard, place in (*at_one, *guards):
         expr = guard.xreplace(numbers)
         if not expr.free_symbols or not expr.free_symbols <= names.keys():
             continue
         simple = _as_multiple(expr)
-        if place or simple is not None:
+        if place or simple is not None or expr in pieces:
             text = PythonPrinter().doprint((expr if simple is None else simple).xreplace(names))
             condition = SizeCondition(text, place)
             try:
@@ -81,6 +87,21 @@ def _as_multiple(guard: Any) -> Any:
             if all(_holds(guard, {symbol: n}) == (n % number == 0) for n in range(2 * number, 5 * number)):
                 return sympy.Eq(sympy.Mod(symbol, number), 0)
     return None
+
+
+def _is_of_pieces(guard: Any) -> bool:
+    """Tell whether a guard is about the number of pieces of a `split` or `chunk`."""
+    return getattr(guard.sloc.framework_loc, "name", "") == "split"
+
+
+def _varies(guard: Any, limits: Mapping[Any, Any]) -> bool:
+    """Tell whether a guard on a number of pieces may fail."""
+    if len(guard.expr.free_symbols) != 1:
+        return True
+    (symbol,) = guard.expr.free_symbols
+    first, last = limits[symbol].lower, limits[symbol].upper
+    # A number of pieces as in `chunk(4)` changes for the shortest inputs, if it changes at all.
+    return not all(_holds(guard.expr, {symbol: size}) for size in range(int(first), int(min(first + _SIZES, last)) + 1))
 
 
 def place_in_model(file: str, line: int | None) -> str:
@@ -137,9 +158,9 @@ def _in_example(size: Any) -> int:
 
 
 def _guards(size: Any) -> Iterator[Any]:
-    """Yield the conditions on a dynamic size."""
+    """Yield the conditions on a dynamic size, without numbers of pieces, which stay the same for many sizes."""
     for guard in getattr(size.node.shape_env, "guards", ()):
-        if size.node.expr in guard.expr.free_symbols:
+        if size.node.expr in guard.expr.free_symbols and not _is_of_pieces(guard):
             yield guard.expr
 
 

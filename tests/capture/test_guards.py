@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -161,6 +161,11 @@ class Compared(nn.Module):
         return self.function(self.conv(x), x)
 
 
+def weighted(pieces: Sequence[Tensor]) -> Tensor:
+    """Return a sum that depends on the number of pieces and their order."""
+    return torch.stack([(i + 1) * piece.sum((2, 3)) for i, piece in enumerate(pieces)]).sum(0)
+
+
 COMPARING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "two sizes": lambda y, x: y * 2 if x.shape[2] > x.shape[3] else y,
     "two sizes of a result": lambda y, x: y * 2 if y.shape[2] > y.shape[3] else y,
@@ -191,6 +196,12 @@ COMPARING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a product of one pixel": lambda y, x: y * 2 if x.shape[2] * x.shape[3] < 4 else y,
     "a sum with one sample": lambda y, x: y * 2 if x.shape[0] + x.shape[2] > 3 else y,
     "one sample or row": lambda y, x: y * 2 if 1 in (x.shape[0], x.shape[2]) else y,
+    "pieces of a result": lambda y, x: weighted(y.chunk(5, 2)),
+    "pieces of the images": lambda y, x: weighted(x.chunk(7, 3)),
+    "pieces of equal sizes": lambda y, x: weighted(y.tensor_split(3, 2)),
+    "pieces of a given length": lambda y, x: weighted(y.split(9, 2)),
+    "pieces of a computed length": lambda y, x: weighted(y.split((y.shape[3] + 2) // 3, 3)),
+    "pieces as long as another size": lambda y, x: weighted(x.split(x.shape[3], 2)),
 }
 
 SHAPES = [
