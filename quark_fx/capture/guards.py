@@ -62,6 +62,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
         expr = guard.xreplace(numbers)
         if not expr.free_symbols or not expr.free_symbols <= names.keys():
             continue
+        # Even one of strides: torch does not record a later comparison in the model that follows from it.
         simple = _as_multiple(expr)
         if place or simple is not None or expr in pieces:
             text = PythonPrinter().doprint((expr if simple is None else simple).xreplace(names))
