@@ -7,8 +7,9 @@
    operator, a condition, a constant, swapped arguments, or a dropped statement. Lines that only write messages, and
    lines outside of functions, are not drawn.
 3. For each mutant, run the recorded tests that execute the line, shortest first, then the tests in `tests/ROOM` and in
-   files that import its room, within `--seconds` of CPU time. Stop at the first test that fails and passes without the
-   mutation. A mutant that crashes the process, or that uses the CPU time up in one test, counts as caught.
+   files that import its room, closest first: files that name the mutated function, its module, or its file. All run
+   within `--seconds` of CPU time. Stop at the first test that fails and passes without the mutation. A mutant that
+   crashes the process, or that uses the CPU time up in one test, counts as caught.
 
 All tests are collected once. Each mutant is a fork of that process with the code object of one function replaced, so
 code that tests run in other processes is not mutated. Exits with 1 if fewer than 95 % are caught.
@@ -322,6 +323,7 @@ class Check:
         for mutant in drawn(list(readers), self.count, self.seed):
             near = [items[test] for test in readers[mutant.file, mutant.line] if test in items]
             room = [item for item in session.items if _is_of_room(item, mutant.room.removesuffix(".py"))]
+            room.sort(key=lambda item: -_closeness(item, mutant))
             verdict, caught = self._verdict(mutant, {item.nodeid: item for item in (*near, *room)})
             self.rows.append((mutant, verdict, caught))
             print(f"{mutant.file}:{mutant.line}  {mutant.mutation}\n    {verdict}", flush=True)
@@ -391,6 +393,13 @@ class Check:
 def _is_of_room(item: pytest.Item, room: str) -> bool:
     """Return whether the test is in the folder of the room, or its file imports the room."""
     return item.nodeid.startswith(f"tests/{room}/") or f"quark_fx.{room}" in _source(item.path)
+
+
+def _closeness(item: pytest.Item, mutant: Mutant) -> int:
+    """Return how many of these the test's file names: the mutated function, its module, and the module's file."""
+    module, name = Path(mutant.file).with_suffix(""), mutant.function[0].rpartition(".")[2]
+    source = _source(item.path)
+    return sum((name.strip("_") in source, ".".join(module.parts) in source, module.name in item.path.stem))
 
 
 @cache
