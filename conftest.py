@@ -2,9 +2,11 @@
 
 import gc
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ import pytest
 
 # Read when torch is imported: the pool of processes imports torch anew for kernels that are built one after the other.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Torch stores results for each operator that it traces, which helps in deep models. In networks of two or three layers,
+# storing takes longer: a fifth of a capture. Processes that tests start read this, too.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 import torch
 
@@ -51,6 +56,8 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 
 
 _LONGEST = (
+    "passes/test_learn_rotations.py",
+    "passes/test_smooth_quant.py",
     "export/test_huggingface.py",
     "test_on_gpu.py",
     "export/test_generation.py",
@@ -58,12 +65,10 @@ _LONGEST = (
     "graph/test_operator_arguments.py",
     "test_docs.py",
     "export/test_decoding.py",
-    "passes/test_learn_rotations.py",
     "export/test_onnx_blocks.py",
     "export/test_onnx_formats.py",
     "checkpoints/test_streaming.py",
     "solvers/test_reconstruction.py",
-    "passes/test_smooth_quant.py",
     "rescale/test_rotation_sites.py",
     "test_command_line.py",
     "model/test_compile.py",
@@ -97,8 +102,57 @@ _LONGEST = (
     "system/test_isolation.py",
     "engine/test_blocks.py",
     "vendors/test_vitis_blocks.py",
+    "export/test_export.py",
+    "observers/test_observer_fold.py",
+    "export/test_pt2e.py",
+    "model/test_provenance.py",
+    "capture/test_state.py",
+    "capture/test_guards.py",
+    "export/test_verify.py",
+    "plan/test_placement.py",
+    "export/test_vllm.py",
+    "plan/test_roles.py",
+    "numbers/test_narrow_integers.py",
+    "plan/test_pair_sums.py",
+    "model/test_eager_kernels.py",
+    "model/test_eager_kv_cache.py",
+    "model/test_model_directory.py",
+    "export/test_one_run.py",
+    "export/test_genai.py",
+    "test_layout.py",
+    "solvers/test_error_feedback.py",
+    "export/test_gguf_experts.py",
+    "test_random_models.py",
+    "checkpoints/test_quantized_sources.py",
 )
-"""Files of more than 25 seconds each: workers that start them last leave others waiting."""
+"""Files of more than 10 seconds each: workers that start them last leave others waiting. The first file of `_KEEPING`
+stands for all that share a worker with it."""
+
+
+_KEEPING = re.compile(r"^from (zoo import|networks import .*\btrained$)", re.MULTILINE)
+"""Imports of helpers that keep results that take seconds each: captured architectures, trained networks."""
+
+
+@cache
+def _worker_scope(path: str) -> str:
+    """Return the helper whose results a file reads, which it shares a worker for; the path of any other file."""
+    file = Path(__file__).parent / path
+    match = _KEEPING.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return match[1].partition(" ")[0] if match else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal out files as `--dist loadfile` does, but files that read the same kept results to one worker."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _worker_scope(nodeid.partition("::")[0])
+
+    return Scheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -170,23 +224,17 @@ _CAPTURING = (
 
 @pytest.fixture(scope="module", autouse=True)
 def captured_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Share captures among all sessions and tests of a process (`tests/captured_once.py`).
-
-    Torch stores results for each operator that it traces, which helps in deep models. In networks of two or three
-    layers, storing takes longer: a fifth of a capture.
-    """
+    """Share captures among all sessions and tests of a process (`tests/captured_once.py`)."""
     parts = request.path.relative_to(Path(__file__).parent).parts
     if parts[0] != "tests" or parts[1] in _CAPTURING:
         yield
         return
-    import torch._dynamo.config
     from captured_once import CAPTURES
 
     import quark_fx
     from quark_fx import session
 
-    nothing_stored = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    with nothing_stored, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "capture_graph", CAPTURES)
         patch.setattr(quark_fx, "capture_graph", CAPTURES)
         yield
