@@ -77,25 +77,28 @@ def test_a_format_that_does_not_hold_the_configuration_is_refused() -> None:
         qfx.check(model, "int8_weight_only", [rand(2, 8)], export=["gguf"])  # type: ignore[arg-type]
 
 
+# Functions of a module pickle, so captures of a model that holds them are kept (tests/captured_once.py).
+def _pre(module: nn.Module, inputs: Any) -> None: ...
+
+
+def _post(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output + 1
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
 def test_hooks_of_the_model_are_refused_where_only_weights_are_stored(tmp_path: Path) -> None:
     t = transformers()
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = t.LlamaConfig(**shape, vocab_size=32, eos_token_id=1, pad_token_id=0)
     model, batches = t.LlamaForCausalLM(config).eval(), [{"input_ids": torch.arange(1, 9)[None]}]
     norm = model.model.norm
-
-    def patch() -> None:
-        norm.forward = lambda x: x
-
-    def pre(module: nn.Module, inputs: Any) -> None: ...
-
-    def post(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output + 1
-
     attached: tuple[tuple[str, Callable[[], Any]], ...] = (
-        ("forward hook", lambda: norm.register_forward_hook(post)),
-        ("forward pre-hook", lambda: norm.register_forward_pre_hook(pre)),
-        ("patched forward", patch),
+        ("forward hook", lambda: norm.register_forward_hook(_post)),
+        ("forward pre-hook", lambda: norm.register_forward_pre_hook(_pre)),
+        ("patched forward", lambda: setattr(norm, "forward", _unchanged)),
     )
     rounded = W4.replace(passes=())
     for kind, attach in attached:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from devices import on_devices
+from forked import run_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -336,19 +337,11 @@ cache.close()
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))"
 
 
-def fill(directory: Path, *command: str, setup: str = "") -> str:
-    """Fill a directory in a process of its own; return what it printed."""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    line = [*command, sys.executable, "-c", f"{setup}\n{FILL}", str(directory)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits of this kind")
 def test_a_file_that_may_not_grow_is_reported(tmp_path: Path) -> None:
-    message = fill(tmp_path, setup=LIMITED)
+    done = run_program(f"{LIMITED}\n{FILL}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    message = done.stdout
     assert_says_what_to_do(message, tmp_path)
     assert "cannot write 0.4 MiB" in message
     assert list(tmp_path.iterdir()) == []
@@ -366,7 +359,12 @@ def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     if not may_mount(tmp_path):
         pytest.skip("mounting a small file system is not allowed")
     script = 'mount -t tmpfs -o size=1m none "$1" && shift && exec "$@"'
-    message = fill(tmp_path, "unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path))
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    command = ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path), sys.executable, "-c", FILL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    message = done.stdout
     assert_says_what_to_do(message, tmp_path)
     assert "No space left" in message
     assert "0.8 MiB were written before" in message

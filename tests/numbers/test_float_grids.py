@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from os import environ
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from devices import on_devices
+from forked import run_program
 from test_error_feedback import moment
 from tiny import quantize, rand, seeded
 from torch import Tensor, nn
@@ -139,7 +137,15 @@ def test_the_kernel_rounds_only_to_what_it_computes() -> None:
 
 
 INTERPRETED = """
+import os
+import sys
+
 import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may have done
+for name in [name for name in sys.modules if name.startswith("triton") and not name.startswith("triton._C")]:
+    del sys.modules[name]
+torch.set_num_threads(1)
 from quark_fx.solvers import error_feedback
 from quark_fx.solvers import error_feedback_kernel
 from quark_fx.numbers.formats import FORMATS
@@ -167,8 +173,7 @@ for name in ("fp4_e2m1", "fp8_e4m3"):
 
 def test_the_kernel_makes_the_same_decisions() -> None:
     pytest.importorskip("triton")
-    environment = environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    done = run_program(INTERPRETED)
     assert done.returncode == 0, done.stderr
 
 

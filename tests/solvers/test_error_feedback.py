@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from devices import on_devices
+from forked import run_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import rand
@@ -200,7 +197,15 @@ def test_solve_divides_by_the_damped_moment(by_activation: bool) -> None:
 
 
 INTERPRETED = """
+import os
+import sys
+
 import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may have done
+for name in [name for name in sys.modules if name.startswith("triton") and not name.startswith("triton._C")]:
+    del sys.modules[name]
+torch.set_num_threads(1)
 from quark_fx.solvers import error_feedback
 from quark_fx.solvers import error_feedback_kernel
 from quark_fx.numbers.grid import Grid
@@ -224,8 +229,7 @@ for groups, outputs, inputs in ((1, 40, 100), (3, 33, 64), (2, 5, 7)):
 def test_the_kernel_makes_the_same_decisions() -> None:
     """Triton interprets it on the CPU, in a process of its own: it asks the environment when it is imported."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    done = run_program(INTERPRETED)
     assert done.returncode == 0, done.stderr
 
 
@@ -252,5 +256,5 @@ for capability in (80, 90):
 def test_the_kernel_is_compiled_for_gpus_that_are_not_here() -> None:
     """The interpreter takes Python that the compiler refuses."""
     pytest.importorskip("triton.backends.nvidia")
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    done = run_program(COMPILED)
     assert done.returncode == 0, done.stderr

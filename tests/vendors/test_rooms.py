@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from forked import run_program
 
 import quark_fx as qfx
 from quark_fx import observers, passes, presets, targets
@@ -39,4 +37,4 @@ def test_registering_loads_nothing_that_files_need() -> None:
         "assert [*FORMATS] == ['qdq', 'qoperator', 'matmul_nbits', 'vitis'], [*FORMATS];"
         "sys.exit('onnx_ir' in sys.modules or 'quark_fx.vendors.intel.workarounds' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    assert run_program(program).returncode == 0
