@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -37,6 +37,7 @@ __all__ = [
     "rand",
     "record_of",
     "seeded",
+    "thinned",
     "tokens",
 ]
 
@@ -44,9 +45,18 @@ WHOLE_PRESETS = [name for name, config in PRESETS.items() if not config.exclude]
 """Presets that leave no operator in float; those for language models leave embedding and head."""
 
 
-def all_but(names: Iterable[str], few: Collection[str]) -> list[Any]:
+def all_but(names: Iterable[Any], few: Collection[Any]) -> list[Any]:
     """Return `names` as test parameters, and mark the members of `few` as `whole`."""
     return [pytest.param(name, marks=[pytest.mark.whole] * (name in few)) for name in names]
+
+
+def thinned(rows: Iterable[Any], columns: Iterable[Any], kept: Callable[[Any, Any], bool]) -> list[Any]:
+    """Return all pairs as test parameters, and mark those that are not `kept` as `whole`."""
+    return [
+        pytest.param(row, column, marks=[pytest.mark.whole] * (not kept(row, column)))
+        for row in rows
+        for column in columns
+    ]
 
 
 def divided(batches: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
