@@ -119,12 +119,12 @@ class Feed(nn.Module):
         return out
 
 
-class Twice(nn.Module):
-    """Two blocks."""
+class Blocks(nn.Module):
+    """Blocks one behind the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Feed(), Feed())
+        self.blocks = nn.Sequential(*(Feed() for _ in range(count)))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.blocks(x)
@@ -198,9 +198,16 @@ SCALED = ("smooth", "smooth, explicit", "deviations")
 """Those that learn from samples and ranges: nothing is summed over the data."""
 
 
+IN_BLOCKS = (
+    *("gptq", "awq", "tuned scales", "qdrop", "adaquant, blocks", "autoround, blocks", "autoround, weights"),
+    *("smooth", "smooth, explicit"),
+)
+"""Configurations whose passes learn a block from what the block before it became, or all blocks together."""
+
+
 def model_of(name: str) -> nn.Module:
     """Return the model of a configuration; where channels are to be scaled, some stand out."""
-    model = seeded(Twice())
+    model = seeded(Blocks(2 if name in IN_BLOCKS else 1))
     if name in SCALED:
         with torch.no_grad():
             for feed in model.blocks:
@@ -277,13 +284,13 @@ def test_two_ranks_end_as_one_process_does(name: str, results: Path) -> None:
 
 def learn_little(folder: Path) -> None:
     """Learn from two batches, of which the second is divided: the third rank has validation data only."""
-    qmodel = quantize(seeded(Twice()), CONFIGS["qdrop"], batches(2), resources=qfx.Resources(distributed=True))
+    qmodel = quantize(seeded(Blocks()), CONFIGS["qdrop"], batches(2), resources=qfx.Resources(distributed=True))
     torch.save(outcome(qmodel), folder / f"little-{Ranks.current().index}.pt")
 
 
 def test_a_rank_without_calibration_samples_takes_the_same_steps(tmp_path: Path) -> None:
     run(3, tmp_path, learn_little)
-    alone = outcome(quantize(seeded(Twice()), CONFIGS["qdrop"], batches(2)))
+    alone = outcome(quantize(seeded(Blocks()), CONFIGS["qdrop"], batches(2)))
     found = [torch.load(tmp_path / f"little-{rank}.pt", weights_only=False) for rank in range(3)]
     for other in found[1:]:
         assert_same(other, found[0])
@@ -304,7 +311,7 @@ def test_where_sums_are_exact_the_bits_are_those_of_one_process(count: int, tmp_
 
 def streamed(folder: Path) -> None:
     quantize(
-        seeded(Twice()),
+        seeded(Blocks()),
         CONFIGS["gptq"],
         batches(),
         resources=qfx.Resources(output_dir=folder / "out", distributed=True),
@@ -369,7 +376,7 @@ def test_what_fails_on_one_rank_fails_on_all(kind: str, tmp_path: Path) -> None:
 
 def other_number(folder: Path) -> None:
     quantize(
-        seeded(Twice()),
+        seeded(Blocks()),
         CONFIGS["gptq"],
         batches(),
         resources=qfx.Resources(checkpoint=folder / "blocks", distributed=True),
@@ -379,7 +386,7 @@ def other_number(folder: Path) -> None:
 def test_blocks_of_several_ranks_are_not_those_of_one(tmp_path: Path) -> None:
     run(2, tmp_path, other_number)
     with pytest.raises(qfx.ConfigError, match="holds blocks that another run finished, with other number of ranks"):
-        quantize(seeded(Twice()), CONFIGS["gptq"], batches(), resources=qfx.Resources(checkpoint=tmp_path / "blocks"))
+        quantize(seeded(Blocks()), CONFIGS["gptq"], batches(), resources=qfx.Resources(checkpoint=tmp_path / "blocks"))
 
 
 def refuse(folder: Path) -> None:
@@ -389,10 +396,10 @@ def refuse(folder: Path) -> None:
 
     with pytest.raises(qfx.ConfigError, match="guess cannot share data between 2 ranks"):
         quantize(
-            seeded(Twice()), INT8_STATIC.replace(passes=(guess,)), batches(), resources=qfx.Resources(distributed=True)
+            seeded(Blocks()), INT8_STATIC.replace(passes=(guess,)), batches(), resources=qfx.Resources(distributed=True)
         )
     with pytest.raises(qfx.CalibrationError, match="1 calibration batches cannot be shared by 2 ranks"):
-        quantize(seeded(Twice()), CONFIGS["gptq"], [torch.ones(1, 6, 16)], resources=qfx.Resources(distributed=True))
+        quantize(seeded(Blocks()), CONFIGS["gptq"], [torch.ones(1, 6, 16)], resources=qfx.Resources(distributed=True))
 
 
 def judge(folder: Path) -> None:
@@ -405,8 +412,8 @@ def judge(folder: Path) -> None:
         return 0
 
     config = in_groups(W4A16_GPTQ).replace(passes=(look,))
-    quantize(seeded(Twice()), config, batches(17), resources=qfx.Resources(distributed=True))
-    quantize(seeded(Twice()), config, batches(17))
+    quantize(seeded(Blocks()), config, batches(17), resources=qfx.Resources(distributed=True))
+    quantize(seeded(Blocks()), config, batches(17))
     torch.save(found, folder / f"errors-{ranks.index}.pt")
 
 
@@ -434,18 +441,18 @@ def disagree(folder: Path) -> None:
     ranks = Ranks.current()
     with pytest.raises(qfx.ConfigError, match="they have another model each"):
         quantize(
-            seeded(Twice(), seed=ranks.index), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True)
+            seeded(Blocks(), seed=ranks.index), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True)
         )
     with pytest.raises(qfx.ConfigError, match="they have another data each"):
-        quantize(seeded(Twice()), CONFIGS["gptq"], batches(4 + ranks.index), resources=qfx.Resources(distributed=True))
-    quantize(seeded(Twice(), seed=ranks.index), CONFIGS["gptq"], batches())  # each for itself
+        quantize(seeded(Blocks()), CONFIGS["gptq"], batches(4 + ranks.index), resources=qfx.Resources(distributed=True))
+    quantize(seeded(Blocks(), seed=ranks.index), CONFIGS["gptq"], batches())  # each for itself
     # What one rank fails at, all do, and go on together.
     far = [*batches()[:-1], batches()[-1] / 0]
     with pytest.raises(qfx.CalibrationError, match="calibration batch 4: input input holds NaN or infinity"):
         quantize(seeded(nn.Linear(16, 48)), INT8_STATIC, far, resources=qfx.Resources(distributed=True))
     with pytest.raises(qfx.CalibrationError, match="it is rank 1 that fails"):
         quantize(
-            seeded(Twice()),
+            seeded(Blocks()),
             in_groups(W4A16_GPTQ).replace(passes=(FailOnSecond(),)),
             batches(),
             resources=qfx.Resources(distributed=True),
@@ -479,7 +486,7 @@ def fail_unexpectedly(folder: Path) -> None:
     unlucky = "UnluckyError: no luck with 1 and 2"
     config = in_groups(W4A16_GPTQ).replace(passes=(UnluckyOnSecond(),))
     with pytest.raises(qfx.PassError, match=rf"UnluckyOnSecond failed on blocks\.0\.\w+: {unlucky}"):
-        quantize(seeded(Twice()), config, batches(), resources=qfx.Resources(distributed=True))
+        quantize(seeded(Blocks()), config, batches(), resources=qfx.Resources(distributed=True))
     quantize(
         seeded(nn.Linear(16, 48)), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True)
     )  # the ranks are still together
@@ -495,7 +502,7 @@ def fail_unexpectedly(folder: Path) -> None:
         (UnluckyError, "^no luck") if ranks.index == 1 else (qfx.QuarkError, rf"^rank 1 of 2 failed: {unlucky}$")
     )
     with pytest.raises(kind, match=message):
-        quantize(seeded(Twice()), config, batches(), resources=qfx.Resources(distributed=True))
+        quantize(seeded(Blocks()), config, batches(), resources=qfx.Resources(distributed=True))
     assert time.monotonic() - began < 5
     (folder / f"told-{ranks.index}").touch()
     while not all((folder / f"told-{rank}").exists() for rank in range(2)):  # the group is out of step
@@ -559,7 +566,7 @@ def count_rounded(folder: Path) -> None:
         return solve(self, weight, seen)
 
     GPTQ.solve = counting  # type: ignore[method-assign]
-    quantize(seeded(Twice()), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True))
+    quantize(seeded(Blocks()), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True))
     # `down` is three times the work of the others.
     mine = {"blocks.0.gate", "blocks.0.down"}
     everything = {f"blocks.{i}.{name}" for i in range(2) for name in ("gate", "lift", "down")}

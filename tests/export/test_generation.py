@@ -46,7 +46,7 @@ from quark_fx.export.generation.quantizer import _hook_into_transformers, _with_
 from quark_fx.export.generation.traced_weights import look_up_codes, split_fused_products
 from quark_fx.export.runtime.session import session_options
 from quark_fx.numbers.formats import INT4, INT8
-from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_WEIGHT_ONLY
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_WEIGHT_ONLY
 
 SHARED: dict[str, Any] = {"vocab_size": 96, "max_position_embeddings": 96, "bos_token_id": 0, "eos_token_id": 0}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32}
@@ -268,18 +268,6 @@ def test_generate_goes_by_what_the_export_was_told(fused: SimpleNamespace) -> No
     assert generator(exported, threads=1).generate(PROMPT).shape == (2, 12)
 
 
-def test_rounded_activations_are_multiplied_in_integers() -> None:
-    model = eager(qwen3, "int8_dynamic")
-    exported = export(model, GenerationQuantizer(), "cpu")
-    for component in exported.components.values():
-        found = operators(component.program)
-        assert found["MatMulInteger"] == 8
-        assert found["DynamicQuantizeLinear"] == 5, "one for each activation, however many weights read it"
-    assert torch.equal(
-        generator(exported, threads=1).generate(PROMPT[:1], **GREEDY), model.generate(PROMPT[:1], **GREEDY)
-    )
-
-
 def test_codes_are_appended_to_codes_and_looked_up_as_codes() -> None:
     model = eager(gpt2, "int8_weight_only")
     scales = CacheScales.measure(model, [{"input_ids": PROMPT}])
@@ -300,9 +288,9 @@ def test_codes_are_appended_to_codes_and_looked_up_as_codes() -> None:
     assert not torch.equal(model.generate(PROMPT[:1], **GREEDY), expected), "else rounding is not seen"
 
 
-def test_an_int8_cache_has_the_scales_of_the_configuration() -> None:
+def test_rounded_activations_are_multiplied_in_integers_beside_an_int8_cache_of_the_configuration() -> None:
     spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
-    model = eager(qwen3, INT8_WEIGHT_ONLY.replace(kv_cache=spec))
+    model = eager(qwen3, INT8_DYNAMIC.replace(kv_cache=spec))
     scales = CacheScales.of(model)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -312,10 +300,14 @@ def test_an_int8_cache_has_the_scales_of_the_configuration() -> None:
     for name, scale in scales.scales.items():
         torch.testing.assert_close(scale, measured.scales[name])
     exported = export(model, GenerationQuantizer(cache=scales), "cpu")
+    for component in exported.components.values():
+        found = operators(component.program)
+        assert found["MatMulInteger"] == 8
+        assert found["DynamicQuantizeLinear"] == 5, "one for each activation, however many weights read it"
     inputs = exported.components["decode"].program.graph.inputs
     assert [v.dtype for v in inputs if held_in_cache(v.name)] == [ir.DataType.INT8] * 2
     runs = generator(exported, threads=1)
-    assert torch.equal(runs.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
+    assert torch.equal(runs.generate(PROMPT[:1], **GREEDY), model.generate(PROMPT[:1], **GREEDY))
 
 
 def test_scales_of_other_caches_are_refused() -> None:

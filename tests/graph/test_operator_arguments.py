@@ -45,12 +45,15 @@ def adaptive(rank: int, sizes: tuple[Any, ...]) -> Variants:
 
 
 def resizes() -> Variants:
-    sizes = {"size": ((5, 17), (20, 22))}
+    """Return bilinear calls with every argument, and fewer bicubic ones: torch traces them for half a second each."""
+    aligned = {"align_corners": (False, True)}
     factors = {"scale_factor": (2, (1.5, 0.7)), "recompute_scale_factor": (None, True)}
     made: Variants = {}
-    for how in (sizes, factors):
-        made |= grid(F.interpolate, mode=("bilinear", "bicubic"), align_corners=(False, True), **how)
+    for how in ({"size": ((5, 17), (20, 22))}, factors):
+        made |= grid(F.interpolate, mode=("bilinear",), **aligned, **how)
         made |= grid(F.interpolate, mode=("nearest", "nearest-exact", "area"), **how)
+    made |= grid(F.interpolate, mode=("bicubic",), size=((5, 17),), **aligned)
+    made |= grid(F.interpolate, mode=("bicubic",), scale_factor=((1.5, 0.7),), recompute_scale_factor=(None, True))
     return made | grid(F.interpolate, size=((5, 6),), mode=("bilinear", "bicubic"), antialias=(True,))
 
 
@@ -63,8 +66,13 @@ def pads() -> Variants:
 
 
 def samples() -> Variants:
-    modes = {"mode": ("bilinear", "nearest", "bicubic"), "padding_mode": ("zeros", "border", "reflection")}
-    return grid(F.grid_sample, align_corners=(False, True), **modes)
+    """Return calls with every argument, but of the bicubic ones, which torch traces for two seconds each, two."""
+    padded = {"padding_mode": ("zeros", "border", "reflection"), "align_corners": (False, True)}
+    return {
+        **grid(F.grid_sample, mode=("bilinear", "nearest"), **padded),
+        **grid(F.grid_sample, mode=("bicubic",), padding_mode=("zeros",), align_corners=(False,)),
+        **grid(F.grid_sample, mode=("bicubic",), padding_mode=("reflection",), align_corners=(True,)),
+    }
 
 
 def softmaxes() -> Variants:
