@@ -1,13 +1,16 @@
 """`convert` on a generated checkpoint of any size: peak memory, time, and bytes.
 
     python -m benchmarks.converted [--gib 20] [--scheme fp8_dynamic ...] [--processes 1 2] [--kills 1]
-        [--folder DIRECTORY]
+        [--folder DIRECTORY] [--write]
 
 The checkpoint has pseudo-random weights in bfloat16, in several shards, with names of no known architecture, and layers
-of 4096 by 14336. *Peak* is of all memory, mapped files included (`VmHWM`): of the largest process, and of all together
-at most. torch and quark_fx take the column *before* of each. *Resumed* counts conversions that SIGKILL ended at a
-random moment, with their processes, and whose directories have equal bytes once the call was repeated; in parentheses,
-the units that were finished then.
+of 4096 by 14336. Peak memory includes mapped files: *each* is the largest of one process (`VmHWM`), *together* the
+largest of all processes at one moment (from `smaps_rollup`, read up to 20 times per second). What processes share,
+mostly the code of torch, counts once in *together*. *imports* is the peak of a process that has imported quark_fx.
+*Resumed* counts conversions that SIGKILL ended at a random moment, with their processes, and whose directories have
+equal bytes once the call was repeated; in parentheses, the units that were finished then, and all units.
+
+`--write` updates `benchmarks/results/converted.md`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -44,37 +48,56 @@ import quark_fx as qfx
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) >> 10
 before, start = peak(), time.perf_counter()
-made = qfx.convert(*sys.argv[1:4], processes=int(sys.argv[4]), progress=False)
-print(before, time.perf_counter() - start, sum(t.bytes_after for t in made.tensors) >> 20)
+plan = qfx.convert(*sys.argv[1:4], processes=int(sys.argv[4]), progress=False)
+print(before, time.perf_counter() - start, sum(t.bytes_after for t in plan.tensors) >> 20, len(plan.tensors))
 """
 
 
-def _peaks(session: int) -> dict[str, int]:
-    """Return the largest memory so far of each process of a session, in MiB."""
-    peaks = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                peaks[folder.name] = int((folder / "status").read_text().split("VmHWM:")[1].split()[0]) >> 10
-        except (OSError, IndexError):  # it has ended
-            continue
-    return peaks
+@dataclass
+class _Memory:
+    """The most memory of a session of processes so far, in MiB.
+
+    Attributes:
+        each: Of each process.
+        together: Of all at one moment; what processes share counts once.
+        processes: The most at one moment.
+    """
+
+    each: dict[str, int] = field(default_factory=dict)
+    together: int = 0
+    processes: int = 0
+
+    def look(self, session: int) -> None:
+        """Read the memory of each process of a session."""
+        own, shared = list[int](), list[int]()
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) != session:
+                    continue
+                self.each[folder.name] = int((folder / "status").read_text().split("VmHWM:")[1].split()[0]) >> 10
+                parts = [line.split()[:2] for line in (folder / "smaps_rollup").read_text().splitlines()[1:]]
+            except (OSError, IndexError):  # it has ended
+                continue
+            own.append(sum(int(size) for name, size in parts if name.startswith("Private_")))
+            shared.append(sum(int(size) for name, size in parts if name.startswith("Shared_")))
+        self.together = max(self.together, sum(own) + max(shared, default=0) >> 10)
+        self.processes = max(self.processes, len(own))
 
 
-def _run(source: Path, scheme: str, output: Path, processes: int, moment: int = 1 << 60) -> tuple[str, dict[str, int]]:
-    """Convert in a session of its own, which ends when so many units are finished; return its text and peaks."""
+def _run(source: Path, scheme: str, output: Path, processes: int, moment: int = 1 << 60) -> tuple[str, _Memory]:
+    """Convert in a session of its own, which ends when so many units are finished; return its text and memory."""
     command = [sys.executable, "-c", _RUN, str(source), scheme, str(output), str(processes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    log, peaks = output.with_name(f"{output.name}.unfinished") / "done", dict[str, int]()
+    log, memory = output.with_name(f"{output.name}.unfinished") / "done", _Memory()
     while process.poll() is None:
-        peaks |= _peaks(process.pid)
+        memory.look(process.pid)
         if log.exists() and len(log.read_bytes().split()) >= moment:
             os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(0.05)
     if process.returncode and moment == 1 << 60:
         raise RuntimeError(f"the conversion ended with {process.returncode}")
-    return process.communicate()[0], peaks
+    return process.communicate()[0], memory
 
 
 def _resumed(source: Path, scheme: str, whole: Path, units: int, processes: int, kills: int) -> str:
@@ -91,7 +114,7 @@ def _resumed(source: Path, scheme: str, whole: Path, units: int, processes: int,
         same = sorted(str(file.relative_to(output)) for file in output.rglob("*")) == names
         equal += same and filecmp.cmpfiles(whole, output, names, shallow=False)[0] == names
         shutil.rmtree(output)
-    return f"{equal} of {kills} ({', '.join(map(str, finished))})"
+    return f"{equal} of {kills} ({', '.join(map(str, finished))} of {units})" if kills else "–"
 
 
 def generate(folder: Path, gib: float) -> int:
@@ -105,22 +128,29 @@ def generate(folder: Path, gib: float) -> int:
         for index in range(first, min(first + _SHARD, count)):
             shape = (_WIDTH, _INNER) if index % 3 == 2 else (_INNER, _WIDTH)
             generator = torch.Generator().manual_seed(index)
-            codes = torch.randint(-(1 << 10), 1 << 10, shape, generator=generator, dtype=torch.int16)
+            words = torch.empty(_WIDTH * _INNER // 4, dtype=torch.int64).random_(generator=generator)
+            codes = words.view(torch.int16).bitwise_and_(0x7FF).sub_(0x400).reshape(shape)
             tensors[f"trunk.blocks.{index // 3}.{names[index % 3]}.weight"] = codes.bfloat16().mul_(2.0**-14)
         save_file(tensors, folder / f"part-{first:05}.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "generated", "dtype": "bfloat16"}))
     return count * each >> 20
 
 
-@experiment()
+HEADER = (
+    *("scheme", "processes", "MiB", "MiB after", "imports, MiB", "each, MiB", "together, MiB"),
+    *("processes at once", "seconds", "resumed"),
+)
+
+
+@experiment(page="converted.md", own_environment=True)
 def main(
     gib: float = 20,
     scheme: Sequence[str] = ("fp8_dynamic",),
     processes: Sequence[int] = (1,),
     kills: Annotated[int, "conversions that are killed and repeated"] = 0,
-    folder: Annotated[Path | None, "where there is room for the checkpoint and one result"] = None,
-) -> None:
-    """Convert a generated checkpoint with each scheme, and print the measurements."""
+    folder: Annotated[Path | None, "where there is room for the checkpoint and two results"] = None,
+) -> Iterator[str]:
+    """Convert a generated checkpoint with each scheme, and yield the page after each row."""
     rows = []
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, output = Path(scratch, "source"), Path(scratch, "output")
@@ -128,27 +158,33 @@ def main(
         size = generate(source, gib)
         print(f"generated {size} MiB in {time.perf_counter() - start:.0f} s", file=sys.stderr)
         for one, count in itertools.product(scheme, processes):
-            text, peaks = _run(source, one, output, count)
-            before, seconds, made = text.split()
-            units = round(gib * 2**30 / (_WIDTH * _INNER * 2))
-            resumed = _resumed(source, one, output, units, count, kills)
-            memory = [before, str(max(peaks.values())), str(sum(peaks.values()))]
-            rows.append([one, str(count), str(size), made, *memory, f"{float(seconds):.0f}", resumed])
-            print(*rows[-1], file=sys.stderr)
+            text, memory = _run(source, one, output, count)
+            before, seconds, after, units = text.split()
+            print(f"{one}, {count} processes: {text.strip()}, {memory}", file=sys.stderr)
+            cells = [before, str(max(memory.each.values())), str(memory.together), str(memory.processes)]
+            row = [one, str(count), str(size), after, *cells, f"{float(seconds):.0f}"]
+            yield page([*rows, [*row, "–"]])
+            rows.append([*row, _resumed(source, one, output, int(units), count, kills)])
+            yield page(rows)
             shutil.rmtree(output)
-    header = [
-        "scheme",
-        "processes",
-        "MiB",
-        "MiB after",
-        "before, MiB",
-        "peak, MiB",
-        "of all, MiB",
-        "seconds",
-        "resumed",
-    ]
-    print(table(header, rows))
-    print(environment())
+
+
+def page(rows: Sequence[Sequence[str]]) -> str:
+    """Return the page."""
+    return f"""# Converted file to file
+
+A generated checkpoint of any size, converted without its model; see [checkpoints](../../docs/checkpoints.md). The
+docstring of `benchmarks.converted` defines the columns.
+
+{table(HEADER, rows)}
+
+With several processes, the process of the caller plans and waits; it starts the others through a fork server. That and
+Python's resource tracker are small processes that import nothing.
+
+Reproduce with `python -m benchmarks.converted --processes 1 2 --kills 1`.
+
+{environment()}
+"""
 
 
 if __name__ == "__main__":
