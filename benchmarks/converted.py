@@ -5,7 +5,7 @@
 
 The checkpoint has pseudo-random weights in bfloat16, in several shards, with names of no known architecture, and layers
 of 4096 by 14336. Peak memory includes mapped files: *each* is the largest of one process (`VmHWM`), *together* the
-largest of all processes at one moment (from `smaps_rollup`, read up to 20 times per second). What processes share,
+largest of all processes at one moment (from `smaps_rollup`, read about five times per second). What processes share,
 mostly the code of torch, counts once in *together*. *imports* is the peak of a process that has imported quark_fx.
 *Resumed* counts conversions that SIGKILL ended at a random moment, with their processes, and whose directories have
 equal bytes once the call was repeated; in parentheses, the units that were finished then, and all units.
@@ -94,7 +94,7 @@ def _run(source: Path, scheme: str, output: Path, processes: int, moment: int = 
         memory.look(process.pid)
         if log.exists() and len(log.read_bytes().split()) >= moment:
             os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(0.2)
     if process.returncode and moment == 1 << 60:
         raise RuntimeError(f"the conversion ended with {process.returncode}")
     return process.communicate()[0], memory

@@ -189,12 +189,14 @@ class Run:
 
     Attributes:
         cpu: seconds of all its threads, user and system.
+        wall: seconds on the clock.
         peak: MiB of resident memory.
         versions: of the packages that matter.
         output: folder of its files.
     """
 
     cpu: float
+    wall: float
     peak: float
     versions: dict[str, str]
     output: Path
@@ -222,11 +224,13 @@ class Judged:
         divergence: from the float model's predictions of held-out tokens, nats per token.
         perplexity: of these tokens.
         levels: the largest number of different values in a group; None if weights were not read.
+        bytes: of the tensors of the checkpoint that a tool wrote; None if it wrote none.
     """
 
     divergence: float
     perplexity: float
     levels: int | None
+    bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,7 @@ class Subject:
         weights: what tools are to make of weights; None if the options of each row say it.
         held_out: every tool's own model predicts the held-out tokens, and these predictions are judged, for formats
             that round activations too; otherwise the weights that a tool leaves, in the float model.
+        written: the checkpoint that each tool writes predicts, read by transformers and compressed-tensors here.
     """
 
     name: str
@@ -247,6 +252,7 @@ class Subject:
     folder: Path
     weights: Weights | None = Weights()
     held_out: bool = False
+    written: bool = False
 
     @cached_property
     def digest(self) -> str:
@@ -275,7 +281,8 @@ class Subject:
         slug = "".join(c if c.isalnum() else "-" for c in f"{row.tool} {row.method} {round_}")
         batch, weights = len(self.trained.calibration[0]["input_ids"]), self.weights and asdict(self.weights)
         job = {"model": "model", "tokens": "tokens.safetensors", "output": slug, "batch": batch, "weights": weights}
-        described = {"worker": 4, **job, "tool": row.tool, "options": row.options, "digest": self.digest}
+        job["written"] = self.written
+        described = {"worker": 5, **job, "tool": row.tool, "options": row.options, "digest": self.digest}
         text = json.dumps({**described, "source": source() if row.ours else None}, indent=2)
         path, finished = self.folder / f"{slug}.json", self.folder / slug / "usage.json"
         if not (finished.exists() and path.read_text(encoding="utf-8") == text):
@@ -284,9 +291,9 @@ class Subject:
             path.write_text(text, encoding="utf-8")
             usage = _process(python, path)
             finished.write_text(json.dumps(usage), encoding="utf-8")
-        cpu = json.loads(finished.read_text(encoding="utf-8"))["cpu"]
+        usage = json.loads(finished.read_text(encoding="utf-8"))
         result = json.loads((finished.parent / "result.json").read_text(encoding="utf-8"))
-        return Run(cpu, result["peak_mib"], result["versions"], finished.parent)
+        return Run(usage["cpu"], usage["wall"], result["peak_mib"], result["versions"], finished.parent)
 
     def judge(self, run: Run) -> Judged:
         """Judge what a run left, predictions or weights, which are removed then; or read what was found earlier.
@@ -297,9 +304,12 @@ class Subject:
         """
         kept = run.output / "judged.json"
         if not kept.exists():
-            judged = self._judge_predictions(run) if self.held_out else self._judge_weights(run)
+            if self.written:
+                judged = self._judge_written(run)
+            else:
+                judged = self._judge_predictions(run) if self.held_out else self._judge_weights(run)
             kept.write_text(json.dumps(asdict(judged)), encoding="utf-8")
-            for large in run.output.glob("*.safetensors"):
+            for large in run.output.rglob("*.safetensors"):
                 large.unlink()
         return Judged(**json.loads(kept.read_text(encoding="utf-8")))
 
@@ -340,6 +350,13 @@ class Subject:
         parts = dict(zip(map(id, held_out), logits.split([len(ids) for ids in held_out]), strict=True))
         figures = self.trained.figures(lambda input_ids: parts[id(input_ids)].float())
         return Judged(figures["KL"], figures["perplexity"], None)
+
+    def _judge_written(self, run: Run) -> Judged:
+        directory = run.output / "checkpoint"
+        stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        figures = self.trained.figures(model)
+        return Judged(figures["KL"], figures["perplexity"], None, stored)
 
 
 def _levels(weight: Tensor, group: int) -> int:
@@ -387,6 +404,11 @@ class Measured:
     def cpu(self) -> float:
         """The fewest seconds."""
         return min(run.cpu for run in self.runs)
+
+    @property
+    def wall(self) -> float:
+        """The fewest seconds on the clock."""
+        return min(run.wall for run in self.runs)
 
     @property
     def peak(self) -> float:

@@ -1,20 +1,23 @@
 """Language models in every format, beside other tools: divergence, processor time, memory.
 
-    python -m benchmarks.real_peers [--model smollm2] [--formats W4 W3 W2 W4A4 W8A8 NVFP4 MXFP4] [--only PART ...]
-        [--quark-fx quark/bin/python] [--llm-compressor llmc/bin/python] [--gptqmodel gptqm/bin/python]
-        [--auto-round ar/bin/python] [--amd-quark amdquark/bin/python] [--jobs FOLDER] [--write]
+    python -m benchmarks.real_peers [--model smollm2] [--formats W4 W3 W2 W4A4 W4A8 W4AFP8 W8A8 FP8_BLOCK NVFP4 MXFP4]
+        [--only PART ...] [--windows 64] [--judged 16] [--quark-fx quark/bin/python] [--llm-compressor llmc/bin/python]
+        [--gptqmodel gptqm/bin/python] [--auto-round ar/bin/python] [--amd-quark amdquark/bin/python] [--jobs FOLDER]
+        [--write]
 
 SmolLM2-135M (`benchmarks.real.smollm2`), or a Llama of `benchmarks.language_models`, with outlier channels or without,
 calibrated on 64 windows and judged on others. Integer weights are in groups of 64: symmetric at 4 bits, with zero
 points at 3 and 2. Embedding and head stay in float. Each run is a process of its own on one core, as
 `benchmarks.language_peers` says, which lists what the environments need. Formats of weights alone are judged by the
-weights that a tool leaves, computed with in the float model, unless the model rotates activations at run time; the
-others by what each tool's own model predicts.
+weights that a tool leaves, computed with in the float model, unless the model rotates activations at run time; of
+W4A8, W4AFP8, and FP8_BLOCK, transformers and compressed-tensors here load the checkpoint that a tool writes, which also
+round the activations; the others by what each tool's own model predicts.
 
 AMD Quark has no rows with int4 activations: what it measures at run time is one scale for a position of all windows of
 a batch, not for a token.
 
-`--only` runs the rows whose tool and method contain one of the parts. `--jobs` keeps finished runs, so that rows can be
+`--windows` and `--judged` leave out windows, for all tools alike; the section then names the numbers. `--only` runs the
+rows whose tool and method contain one of the parts. `--jobs` keeps finished runs, so that rows can be
 measured one after another; `--write` replaces the sections of these formats in the page of the model by the rows of
 this run.
 """
@@ -27,7 +30,7 @@ import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,12 +84,14 @@ class Format:
         weights: integer weights; None if the rows' options say what they are.
         rows: of all tools.
         activations: they are rounded too.
+        written: the checkpoint that each tool writes is judged.
     """
 
     title: str
     weights: Weights | None
     rows: tuple[Row, ...]
     activations: bool = False
+    written: bool = False
 
     def predicts(self, row: Row) -> bool:
         """Tell whether a tool's own model is judged, as its weights alone do not say what it computes."""
@@ -143,7 +148,22 @@ def _weight_only(title: str, weights: Weights, best: str) -> Format:
     return Format(title, weights, (*rows, *templates))
 
 
-_ACTIVATIONS = {"activations": 4}
+_ACTIVATIONS = {"activations": {"num_bits": 4}}
+
+
+def _mixed(title: str, preset: str, kind: str) -> Format:
+    """Return the rows of int4 weights and activations of 8 bits per token."""
+    best = {"passes": [QUALITY], "symmetry": "sign_aware"}
+    rows = (
+        _ours(preset, preset=preset),
+        _ours(f"{preset}, GPTQ()", preset=preset, passes=["GPTQ"]),
+        _ours(f"{preset}, GPTQ(asymmetry=0.5, fit_scales=True)", preset=preset, **best),
+        *_on_less(f"{preset}, GPTQ(asymmetry=0.5, fit_scales=True)", 2, 4, preset=preset, **best),
+        Row("llm-compressor", "to nearest", {"activations": {"num_bits": 8, "type": kind}, "data_free": True}),
+        Row("llm-compressor", "GPTQ", {"activations": {"num_bits": 8, "type": kind}, "gptq": True}),
+    )
+    return Format(title, Weights(4, GROUP), rows, written=True)
+
 
 FORMATS = {
     "W4": _weight_only("int4 weights", Weights(4, GROUP), "w4a16_best"),
@@ -168,6 +188,19 @@ FORMATS = {
             ),
         ),
         activations=True,
+    ),
+    "W4A8": _mixed("int4 weights, int8 activations per token", "w4a8", "int"),
+    "W4AFP8": _mixed("int4 weights, FP8 activations per token", "w4afp8", "float"),
+    "FP8_BLOCK": Format(
+        f"FP8 weights in blocks of {GROUP}x{GROUP}, FP8 activations in groups of {GROUP}",
+        None,
+        (
+            Row("quark_fx", "fp8_block", {"preset": "fp8_block", "blocks": GROUP, "windows": 1}, 2),
+            Row("llm-compressor", "oneshot", {"blocks": GROUP, "data_free": True}, 2),
+            Row("quark_fx", "convert, fp8_block", {"preset": "fp8_block", "blocks": GROUP, "convert": True}, 2),
+            Row("llm-compressor", "model_free_ptq", {"blocks": GROUP, "model_free": True}, 2),
+        ),
+        written=True,
     ),
     "W8A8": Format(
         "int8 weights per channel, int8 activations per token",
@@ -287,9 +320,9 @@ def verdict(measured: Sequence[Measured]) -> str:
     return textwrap.fill(" ".join(said), 120)
 
 
-def section(name: str, measured: Sequence[Measured]) -> str:
+def section(name: str, measured: Sequence[Measured], trained: Trained) -> str:
     """Return the section of a format."""
-    header = ("tool", "method", "KL", "perplexity", "CPU s", "peak MiB")
+    header = ["tool", "method", "KL", "perplexity", "CPU s", "wall s", "peak MiB", "MiB written"]
     rows = [
         (
             one.row.tool,
@@ -297,12 +330,26 @@ def section(name: str, measured: Sequence[Measured]) -> str:
             f"{one.divergence:.4f}",
             f"{one.perplexity:.2f}",
             f"{one.cpu:.0f}",
+            f"{one.wall:.0f}",
             f"{one.peak:.0f}",
+            "–" if one.judged is None or one.judged.bytes is None else f"{one.judged.bytes / 2**20:.1f}",
         )
         for one in measured
     ]
     title = f"## `{name}`: {FORMATS[name].title}"
-    return f"{title}\n\n{table(header, rows)}\n\n{verdict(measured)}\n\n{versions(measured)}\n\n{environment()}\n"
+    counts = (sum(len(batch["input_ids"]) for batch in text) for text in (trained.calibration, trained.held_out))
+    said = "Calibrated on {}, judged on {} windows.".format(*counts)
+    parts = (title, said, table(header, rows), verdict(measured), versions(measured), environment())
+    return "\n\n".join(parts) + "\n"
+
+
+def _first(trained: Trained, windows: int, judged: int | None) -> Trained:
+    """Return a model with so many windows of its text, in its batches."""
+    calibration, held_out = (
+        text if count is None else text[: max(1, count // len(text[0]["input_ids"]))]
+        for text, count in ((trained.calibration, windows), (trained.held_out, judged))
+    )
+    return replace(trained, calibration=calibration, held_out=held_out)
 
 
 def main() -> None:
@@ -312,12 +359,15 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     add_pythons(parser, {row.tool for form in FORMATS.values() for row in form.rows})
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose tool and method contain one of these")
+    parser.add_argument("--windows", type=int, default=WINDOWS, help="to calibrate on, at most")
+    parser.add_argument("--judged", type=int, help="windows to judge by; default: all of the model")
     parser.add_argument("--jobs", type=Path, help="folder for the runs, kept; default: a temporary one")
     parser.add_argument("--write", action="store_true", help="update the page of the model")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     pythons, model = pythons_of(arguments), MODELS[arguments.model]
+    trained = _first(model.load(), arguments.windows, arguments.judged)
     sections = sections_of(model.page) if arguments.write else {}
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.formats:
@@ -326,7 +376,7 @@ def main() -> None:
             found = dict[str, Measured]()
             for predicted, kind in ((False, "weights"), (True, "predictions")):
                 folder = (arguments.jobs or Path(temporary)) / arguments.model / kind / name
-                subject = Subject(name, model.load(), folder, form.weights, held_out=predicted)
+                subject = Subject(name, trained, folder, form.weights, held_out=predicted, written=form.written)
                 rows = [row for row in chosen if form.predicts(row) is predicted]
                 found |= {str(one.row): one for one in measure(subject, rows, pythons)}
             ordered = (found[str(row)] for row in chosen if str(row) in found)
@@ -334,24 +384,29 @@ def main() -> None:
             if not measured:
                 print(f"{name}: no rows", file=sys.stderr)
                 continue
-            made = section(name, measured)
+            made = section(name, measured, trained)
             sections = {title: text for title, text in sections.items() if not title.startswith(f"`{name}`")}
             sections[made.partition("\n")[0].removeprefix("## ")] = made
             publish(page(arguments.model, sections), model.page if arguments.write else None)
+
+
+@cache
+def _perplexity(name: str) -> float:
+    return MODELS[name].load().perplexity()
 
 
 def page(name: str, sections: dict[str, str]) -> str:
     """Return the page of a model."""
     model = MODELS[name]
     text = textwrap.fill(
-        f"{model.text}, where the float model's perplexity is {model.load().perplexity():.2f}. Integer weights are in "
+        f"{model.text}, where the float model's perplexity is {_perplexity(name):.2f}. Integer weights are in "
         f"groups of {GROUP}: symmetric at 4 bits, where ours with `fit_scales` are sign-aware, and with zero points at "
         "3 and 2. Embedding and head stay in float. Every run is a process of its own on one core and reads the same "
         "checkpoint and tokens; CPU seconds, user and system, are those of the whole process: imports, loading, "
         "quantizing, writing. The machine was shared with other work: seconds vary by tens of percent. KL is the mean "
         "divergence from the float model's predictions in nats per token; smaller is better. Where activations are "
-        "rounded or rotated, each tool's own model predicts; elsewhere its weights are read and put into the float "
-        "model. "
+        "rounded or rotated, each tool's own model predicts, or, where it has MiB written, transformers does from its "
+        "checkpoint; elsewhere its weights are read and put into the float model. "
         f"Reproduce with `python -m benchmarks.real_peers --model {name}`, whose docstring says what the environments "
         "need.",
         120,

@@ -1,6 +1,7 @@
 """The 32 schemes of compressed-tensors: written, decompressed by its own code, and loaded in a fresh process.
 
     python -m benchmarks.schemes [--model smollm2] [--only mxfp4 nvfp4] [--write]
+    python -m benchmarks.schemes --model smollm2 --divergence [--only mxfp4 nvfp4] [--write]
 
 Each row quantizes a model to nearest with the configuration of `quark_fx.presets.SCHEMES`, writes the checkpoint, and
 compares
@@ -13,7 +14,8 @@ compares
 - *KL*, or *dB* with `--model tiny`: the quantized model's error against the float model's predictions.
 
 `--model tiny` is a Llama with random weights. Groups of 128 become groups of 64 where a model's channels need it. The
-last columns are the least compute capabilities of NVIDIA GPUs on which servers load a scheme. `--write` updates
+last columns are the least compute capabilities of NVIDIA GPUs on which servers load a scheme. `--divergence` measures
+the last of these alone, with the perplexity. `--write` updates the section of the model in
 `benchmarks/results/schemes.md`.
 """
 
@@ -23,7 +25,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +40,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
-from benchmarks.common import one_thread, sqnr, table
+from benchmarks.common import environment, one_thread, sections_of, sqnr, table
 from benchmarks.experiment import Option, experiment
 from quark_fx.export.runtime import checkpoint_process
 from quark_fx.presets import SCHEMES
@@ -53,12 +56,14 @@ class Model:
         batches: batches to calibrate on.
         window: a batch whose logits are compared.
         error: what the last column calls the error, and the function that returns it for a quantized model.
+        figures: returns `KL` and `perplexity` of held-out text for a model; None if the model knows no language.
     """
 
     session: qfx.Session
     batches: list[dict[str, Tensor]]
     window: dict[str, Tensor]
     error: tuple[str, Callable[[qfx.QuantizedModel], str]]
+    figures: Callable[[Any], Mapping[str, float]] | None = None
 
 
 def tiny() -> Model:
@@ -75,13 +80,13 @@ def tiny() -> Model:
 
 
 def smollm2() -> Model:
-    """Return SmolLM2-135M-Instruct, judged on two windows of 512 tokens."""
+    """Return SmolLM2-135M-Instruct, calibrated on 4 and judged on 2 windows of 512 tokens."""
     from benchmarks.real import smollm2 as real
 
-    found = real.load(calibration=4, judged=4)
+    found = real.load(calibration=4, judged=2)
     window = {"input_ids": found.judged[0]["input_ids"][:1, :64]}
     error = "KL", lambda qmodel: f"{found.judge(qmodel)['KL']:.4f}"
-    return Model(qfx.Session(found.model, found.calibration), found.calibration, window, error)
+    return Model(qfx.Session(found.model, found.calibration), found.calibration, window, error, found.judge)
 
 
 MODELS: Mapping[str, Callable[[], Model]] = {"tiny": tiny, "smollm2": smollm2}
@@ -182,12 +187,32 @@ def loaded(names: list[str], window: dict[str, Tensor], folder: Path) -> dict[st
     return {name: torch.load(folder / f"{name}.pt") for name in names}
 
 
-@experiment(page="schemes.md")
+def divergences(only: Sequence[str], tested: Model) -> Iterator[str]:
+    """Yield the table of the divergences of schemes, with a row more each time."""
+    channels: int = tested.session.model.config.hidden_size  # type: ignore[union-attr, assignment]
+    assert tested.figures is not None
+    rows = [("float", "0", f"{tested.figures(tested.session.model)['perplexity']:.2f}", "–")]
+    for scheme in only:
+        start = time.process_time()
+        found = tested.figures(qfx.quantize(tested.session, fitted(SCHEMES[scheme], channels), progress=False))
+        seconds = time.process_time() - start
+        rows.append((scheme.upper(), f"{found['KL']:.4f}", f"{found['perplexity']:.2f}", f"{seconds:.0f}"))
+        print(*rows[-1], file=sys.stderr, flush=True)
+        yield table(("scheme", "KL", "perplexity", "CPU s"), rows)
+
+
+@experiment(page="schemes.md", own_environment=True)
 def main(
     model: Annotated[str, Option(choices=MODELS)] = "tiny",
     only: Sequence[str] = tuple(name.lower() for name in PRESET_SCHEMES if name != "UNQUANTIZED"),
-) -> str:
-    """Measure, and return the page."""
+    divergence: Annotated[bool, "measure the divergence alone"] = False,
+) -> Iterator[str]:
+    """Measure, and yield the page."""
+    if divergence:
+        with one_thread():
+            for rows in divergences(only, MODELS[model]()):
+                yield page(f"Divergence of {model}", f"{_DIVERGENCE}\n\n{rows}")
+        return
     with one_thread(), tempfile.TemporaryDirectory() as name:
         folder, tested, lines, logits = Path(name), MODELS[model](), {}, {}
         for scheme in only:
@@ -200,11 +225,31 @@ def main(
                 read if isinstance(read, str) else "equal" if equal else f"{sqnr(ours, read.float()):.0f} dB"
             )
     header = [tested.error[0] if title == "error" else title for title in HEADER]
-    return page(header, list(lines.values()), model)
+    command = f"`python -m benchmarks.schemes --model {model} --write` measures this."
+    yield page(f"Written and read: {model}", f"{command}\n\n{table(header, list(lines.values()))}\n\n{_NOTES}")
 
 
-def page(header: list[str], lines: list[list[str]], model: str) -> str:
-    """Return the page."""
+_DIVERGENCE = """SmolLM2-135M, whose weights are real: the mean divergence from the float model's predictions, in nats
+per token, of 1,022 predictions of held-out text. NVFP4 and FP8 calibrate on 4 windows of 512 tokens; the other schemes
+need no data. Groups of 128 are groups of 64 here. CPU seconds include the predictions.
+`python -m benchmarks.schemes --model smollm2 --divergence --write` measures this."""
+
+
+_NOTES = """\
+- Transformers computes with small floats in groups in bfloat16: there the decompressed weights are the proof, and
+  *loaded* only shows that the checkpoint runs.
+- Servers: compute capabilities of NVIDIA GPUs by the code of vLLM 0.32 and SGLang 0.5.23; no GPU was used. In brackets
+  is the least on which activations are rounded, too; below, a server multiplies by float activations. vLLM has the
+  products of `w4afp8` for 9.0 alone. Where there is none (–), the target refuses the scheme before calibration.
+- `fp8` has one scale per tensor, which servers round again when they fuse layers; their targets ask for `fp8_static`.
+- Checkpoints say that activations have E8M0 scales, not by which rule. Readers round exponents by `e8m0_even`, and of
+  FP8 by `e8m0_ceil`; the export warns of other rules."""
+
+
+def page(title: str, text: str) -> str:
+    """Return the page with one section replaced."""
+    sections = sections_of("schemes.md") | {title: f"## {title}\n\n{text}\n\n{environment()}\n"}
+    shown = "\n".join(sections[name] for name in sorted(sections, reverse=True))
     return f"""# Schemes of compressed-tensors
 
 `qfx.presets.SCHEMES` has the 32 schemes of compressed-tensors by its names in lower case; `quantize` takes them like
@@ -215,21 +260,11 @@ qmodel = qfx.quantize(llm, "mxfp6a8", token_batches)
 qfx.export.huggingface(qmodel, "llm-mxfp6a8")
 ```
 
-Weights are rounded to nearest; add passes of a preset such as `w4a16_gptq` for accuracy. `python -m benchmarks.schemes
---model {model} --write` measures this; its docstring defines the columns. *needs* is the oldest version of
-compressed-tensors that decompresses the weights (`"version"` in `config.json`).
+Weights are rounded to nearest; add passes of a preset such as `w4a16_gptq` for accuracy. The docstring of
+`benchmarks.schemes` defines the columns. *needs* is the oldest version of compressed-tensors that decompresses the
+weights (`"version"` in `config.json`).
 
-{table(header, lines)}
-
-- Transformers computes with small floats in groups in bfloat16: there the decompressed weights are the proof, and
-  *loaded* only shows that the checkpoint runs.
-- Servers: compute capabilities of NVIDIA GPUs by the code of vLLM 0.32 and SGLang 0.5.23; no GPU was used. In brackets
-  is the least on which activations are rounded, too; below, a server multiplies by float activations. vLLM has the
-  products of `w4afp8` for 9.0 alone. Where there is none (–), the target refuses the scheme before calibration.
-- `fp8` has one scale per tensor, which servers round again when they fuse layers; their targets ask for `fp8_static`.
-- Checkpoints say that activations have E8M0 scales, not by which rule. Readers round exponents by `e8m0_even`, and of
-  FP8 by `e8m0_ceil`; the export warns of other rules.
-"""
+{shown}"""
 
 
 if __name__ == "__main__":

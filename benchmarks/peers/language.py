@@ -12,11 +12,13 @@ is a JSON object; paths in it are relative to its own folder.
     weights   `bits`, `group` and `symmetric` of integer weights; null: the tool's options say what they are
     tool      a key of `TOOLS`
     options   of that tool
+    written   whether the tool writes a checkpoint, and nothing else is taken from it
 
 In the output folder a worker writes
 
     weights.safetensors  the checkpoint's tensors under the same names, float32: weights `scale * code`; not where there
                          are held-out windows
+    checkpoint           what the tool writes, instead of the files above and below, where the job says so
     logits.safetensors   `quantized`: of the first window, by the model as the tool leaves it; where there are held-out
                          windows, `held_out`: of these, in float16
     result.json          `peak_mib` of resident memory until it had quantized, and `versions`
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -52,6 +55,7 @@ class Job:
         weights: `bits`, `group` and `symmetric` of integer weights; None if the options say what they are.
         options: of the tool.
         reads_weights: whether the tensors that the tool leaves are read; otherwise its model predicts.
+        checkpoint: folder that the tool writes its checkpoint to; None if it writes none.
         peak: MiB of resident memory, the most until the tool had quantized; taken by `quantized`.
     """
 
@@ -60,6 +64,7 @@ class Job:
     weights: Mapping[str, Any] | None
     options: Mapping[str, Any]
     reads_weights: bool = True
+    checkpoint: Path | None = None
     peak: list[float] = field(default_factory=list)
 
     def quantized(self) -> None:
@@ -92,7 +97,8 @@ def quark_fx(job: Job) -> Found:
     """Quantize with a `preset`, by default `w4a16_rtn`, `passes` (names and options) after its own, and `symmetry`.
 
     `instead` maps the name of a pass of the preset to the passes that replace it; `"same"` keeps it. `windows` are the
-    first ones that it calibrates on; default: all.
+    first ones that it calibrates on; default: all. `blocks` is the size of groups of channels and rows of weights.
+    With `convert`, the checkpoint is converted without a model.
     """
     import quark_fx as qfx
     from quark_fx.graph.pass_manager import pass_from_dict
@@ -103,6 +109,17 @@ def quark_fx(job: Job) -> Found:
     if job.weights is not None:
         fields |= {"format": f"int{job.weights['bits']}", "group_size": job.weights["group"]}
         fields |= {} if job.weights["symmetric"] else {"symmetry": "asymmetric"}
+    config = base.replace(weight=base.weight.replace(**fields))
+    if "blocks" in job.options:
+        size = job.options["blocks"]
+        assert config.input is not None
+        weight = base.weight.replace(group_size=size, group_rows=size)
+        config = config.replace(weight=weight, input=config.input.replace(group_size=size))
+    if job.options.get("convert"):
+        assert job.checkpoint is not None
+        qfx.convert(job.folder, config, job.checkpoint, progress=False)
+        job.quantized()
+        return {}, nn.Module()
     instead = job.options.get("instead", {})
     if unknown := instead.keys() - {type(one).__name__ for one in base.passes}:
         raise ValueError(f"the preset has no {', '.join(sorted(unknown))}")
@@ -112,12 +129,14 @@ def quark_fx(job: Job) -> Found:
         for one in instead.get(type(own).__name__, ("same",))
     )
     passes = (*kept, *map(pass_from_dict, job.options.get("passes", ())))
-    config = base.replace(weight=base.weight.replace(**fields), passes=passes)
+    config = config.replace(passes=passes)
     model = job.model()
     text = torch.cat(list(job.batches))[: job.options.get("windows")]
     batches = [{"input_ids": batch} for batch in text.split(len(job.batches[0]))]
     qmodel = qfx.quantize(model, config, batches, progress=False)
     job.quantized()
+    if job.checkpoint is not None:
+        qfx.export.huggingface(qmodel, job.checkpoint)
     if not job.reads_weights:
         return {}, qmodel
     eager = qmodel.eager()
@@ -134,7 +153,9 @@ def llm_compressor(job: Job) -> Found:
     """Run `oneshot` with a recipe of `awq` and `smoothquant` or not, then `gptq` or not; `arguments` go to `oneshot`.
 
     `spinquant` lists rotations before these. `scheme` names one of its own; without it weights are those of the job,
-    and `activations` the bits of activations that are measured per token at run time.
+    and `activations` the arguments of activations that are measured per token at run time. `blocks` are FP8 weights and
+    activations in blocks of another size than 128. Without calibration data, `data_free` runs `oneshot` without a
+    dataset, and `model_free` rounds the checkpoint without a model.
     """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
@@ -149,31 +170,46 @@ def llm_compressor(job: Job) -> Found:
     # Pinned memory needs an accelerator, and its search pins without asking whether there is one.
     IntermediatesCache.pin_memory = lambda *_, **__: None
     target: dict[str, Any] = {"ignore": ["lm_head"]}
-    if job.weights is None:
+    if "blocks" in job.options:
+        size, eight = job.options["blocks"], {"num_bits": 8, "type": "float"}
+        weights = QuantizationArgs(**eight, strategy="block", block_structure=[size, size])
+        inputs = QuantizationArgs(**eight, strategy="group", group_size=size, dynamic=True)
+        scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+        target |= {"config_groups": {"group_0": scheme}}
+    elif job.weights is None:
         target |= {"targets": "Linear", "scheme": job.options["scheme"]}
     else:
         grid = {"num_bits": job.weights["bits"], "symmetric": job.weights["symmetric"]}
         weights = QuantizationArgs(**grid, strategy="group", group_size=job.weights["group"])
         inputs = None
         if "activations" in job.options:
-            inputs = QuantizationArgs(num_bits=job.options["activations"], strategy="token", dynamic=True)
+            inputs = QuantizationArgs(**job.options["activations"], strategy="token", dynamic=True)
         scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
         target |= {"config_groups": {"group_0": scheme}}
+    if job.options.get("model_free"):
+        from llmcompressor import model_free_ptq
+
+        # It goes by names alone, and an embedding is called `*.weight`, too.
+        ignore = ["lm_head", "model.embed_tokens"]
+        model_free_ptq(job.folder, job.checkpoint, scheme=scheme, ignore=ignore, device="cpu")
+        job.quantized()
+        return {}, nn.Module()
     rotations = job.options.get("spinquant")
     recipe = [SpinQuantModifier(rotations=rotations, transform_type="random-hadamard")] if rotations else []
     recipe += [AWQModifier()] if job.options.get("awq") else []
     recipe += [SmoothQuantModifier()] if job.options.get("smoothquant") else []
     recipe.append(GPTQModifier(**target) if job.options.get("gptq") else QuantizationModifier(**target))
     model, batches = job.model(), job.keywords()
-    oneshot(
-        model=model,
-        tokenizer=job.tokenizer(),
-        dataset=torch.utils.data.DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
-        recipe=recipe,
-        num_calibration_samples=len(batches),
-        **job.options.get("arguments", {}),
-    )
+    data: dict[str, Any] = {
+        "dataset": torch.utils.data.DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
+        "num_calibration_samples": len(batches),
+    }
+    data = {} if job.options.get("data_free") else data
+    oneshot(model=model, tokenizer=job.tokenizer(), recipe=recipe, **data, **job.options.get("arguments", {}))
     job.quantized()
+    if job.checkpoint is not None:
+        model.save_pretrained(job.checkpoint, save_compressed=True)  # type: ignore[operator]
+        return {}, model
     tensors = {name: tensor for name, tensor in model.state_dict().items() if "_proj.weight_" not in name}
     for name, module in model.named_modules():
         scheme = getattr(module, "quantization_scheme", None)
@@ -343,22 +379,34 @@ def run(path: Path) -> None:
     distribution, quantize = TOOLS[options["tool"]]
     torch.manual_seed(0)
     batches, weights = list(tokens.split(options["batch"])), options["weights"]
-    reads_weights = "held_out" not in texts
-    job = Job(path.parent / options["model"], batches, weights, options["options"], reads_weights)
+    written = options["written"]
+    checkpoint = output / "checkpoint" if written else None
+    if checkpoint is not None:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    reads_weights = "held_out" not in texts and not written
+    job = Job(path.parent / options["model"], batches, weights, options["options"], reads_weights, checkpoint)
     tensors, model = quantize(job)
+    if not written:
+        _write(job, tensors, model, texts, options["batch"], output)
+    versions = {name: version(name) for name in (distribution, "torch", "transformers")}
+    result = {"peak_mib": job.peak[0], "versions": versions}
+    (output / "result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+
+
+def _write(
+    job: Job, tensors: Mapping[str, Tensor], model: nn.Module, texts: Mapping[str, Tensor], batch: int, output: Path
+) -> None:
+    """Write weights and predictions."""
     with torch.no_grad():
-        logits = {"quantized": model(input_ids=tokens[:1]).logits.detach().float()}
-        if not reads_weights:
-            parts = texts["held_out"].split(options["batch"])
+        logits = {"quantized": model(input_ids=texts["calibration"][:1]).logits.detach().float()}
+        if not job.reads_weights:
+            parts = texts["held_out"].split(batch)
             logits["held_out"] = torch.cat([model(input_ids=part).logits.half() for part in parts])
-    if reads_weights:
+    if job.reads_weights:
         # Copies: an embedding that is the head as well is not saved.
         copies = {name: tensor.detach().float().contiguous().clone() for name, tensor in tensors.items()}
         save_file(copies, output / "weights.safetensors")
     save_file(logits, output / "logits.safetensors")
-    versions = {name: version(name) for name in (distribution, "torch", "transformers")}
-    result = {"peak_mib": job.peak[0], "versions": versions}
-    (output / "result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quark_fx as qfx
@@ -50,10 +50,17 @@ def load(calibration: int = CALIBRATION, judged: int = JUDGED) -> RealModel:
         text_windows("\n\n".join(part), tokenizer(), length=WINDOW, count=count, batch_size=size)
         for part, count, size in ((documents[0::2], calibration, 4), (documents[1::2], judged, 2))
     )
-    with torch.no_grad():
-        # A window's logits take 100 MB, what the head makes them from takes one.
-        hidden = {id(batch["input_ids"]): model.model(**batch).last_hidden_state for batch in judging}
-    task = LanguageModeling(judging, reference=lambda input_ids: model.lm_head(hidden[id(input_ids)]))
+    # A window's logits take 100 MB, what the head makes them from takes one.
+    hidden = dict[int, Tensor]()
+
+    def reference(input_ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            if id(input_ids) not in hidden:
+                hidden[id(input_ids)] = model.model(input_ids=input_ids).last_hidden_state
+            logits: Tensor = model.lm_head(hidden[id(input_ids)])
+            return logits
+
+    task = LanguageModeling(judging, reference=reference)
     return RealModel(model, calibrating, judging, partial(qfx.evaluate, task=task))
 
 
