@@ -205,6 +205,13 @@ def sections_of(page: str) -> dict[str, str]:
     }
 
 
+def rows_of(text: str) -> list[list[str]]:
+    """Return the cells of the rows of a text's Markdown tables, without those of the headers."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    rules = [place for place, cells in enumerate(lines) if all(set(cell) <= {"-", ":"} for cell in cells)]
+    return [cells for place, cells in enumerate(lines) if place not in rules and place + 1 not in rules]
+
+
 def publish(text: str, page: str | None) -> None:
     """Print `text`, and write it to `benchmarks/results/<page>` if a page is named."""
     print(text)

@@ -34,7 +34,7 @@ from typing import Annotated
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import environment, table
+from benchmarks.common import RESULTS, environment, rows_of, table
 from benchmarks.experiment import experiment
 
 _WIDTH, _INNER = 4096, 14336
@@ -170,7 +170,10 @@ def main(
 
 
 def page(rows: Sequence[Sequence[str]]) -> str:
-    """Return the page."""
+    """Return the page, with rows of other runs."""
+    file = RESULTS / "converted.md"
+    others = rows_of(file.read_text(encoding="utf-8")) if file.exists() else []
+    rows = [*(row for row in others if all(row[:3] != list(new[:3]) for new in rows)), *rows]
     return f"""# Converted file to file
 
 A generated checkpoint of any size, converted without its model; see [checkpoints](../../docs/checkpoints.md). The
@@ -181,7 +184,7 @@ docstring of `benchmarks.converted` defines the columns.
 With several processes, the process of the caller plans and waits; it starts the others through a fork server. That and
 Python's resource tracker are small processes that import nothing.
 
-Reproduce with `python -m benchmarks.converted --processes 1 2 --kills 1`.
+Rows may be of several runs. Reproduce with `python -m benchmarks.converted --processes 1 2 --kills 1`.
 
 {environment()}
 """

@@ -15,8 +15,8 @@ compares
 
 `--model tiny` is a Llama with random weights. Groups of 128 become groups of 64 where a model's channels need it. The
 last columns are the least compute capabilities of NVIDIA GPUs on which servers load a scheme. `--divergence` measures
-the last of these alone, with the perplexity. `--write` updates the section of the model in
-`benchmarks/results/schemes.md`.
+the error alone, with the perplexity; rows of schemes that it does not measure stay on the page. `--write` updates the
+section of the model in `benchmarks/results/schemes.md`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
-from benchmarks.common import environment, one_thread, sections_of, sqnr, table
+from benchmarks.common import environment, one_thread, rows_of, sections_of, sqnr, table
 from benchmarks.experiment import Option, experiment
 from quark_fx.export.runtime import checkpoint_process
 from quark_fx.presets import SCHEMES
@@ -187,18 +187,21 @@ def loaded(names: list[str], window: dict[str, Tensor], folder: Path) -> dict[st
     return {name: torch.load(folder / f"{name}.pt") for name in names}
 
 
-def divergences(only: Sequence[str], tested: Model) -> Iterator[str]:
-    """Yield the table of the divergences of schemes, with a row more each time."""
+def divergences(only: Sequence[str], tested: Model, title: str) -> Iterator[str]:
+    """Yield the table of the divergences of schemes after each; the page's section of that title has other rows."""
     channels: int = tested.session.model.config.hidden_size  # type: ignore[union-attr, assignment]
     assert tested.figures is not None
-    rows = [("float", "0", f"{tested.figures(tested.session.model)['perplexity']:.2f}", "–")]
+    rows = {cells[0]: cells for cells in rows_of(sections_of("schemes.md").get(title, ""))}
+    rows["float"] = ["float", "0", f"{tested.figures(tested.session.model)['perplexity']:.2f}", "–"]
     for scheme in only:
         start = time.process_time()
         found = tested.figures(qfx.quantize(tested.session, fitted(SCHEMES[scheme], channels), progress=False))
         seconds = time.process_time() - start
-        rows.append((scheme.upper(), f"{found['KL']:.4f}", f"{found['perplexity']:.2f}", f"{seconds:.0f}"))
-        print(*rows[-1], file=sys.stderr, flush=True)
-        yield table(("scheme", "KL", "perplexity", "CPU s"), rows)
+        row = [scheme.upper(), f"{found['KL']:.4f}", f"{found['perplexity']:.2f}", f"{seconds:.0f}"]
+        print(*row, file=sys.stderr, flush=True)
+        rows[row[0]] = row
+        order = ["float", *(name for name in PRESET_SCHEMES if name in rows)]
+        yield table(("scheme", "KL", "perplexity", "CPU s"), [rows[name] for name in order])
 
 
 @experiment(page="schemes.md", own_environment=True)
@@ -210,8 +213,9 @@ def main(
     """Measure, and yield the page."""
     if divergence:
         with one_thread():
-            for rows in divergences(only, MODELS[model]()):
-                yield page(f"Divergence of {model}", f"{_DIVERGENCE}\n\n{rows}")
+            title = f"Divergence of {model}"
+            for rows in divergences(only, MODELS[model](), title):
+                yield page(title, f"{_DIVERGENCE}\n\n{rows}")
         return
     with one_thread(), tempfile.TemporaryDirectory() as name:
         folder, tested, lines, logits = Path(name), MODELS[model](), {}, {}
