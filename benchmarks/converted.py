@@ -55,17 +55,24 @@ print(before, time.perf_counter() - start, sum(t.bytes_after for t in plan.tenso
 
 @dataclass
 class _Memory:
-    """The most memory of a session of processes so far, in MiB.
+    """The most memory of a session of processes so far, in MiB, and its processor time.
 
     Attributes:
         each: Of each process.
         together: Of all at one moment; what processes share counts once.
         processes: The most at one moment.
+        ticks: Processor time of each process.
     """
 
     each: dict[str, int] = field(default_factory=dict)
     together: int = 0
     processes: int = 0
+    ticks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the processor of all processes, user and system."""
+        return sum(self.ticks.values()) / os.sysconf("SC_CLK_TCK")
 
     def look(self, session: int) -> None:
         """Read the memory of each process of a session."""
@@ -76,6 +83,7 @@ class _Memory:
                 if int(fields[3]) != session:
                     continue
                 self.each[folder.name] = int((folder / "status").read_text().split("VmHWM:")[1].split()[0]) >> 10
+                self.ticks[folder.name] = int(fields[11]) + int(fields[12])
                 parts = [line.split()[:2] for line in (folder / "smaps_rollup").read_text().splitlines()[1:]]
             except (OSError, IndexError):  # it has ended
                 continue
@@ -138,7 +146,7 @@ def generate(folder: Path, gib: float) -> int:
 
 HEADER = (
     *("scheme", "processes", "MiB", "MiB after", "imports, MiB", "each, MiB", "together, MiB"),
-    *("processes at once", "seconds", "resumed"),
+    *("processes at once", "CPU s", "wall s", "resumed"),
 )
 
 
@@ -162,7 +170,7 @@ def main(
             before, seconds, after, units = text.split()
             print(f"{one}, {count} processes: {text.strip()}, {memory}", file=sys.stderr)
             cells = [before, str(max(memory.each.values())), str(memory.together), str(memory.processes)]
-            row = [one, str(count), str(size), after, *cells, f"{float(seconds):.0f}"]
+            row = [one, str(count), str(size), after, *cells, f"{memory.seconds:.0f}", f"{float(seconds):.0f}"]
             yield page([*rows, [*row, "–"]])
             rows.append([*row, _resumed(source, one, output, int(units), count, kills)])
             yield page(rows)

@@ -237,6 +237,18 @@ def test_a_llama_is_what_the_export_writes(name: str, llama: tuple[Path, qfx.Ses
             assert model(input_ids=IDS).logits.isfinite().all()
 
 
+def test_a_head_that_is_the_embedding_stays_in_float(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=96, tie_word_embeddings=True)
+    seeded(transformers.LlamaForCausalLM(config)).save_pretrained(tmp_path / "llm")
+    assert "lm_head.weight" not in stored(tmp_path / "llm")
+    qfx.convert(tmp_path / "llm", "int8_weight_only", tmp_path / "out", progress=False)
+    loaded, told = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert not hasattr(loaded.lm_head, "quantization_scheme")
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     invented(tmp_path / "source")
     line = ["convert", str(tmp_path / "source"), "--scheme", "nvfp4_weight_only", "--output", str(tmp_path / "out")]
