@@ -159,7 +159,7 @@ def main(
     folder: Annotated[Path | None, "where there is room for the checkpoint and two results"] = None,
 ) -> Iterator[str]:
     """Convert a generated checkpoint with each scheme, and yield the page after each row."""
-    rows = []
+    rows = list[list[str]]()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, output = Path(scratch, "source"), Path(scratch, "output")
         start = time.perf_counter()
