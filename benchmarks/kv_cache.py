@@ -21,7 +21,8 @@ from benchmarks.common import table
 from benchmarks.experiment import Option, experiment
 from benchmarks.real import smollm2
 from quark_fx import Granularity, QuantConfig, TensorSpec
-from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT4
+from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4
+from quark_fx.numbers.scales import CALIBRATED_E4M3_SCALES
 from quark_fx.passes import LowRank, Rotate, fold_constants
 from quark_fx.presets import W4A4_DYNAMIC, W4A16_BEST, W4A16_RTN
 
@@ -31,6 +32,14 @@ CACHES: dict[str, TensorSpec] = {
     "int8, static, per head and channel": TensorSpec(format=INT8, granularity=Granularity.CHANNEL),
     "int8, static, per tensor": TensorSpec(format=INT8),
     "fp8, static, per tensor": TensorSpec(format=FP8_E4M3),
+    "fp8, static, per head": TensorSpec(format=FP8_E4M3, granularity=Granularity.HEAD),
+    "nvfp4": TensorSpec(
+        format=FP4_E2M1,
+        granularity=Granularity.GROUP,
+        group_size=16,
+        scale=CALIBRATED_E4M3_SCALES,
+        dynamic=True,
+    ),
     "int4, static, per head and channel": TensorSpec(format=INT4, granularity=Granularity.CHANNEL),
     "int4, per token and head": TensorSpec(format=INT4, **_MEASURED),
     "uint4, per token and head": TensorSpec(format=UINT4, **_MEASURED),

@@ -113,7 +113,8 @@ class QuantConfig:
         bias: Spec of the biases. INT32 takes the scale `input scale * weight scale`; any other format
             has a separate range.
         kv_cache: Spec of the keys and values that attention reads, as a cache holds them; `None` keeps them in float.
-            `granularity="channel"` is one scale per head and channel, `"token"` one per token and head, at run time.
+            `granularity="head"` is one scale per head, `"channel"` one per head and channel, `"token"` one per token
+            and head, at run time.
         passes: Graph passes, in order. Passes on the float graph run before calibration, passes on the quantized graph
             after conversion.
         overrides: Specs for some operators; if several overrides match, the last one wins.
@@ -169,6 +170,10 @@ class QuantConfig:
             (
                 weight is not None and weight.dynamic,
                 "weights are known beforehand; drop dynamic=True from `weight`",
+            ),
+            (
+                any(s.granularity is Granularity.HEAD for s in (weight, *read) if s is not None),
+                "granularity='head' is for keys and values; set it on `kv_cache`, or use 'channel' or 'tensor'",
             ),
             (
                 any(s.granularity is Granularity.CHANNEL for s in read),

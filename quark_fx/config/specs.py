@@ -28,6 +28,8 @@ class Granularity(StrEnum):
     GROUP = "group"
     """One scale per `group_size` values along the reduction dimension: the input channels of a weight; the last
     dimension of an activation, or its channels for a convolution, with scales measured at run time."""
+    HEAD = "head"
+    """One scale per head of a KV cache."""
     TOKEN = "token"
     """One scale per row of the last dimension of an activation, or per token and head of a KV cache, measured at run
     time."""
@@ -156,8 +158,8 @@ class TensorSpec:
                 "per-token scales are measured at run time; set dynamic=True",
             ),
             (
-                self.dynamic and self.granularity is Granularity.CHANNEL,
-                "a dynamic range is per tensor, token or group, not per channel",
+                self.dynamic and self.granularity in (Granularity.CHANNEL, Granularity.HEAD),
+                f"a dynamic range is per tensor, token or group, not per {self.granularity}",
             ),
             (
                 self.dynamic and self.scale != FLOAT32 and not self.scale.is_8_bit,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from tqdm.auto import tqdm
 
-from quark_fx.config.quant_config import Granularity, TensorSpec
+from quark_fx.config.quant_config import TensorSpec
 from quark_fx.engine.block_walk import running, walk_float_blocks
 from quark_fx.engine.calibration_data import first_sample
 from quark_fx.engine.context import Context
@@ -37,27 +37,27 @@ class Watch(nn.Module):
         spec: Spec of the quantization parameters.
         observer: Observer with the data so far.
         place: Description of the value for messages.
-        tokens: Dimension that counts tokens, if the value has a scale per channel; dimension 0 counts samples.
+        separate: Dimensions along which the scale of the value varies; empty for one scale.
         is_done: True if the observer needs no more data.
     """
 
-    def __init__(self, spec: TensorSpec, place: str, tokens: int | None = None) -> None:
+    def __init__(self, spec: TensorSpec, place: str, separate: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.spec, self.observer, self.is_done, self.place = spec, spec.new_observer, False, place
-        self.tokens = tokens if spec.granularity is Granularity.CHANNEL else None
+        self.separate = separate
 
     def value(self, call: Node) -> Value:
         """Return the value that it observes at `call`."""
         source = call.all_input_nodes[0]
-        return Value(source.name, self.tokens, source.meta["val"].dtype)
+        return Value(source.name, self.separate, source.meta["val"].dtype)
 
     def forward(self, x: Tensor) -> None:
         if self.is_done:
             return
-        if self.tokens is not None:
-            channels = [dim for dim in range(1, x.dim()) if dim != self.tokens]
-            rest = [0, self.tokens] if self.tokens else [0]
-            self._observe(x.permute(*channels, *rest).reshape(math.prod(x.shape[d] for d in channels), -1))
+        if self.separate:
+            rest = [dim for dim in range(x.dim()) if dim not in self.separate]
+            rows = math.prod(x.shape[dim] for dim in self.separate)
+            self._observe(x.permute(*self.separate, *rest).reshape(rows, -1))
             return
         # The order of values does not matter, so they are read in memory order, without a copy.
         if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
@@ -224,8 +224,11 @@ def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QPar
     """
     histograms = []
     for call, watch in watches_in(gm).items():
-        whole = watch.tokens is None
-        if whole and isinstance(watch.observer, HistogramObserver) and watch.observer.histogram is not None:
+        if (
+            not watch.separate
+            and isinstance(watch.observer, HistogramObserver)
+            and watch.observer.histogram is not None
+        ):
             source = call.all_input_nodes[0]
             bins = watch.observer.collected()
             counts, middles = bins.counts[0].cpu(), bins.centers[0].cpu()

@@ -21,12 +21,12 @@ class Value:
 
     Attributes:
         source: Name of the node.
-        tokens: Dimension that counts tokens, for a value observed per channel.
+        separate: Dimensions along which ranges are observed separately; empty for one range.
         dtype: Dtype of its elements.
     """
 
     source: str
-    tokens: int | None
+    separate: tuple[int, ...]
     dtype: torch.dtype
 
     def reading(self, observer: Observer, other: Observer) -> Observer | None:
@@ -37,11 +37,7 @@ class Value:
     def fold(self, observer: Observer) -> Observer:
         """Return the observer to run on the value, from which `observer` and later ones can be derived."""
         # Histograms of all channels would cost more than they save.
-        return (
-            observer
-            if self.tokens is not None or self.reading(observer, _SHARED_HISTOGRAM) is None
-            else _SHARED_HISTOGRAM
-        )
+        return observer if self.separate or self.reading(observer, _SHARED_HISTOGRAM) is None else _SHARED_HISTOGRAM
 
 
 @dataclass

@@ -39,6 +39,26 @@ class Cached:
     channels: int
     across: int
 
+    @property
+    def heads(self) -> list[int]:
+        """Dimensions of `value` that count neither samples, tokens, nor channels: one for heads in most models."""
+        return [d for d in range(len(_sizes(self.value))) if d not in (0, self.tokens, self.channels)]
+
+    @property
+    def shares_channels(self) -> bool:
+        """True if some channels are the same in all heads, as in multi-head latent attention."""
+        whole, pending = _sizes(self.value), [self.value]
+        while pending:
+            part = pending.pop()
+            if motion(part) in (Motion.JOIN, Motion.SCATTER):
+                pending += part.all_input_nodes
+            elif part is not self.value and len(part.all_input_nodes) == 1:
+                sizes, before = _sizes(part), _sizes(part.all_input_nodes[0])
+                narrower = len(sizes) == len(before) == len(whole) and sizes[self.channels] != whole[self.channels]
+                if narrower and any(before[d] == "1" != sizes[d] for d in self.heads):
+                    return True
+        return False
+
 
 @dataclass(frozen=True)
 class Attention:

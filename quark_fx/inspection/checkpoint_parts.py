@@ -108,7 +108,8 @@ def _parts(name: str, tensors: _Tensors, quantization: Mapping[str, Any]) -> Ite
 
 def _cached(layers: Mapping[str, _Tensors], quantization: Mapping[str, Any]) -> Iterator[Part]:
     """Yield the format of cached keys and values, for each attention with scales."""
-    if not (spec := _spec(quantization.get("kv_cache_scheme"))):
+    scheme = quantization.get("kv_cache_scheme")
+    if not (spec := scheme.lower() if isinstance(scheme, str) else _spec(scheme)):  # ModelOpt writes names
         return
     scales = {name: [header for leaf, header in tensors.items() if leaf in _CACHED] for name, tensors in layers.items()}
     attentions = {name: headers for name, headers in scales.items() if headers}
@@ -146,7 +147,11 @@ def _spec(scheme: Any, scales: str = "") -> str:
         else f"{'' if scheme.get('symmetric', True) else 'u'}int{bits}"
     )
     strategy = str(scheme.get("strategy") or "")
-    shared = {"tensor": "", "block": f"block {'x'.join(map(str, scheme.get('block_structure') or ()))}".strip()}
+    shared = {
+        "tensor": "",
+        "attn_head": "head",
+        "block": f"block {'x'.join(map(str, scheme.get('block_structure') or ()))}".strip(),
+    }
     group = f"group {scheme.get('group_size')}" if "group" in strategy else strategy
     scaled = _SCALES.get(str(scheme.get("scale_dtype") or scales).removeprefix("torch."), "")
     words = (name, shared.get(strategy, group), scaled, "dynamic" if scheme.get("dynamic") else "")

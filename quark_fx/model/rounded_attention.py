@@ -138,7 +138,7 @@ def _call_of(attention: Attention, mix: Node) -> tuple[str, str]:
 def _sizes(cached: Cached) -> Size:
     """Return the heads and channels of keys or values."""
     shape = cached.value.meta["val"].shape
-    heads = [static_size(n) for d, n in enumerate(shape) if d not in (0, cached.tokens, cached.channels)]
+    heads = [static_size(shape[d]) for d in cached.heads]
     return heads[0] if len(heads) == 1 else None, static_size(shape[cached.channels])
 
 

@@ -32,7 +32,7 @@ def insert_observers(gm: GraphModule, context: Context) -> int:
     require_finite_floats(gm, plan.operators)
     context.calibrated = Calibrated(plan, copy_graph(gm, lazy=True))
     observed = plan.observed.items()
-    return len(insert_watches(gm, [(node, Watch(spec, describe(node), dim)) for (node, spec), dim in observed]))
+    return len(insert_watches(gm, [(node, Watch(spec, describe(node), dims)) for (node, spec), dims in observed]))
 
 
 @graph_pass(stage=Stage.OBSERVED, distributed=True)

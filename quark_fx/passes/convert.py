@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.quant_config import Granularity, TensorSpec
+from quark_fx.config.quant_config import TensorSpec
 from quark_fx.engine.calibration import watches_in
 from quark_fx.engine.context import Context
 from quark_fx.errors import PassError
@@ -130,11 +130,9 @@ def _parameters(gm: GraphModule, point: Point, qparams: QParams, stored: list[No
 
 
 def _scale_shape(gm: GraphModule, point: Point) -> list[int]:
-    """Return the shape of a point's scale: empty for a single scale, else the value's without samples and tokens."""
-    if point.spec.granularity is not Granularity.CHANNEL:
-        return []
-    sizes = value_of(gm, point.value).shape
-    return [1 if dim in (0, point.reduced) else int(size) for dim, size in enumerate(sizes)]
+    """Return the shape of a point's scale: empty for a single scale, else 1 along dimensions that share scales."""
+    sizes = value_of(gm, point.value).shape if point.separate else ()
+    return [int(size) if dim in point.separate else 1 for dim, size in enumerate(sizes)]
 
 
 def _static(gm: GraphModule, point: Point, qparams: QParams, parameters: list[Node], dtype: torch.dtype) -> Node:
@@ -149,7 +147,8 @@ def _static(gm: GraphModule, point: Point, qparams: QParams, parameters: list[No
         absorbed.insert(0, (clamp.name, clamp.meta.get("nn_module_stack") or {}))
         source = clamp.args[0]  # type: ignore[assignment]
         rounding = replace(rounding, low=max(low, rounding.low), high=min(high, rounding.high))
-    layout = (None, 0) if point.spec.granularity is not Granularity.CHANNEL else (point.reduced, -1)
+    shared = [dim for dim in range(value_of(gm, point.value).dim()) if dim not in point.separate]
+    layout = (shared[:2][-1], -1) if point.separate else (None, 0)  # any dimension that shares scales, but samples
     codes = call(gm, ops.quantize.default, source, *parameters, fmt, *layout, like=point.value)
     codes.meta |= {"rounding": rounding, "absorbed": tuple(absorbed)}
     return call(gm, ops.dequantize.default, codes, *parameters, fmt, *layout, dtype, like=point.value)

@@ -157,8 +157,8 @@ class Point:
             in integers.
         absorbed: Clamps between the operator and `value` that saturation may replace.
         reduced: Dimension along which scales are constant, or change by group: for a spec per group, the dimension that
-            readers sum over; for keys and values, the token dimension for a scale per channel, else the channel
-            dimension unless it is the last.
+            readers sum over; for keys and values, the token dimension for a scale per channel, the dimension of heads
+            for a scale per head, else the channel dimension unless it is the last.
     """
 
     value: Node
@@ -167,6 +167,15 @@ class Point:
     readers: set[Node] | None
     absorbed: list[Node] = field(default_factory=list)
     reduced: int | None = None
+
+    @property
+    def separate(self) -> tuple[int, ...]:
+        """Dimensions along which static scales vary; empty for one scale."""
+        if self.reduced is None or self.spec.granularity not in (Granularity.HEAD, Granularity.CHANNEL):
+            return ()
+        if self.spec.granularity is Granularity.HEAD:
+            return (self.reduced,)
+        return tuple(d for d in range(1, self.value.meta["val"].dim()) if d != self.reduced)
 
 
 @dataclass(frozen=True)
@@ -201,9 +210,9 @@ class Plan:
     outputs: dict[Node, Node] = field(default_factory=dict)
 
     @property
-    def observed(self) -> dict[tuple[Node, TensorSpec], int | None]:
-        """The (source, spec) pairs that need an observer, in the order of the graph, with `Point.reduced`."""
-        return {(point.source, point.spec): point.reduced for point in self.points.values() if point.spec.is_calibrated}
+    def observed(self) -> dict[tuple[Node, TensorSpec], tuple[int, ...]]:
+        """The (source, spec) pairs that need an observer, in the order of the graph, with `Point.separate`."""
+        return {(p.source, p.spec): p.separate for p in self.points.values() if p.spec.is_calibrated}
 
 
 def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = False) -> Plan:
@@ -386,10 +395,18 @@ def _asks_for_cache(config: QuantConfig) -> bool:
 def _without_scales(attention: Attention, spec: TensorSpec) -> str:
     """Return the reason why keys or values cannot have the scales of a spec; empty if they can."""
     for cached in attention.cached or ():
-        shape = cached.value.meta["val"].shape
+        shape, why = cached.value.meta["val"].shape, ""
         sizes = [static_size(size) for d, size in enumerate(shape) if d not in (0, cached.tokens)]
         if spec.granularity is Granularity.CHANNEL and None in sizes:
-            return f"heads and channels of {cached.value.name} vary in number; give it one scale: granularity='tensor'"
+            why = f"heads and channels of {cached.value.name} vary in number"
+        elif spec.granularity is Granularity.HEAD and cached.shares_channels:
+            why = f"the heads of {cached.value.name} share channels, so a cache holds latents instead of heads"
+        elif spec.granularity is Granularity.HEAD and len(cached.heads) != 1:
+            why = f"no dimension of {cached.value.name} counts heads, and only heads"
+        elif spec.granularity is Granularity.HEAD and static_size(shape[cached.heads[0]]) is None:
+            why = f"heads of {cached.value.name} vary in number"
+        if why:
+            return f"{why}; give it one scale: granularity='tensor'"
     return ""
 
 
@@ -651,6 +668,8 @@ class _Placement:
         for cached in op.attention.cached or ():
             if op.cache.granularity is Granularity.CHANNEL:
                 dim: int | None = cached.tokens
+            elif op.cache.granularity is Granularity.HEAD:
+                (dim,) = cached.heads
             else:
                 last = cached.channels == value_of(self.gm, cached.value).dim() - 1
                 dim = None if last and op.cache.granularity is not Granularity.GROUP else cached.channels

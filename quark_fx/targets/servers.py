@@ -15,7 +15,6 @@ from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.config.target import Operand, Placement, Refusal, undivided_groups
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import ATTENTION, KINDS
-from quark_fx.numbers.formats import FP8_E4M3
 from quark_fx.numbers.qparams import Symmetry
 
 _CHANNEL = "granularity='channel'"
@@ -118,10 +117,17 @@ def _is_rounded_late(spec: TensorSpec, operand: Operand) -> bool:
     return operand in (Operand.OUTPUT, Operand.BIAS)
 
 
-def _is_no_cache(spec: TensorSpec, operand: Operand) -> bool:
-    return operand is Operand.KV_CACHE and (
-        spec.format != FP8_E4M3 or spec.granularity is not Granularity.TENSOR or spec.dynamic
-    )
+CACHES = {
+    "vLLM": ("fp8_e4m3 tensor", "fp8_e4m3 head", "fp4_e2m1 group 16 e4m3 dynamic"),
+    "SGLang": ("fp8_e4m3 tensor",),
+}
+"""Keys and values that a server caches. vLLM reads scales per head from compressed-tensors, for FlashAttention 3 or 4
+(compute capability 9.0), and NVFP4 from ModelOpt's layout, for FlashInfer (8.0)."""
+
+
+def _caches_otherwise(server: str) -> Callable[[TensorSpec, Operand], bool]:
+    """Return a function that tells whether the server has no such cache."""
+    return lambda spec, operand: operand is Operand.KV_CACHE and kind_of(spec) not in CACHES[server]
 
 
 def _lacks(server: str, operand: Operand) -> Callable[[TensorSpec, Operand], bool]:
@@ -158,9 +164,9 @@ def refusals(server: str, weights: str) -> tuple[Refusal, ...]:
             f"{server} rounds only the inputs of operators, not outputs or biases; set output=None and bias=None",
         ),
         Refusal(
-            _is_no_cache,
-            f"{server} supports caches in fp8_e4m3 with one calibrated scale for keys and one for values, not "
-            "{spec.format} per {spec.granularity}; set kv_cache=TensorSpec(format='fp8_e4m3')",
+            _caches_otherwise(server),
+            f"{server} supports caches in {', '.join(CACHES[server])}, not {{spec}}; set "
+            "kv_cache=TensorSpec(format='fp8_e4m3')",
         ),
     )
 
@@ -222,4 +228,4 @@ def unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) ->
     return ""
 
 
-__all__ = ["PRODUCTS", "Product", "capability", "kind_of", "placement", "refusals", "unread"]
+__all__ = ["CACHES", "PRODUCTS", "Product", "capability", "kind_of", "placement", "refusals", "unread"]

@@ -288,8 +288,11 @@ def test_codes_are_appended_to_codes_and_looked_up_as_codes() -> None:
     assert not torch.equal(model.generate(PROMPT[:1], **GREEDY), expected), "else rounding is not seen"
 
 
-def test_rounded_activations_are_multiplied_in_integers_beside_an_int8_cache_of_the_configuration() -> None:
-    spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
+@pytest.mark.parametrize("shared", [Granularity.CHANNEL, Granularity.HEAD])
+def test_rounded_activations_are_multiplied_in_integers_beside_an_int8_cache_of_the_configuration(
+    shared: Granularity,
+) -> None:
+    spec = TensorSpec(format=INT8, granularity=shared)
     model = eager(qwen3, INT8_DYNAMIC.replace(kv_cache=spec))
     scales = CacheScales.of(model)
     with torch.random.fork_rng():
@@ -298,7 +301,10 @@ def test_rounded_activations_are_multiplied_in_integers_beside_an_int8_cache_of_
     measured = CacheScales.measure(unrounded, [{"input_ids": PROMPT}])
     assert scales.scales.keys() == measured.scales.keys()
     for name, scale in scales.scales.items():
-        torch.testing.assert_close(scale, measured.scales[name])
+        expected = measured.scales[name]
+        if shared is Granularity.HEAD:
+            expected = expected.amax(-1, keepdim=True).expand_as(expected)
+        torch.testing.assert_close(scale, expected)
     exported = export(model, GenerationQuantizer(cache=scales), "cpu")
     for component in exported.components.values():
         found = operators(component.program)

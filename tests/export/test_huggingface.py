@@ -26,6 +26,7 @@ import quark_fx as qfx
 from quark_fx.checkpoints.words import pack, pack_awq, pack_columns
 from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.data.cache_names import returned_cache
 from quark_fx.export.checkpoints.experts import as_saved
 from quark_fx.export.checkpoints.model_card import model_card
 from quark_fx.export.checkpoints.values import unholdable
@@ -63,8 +64,9 @@ from quark_fx.presets import SCHEMES as SCHEMES_OF_READERS
 
 pytest.importorskip("compressed_tensors")
 
-from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.modeling import initialize_hooked_kv_cache
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, initialize_module_for_quantization
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize, forward_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 from benchmarks import schemes
@@ -918,12 +920,15 @@ def test_check_says_what_of_a_speech_model_has_to_stay_in_float() -> None:
     qfx.check(model, eval(remedy, {"config": config}), [batch])
 
 
+NVFP4_CACHE = SCHEMES_OF_READERS["nvfp4"].input
+
 FP8_CACHE = INT8_WEIGHT_ONLY.replace(kv_cache=TensorSpec(format=FP8_E4M3), exclude=("op:embedding", "op:head"))
 
 
+@pytest.mark.parametrize("shared", ["tensor", "head"])
 @pytest.mark.parametrize("format", [FP8_E4M3, INT8], ids=str)
-def test_a_checkpoint_has_the_scales_of_its_cache(format: Any, tmp_path: Path) -> None:
-    qmodel = quantized(FP8_CACHE.replace(kv_cache=TensorSpec(format=format)))
+def test_a_checkpoint_has_the_scales_of_its_cache(format: Any, shared: Any, tmp_path: Path) -> None:
+    qmodel = quantized(FP8_CACHE.replace(kv_cache=TensorSpec(format=format, granularity=shared)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         qfx.export.huggingface(qmodel, tmp_path)
@@ -931,15 +936,17 @@ def test_a_checkpoint_has_the_scales_of_its_cache(format: Any, tmp_path: Path) -
     tensors = load_file(tmp_path / "model.safetensors")
     names = [f"model.layers.{i}.self_attn.{which}_scale" for i in (0, 1) for which in "kv"]
     assert {name for name in tensors if "self_attn." in name and name.count(".") == 4} == {*names}
-    assert all(tensors[name].shape == (1,) and float(tensors[name]) > 0 for name in names)
+    shape = (2, 1, 1) if shared == "head" else (1,)
+    assert all(tensors[name].shape == shape and bool((tensors[name] > 0).all()) for name in names)
     scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
     kind = "float" if format is FP8_E4M3 else "int"
-    assert scheme == {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "tensor", "dynamic": False}
+    strategy = "attn_head" if shared == "head" else "tensor"
+    assert scheme == {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
     eager: Any = qmodel.eager()
     for i, layer in enumerate(eager.model.layers):
         for which, entering in zip("kv", layer.self_attn.round_attention.entering, strict=True):
             held = tensors[f"model.layers.{i}.self_attn.{which}_scale"]
-            torch.testing.assert_close(held, entering.scale.reshape(1), rtol=0, atol=0)
+            torch.testing.assert_close(held, entering.scale.reshape(shape), rtol=0, atol=0)
     taken = inspect.signature(modeling_llama.LlamaAttention.forward).parameters
     if "past_key_values" in taken:  # the name by which compressed-tensors finds attentions
         loaded = load(tmp_path)
@@ -947,14 +954,88 @@ def test_a_checkpoint_has_the_scales_of_its_cache(format: Any, tmp_path: Path) -
     assert float((logits(qmodel) - logits(quantized(FP8_CACHE.replace(kv_cache=None)))).abs().max()) > 1e-3
 
 
+FP8_HEADS = TensorSpec(format=FP8_E4M3, granularity=Granularity.HEAD)
+
+
+def in_second(cache: TensorSpec | None) -> dict[str, Any]:
+    """Return the override that gives the second layer another cache."""
+    return {"overrides": (Override(pattern="*.1.self_attn", kv_cache=cache),)}
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(9, 3), (4, 1), (2, 2)])
+def test_scales_per_head_are_those_of_the_keys_and_values_of_each_head(heads: int, groups: int, tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 8 * heads}
+    model = llama(num_hidden_layers=1, **sizes)
+    (layer,) = returned_cache(model(IDS, use_cache=True)).layers
+    qfx.export.huggingface(quantized(FP8_CACHE.replace(kv_cache=FP8_HEADS), model), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, values in (("k", layer.keys), ("v", layer.values)):
+        expected = values.abs().amax((0, 2, 3)).reshape(groups, 1, 1) / 448
+        torch.testing.assert_close(tensors[f"model.layers.0.self_attn.{name}_scale"], expected)
+
+
+class CachedAttention(nn.Module):
+    """Attention as compressed-tensors finds it: by the name of the class, a projection, and the name of the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_proj = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, past_key_values: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize("format", [FP8_E4M3, INT8], ids=str)
+def test_compressed_tensors_rounds_keys_with_scales_per_head_as_the_model_does(format: Any, tmp_path: Path) -> None:
+    spec = TensorSpec(format=format, granularity=Granularity.HEAD)
+    qmodel = quantized(FP8_CACHE.replace(kv_cache=spec))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "vLLM has caches")
+        qfx.export.huggingface(qmodel, tmp_path)
+    loaded, prefix = load(tmp_path), "model.layers.1.self_attn."
+    arguments = QuantizationArgs(**quantization(tmp_path)["kv_cache_scheme"])
+    scheme = QuantizationScheme(targets=["CachedAttention"], input_activations=arguments)
+    attention = CachedAttention()
+    initialize_hooked_kv_cache(loaded, attention)
+    initialize_module_for_quantization(attention, scheme)
+    stored = load_file(tmp_path / "model.safetensors")
+    scales = {f"{x}_scale": stored[f"{prefix}{x}_scale"] for x in "kv"}
+    assert not attention.load_state_dict(scales, strict=False).unexpected_keys  # it raises for other shapes
+    eager: Any = qmodel.eager()
+    for name, entering in zip("kv", eager.model.layers[1].self_attn.round_attention.entering, strict=True):
+        x = rand(2, 2, 5, 16)
+        torch.testing.assert_close(forward_quantize(attention, x, name, arguments), entering(x), rtol=0, atol=0)
+
+
+def test_layers_with_another_number_of_heads_than_the_configuration_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    settings = transformers.Gemma4TextConfig(
+        **sizes,
+        **heads,
+        vocab_size=64,
+        head_dim=8,
+        global_head_dim=8,
+        hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model = seeded(transformers.Gemma4ForCausalLM(settings))
+    with pytest.raises(qfx.ExportError, match=r"layers.1.self_attn: 1 heads, where readers expect .*=2 of") as caught:
+        qfx.check(model, FP8_CACHE.replace(kv_cache=FP8_HEADS), [{"input_ids": IDS}])
+    assert "layers.0" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache": TensorSpec(format=INT8, granularity=Granularity.CHANNEL)}, "self_attn: keys or values in int8;"),
-        ({"kv_cache": TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True)}, "one static scale"),
-        ({"kv_cache": TensorSpec(format=FP8_E5M2)}, "keys or values in fp8_e5m2;"),
-        ({"overrides": (Override(pattern="*.1.self_attn", kv_cache=None),)}, "layers.1.self_attn: its keys and values"),
-        ({"overrides": (Override(pattern="*.1.self_attn", kv_cache=TensorSpec(format=INT8)),)}, "fp8_e4m3 and int8"),
+        ({"kv_cache": TensorSpec(format=INT8, granularity=Granularity.CHANNEL)}, "keys or values in int8 per channel;"),
+        ({"kv_cache": TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True)}, "keys or values in int4;"),
+        ({"kv_cache": TensorSpec(format=INT8, symmetry=Symmetry.ASYMMETRIC)}, "values in int8 with zero points;"),
+        ({"kv_cache": TensorSpec.from_dict({"format": "bf16"})}, "keys or values in torch.bfloat16;"),
+        ({"kv_cache": TensorSpec(format=FP8_E5M2)}, "keys or values in fp8_e5m2 per tensor;"),
+        ({"kv_cache": NVFP4_CACHE}, "in fp4_e2m1 in groups of 16 under a calibrated scale; .* set kv_cache=TensorSpec"),
+        (in_second(None), "layers.1.self_attn: its keys and values"),
+        (in_second(TensorSpec(format=INT8)), "fp8_e4m3 per tensor and int8 per tensor; a checkpoint has one cache"),
+        (in_second(FP8_HEADS), "fp8_e4m3 per tensor and fp8_e4m3 per head; a checkpoint has one cache for all"),
         ({"passes": (Rotate(only=("*.self_attn",)),)}, "a pass rotates its keys"),
     ],
 )
@@ -964,6 +1045,17 @@ def test_caches_that_a_server_does_not_have_are_refused_by_name(
     with pytest.raises(qfx.ExportError, match=message):
         qfx.export.huggingface(quantized(FP8_CACHE.replace(**changes)), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_whose_cache_holds_latents_is_refused_by_check() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
+    settings = transformers.DeepseekV3Config(
+        **sizes, **ranks, vocab_size=64, num_key_value_heads=4, first_k_dense_replace=1, head_dim=8
+    )
+    model = seeded(transformers.DeepseekV3ForCausalLM(settings))
+    with pytest.raises(qfx.ExportError, match="self_attn: servers cache latents"):
+        qfx.check(model, FP8_CACHE, [{"input_ids": IDS}])
 
 
 @pytest.mark.parametrize("format", ["gptq", "awq"])

@@ -17,6 +17,7 @@ import quark_fx as qfx
 from quark_fx.checkpoints.decoded import DecodedFiles
 from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.data.cache_names import returned_cache
 from quark_fx.export.checkpoints.modelopt import require_read
 from quark_fx.numbers.formats import FP8_E4M3, INT8
 from quark_fx.presets import FP8_BLOCK, FP8_STATIC, INT8_DYNAMIC, SCHEMES, preset
@@ -112,10 +113,11 @@ def test_blocks_at_an_edge_and_integer_caches_are_refused(session: qfx.Session, 
         qfx.export.huggingface(
             quantize(model, ALGORITHMS["FP8_PB_WO"][0], [{"input_ids": IDS}]), tmp_path / "out", format="modelopt"
         )
-    cache = TensorSpec(format=INT8, granularity=Granularity.TENSOR)
-    qmodel = quantize(session, ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(kv_cache=cache))
-    with pytest.raises(qfx.ExportError, match="caches in fp8_e4m3 alone"):
-        qfx.export.huggingface(qmodel, tmp_path / "out", format="modelopt")
+    for cache in (TensorSpec(format=INT8), TENSOR.replace(granularity=Granularity.HEAD)):
+        qmodel = quantize(session, ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(kv_cache=cache))
+        held = f"in {cache.format} per {cache.granularity}; this format holds caches in fp8_e4m3 per tensor, fp4_e2m1"
+        with pytest.raises(qfx.ExportError, match=held):
+            qfx.export.huggingface(qmodel, tmp_path / "out", format="modelopt")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -148,6 +150,35 @@ def test_a_cache_is_described_as_in_compressed_tensors(session: qfx.Session, tmp
     assert {"model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"} <= set(
         load_file(tmp_path / "model.safetensors")
     )
+
+
+NVFP4_CACHE = SCHEMES["nvfp4"].input
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_the_scale_of_a_cache_in_nvfp4_is_its_largest_magnitude_over_that_of_fp4_and_e4m3(
+    algorithm: str, tmp_path: Path
+) -> None:
+    """The dtype of the cache in vLLM 0.32 follows `kv_cache_scheme` (`get_kv_cache_quant_algo_string`)."""
+    config = ALGORITHMS[algorithm][0].replace(kv_cache=NVFP4_CACHE)
+    if algorithm == "NVFP4":  # vLLM rounds FP8 weights per tensor again
+        config = config.replace(target="vllm")
+    model = llama()
+    (layer,) = returned_cache(model(IDS, use_cache=True)).layers
+    qfx.export.huggingface(quantize(model, config, [{"input_ids": IDS}]), tmp_path, format="modelopt")
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["kv_cache_scheme"] == "NVFP4"
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, values in (("k", layer.keys), ("v", layer.values)):
+        scale = stored[f"model.layers.0.self_attn.{name}_scale"]
+        torch.testing.assert_close(scale, values.abs().max().reshape(1) / (6 * 448))
+    attention = next(part for part in qfx.inspect(tmp_path).parts if part.kind == "attention")
+    assert attention.activation == "nvfp4"
+
+
+def test_heads_that_groups_of_16_channels_do_not_divide_are_refused_by_check() -> None:
+    config = ALGORITHMS["FP8"][0].replace(kv_cache=NVFP4_CACHE)
+    with pytest.raises(qfx.ExportError, match="heads of 8 channels, which are not a multiple of 16"):
+        qfx.check(llama(head_dim=8), config, [{"input_ids": IDS}], export="modelopt")
 
 
 MIXED = ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"][0].replace(

@@ -120,6 +120,8 @@ def test_what_sglang_has_is_taken() -> None:
         assert preset.replace(target="sglang").target is SGLANG
     for weight in (NVFP4, CHANNEL, TensorSpec(format=FP8_E4M3)):
         assert QuantConfig(weight=weight, target="sglang", kv_cache=TensorSpec(format=FP8_E4M3))  # type: ignore[arg-type]
+    with pytest.raises(qfx.ConfigError, match="SGLang supports caches in fp8_e4m3 tensor, not fp8_e4m3 head"):
+        QuantConfig(kv_cache=TensorSpec(format=FP8_E4M3, granularity=Granularity.HEAD), target="sglang")  # type: ignore[arg-type]
 
 
 def test_layouts_that_sglang_loads_wrongly_are_refused(tmp_path: Path) -> None:

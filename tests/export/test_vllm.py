@@ -215,6 +215,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"weight": CHANNEL, "kv_cache": TensorSpec(format=INT8)},
         "vLLM supports caches in fp8_e4m3 .* not int8",
     ),
+    "a cache in int8 with a scale per head": (
+        {"weight": CHANNEL, "kv_cache": TensorSpec(format=INT8, granularity=Granularity.HEAD)},
+        "vLLM supports caches in fp8_e4m3 tensor, fp8_e4m3 head, fp4_e2m1 .* not int8 head",
+    ),
+    "a cache in FP4 without a calibrated scale": (
+        {"weight": CHANNEL, "kv_cache": NVFP4.replace(dynamic=True)},
+        "vLLM supports caches in .* not fp4_e2m1 group 16 e4m3 scales dynamic",
+    ),
 }
 
 
@@ -230,7 +238,8 @@ def test_what_vllm_has_is_taken() -> None:
     for preset in (W4A16_RTN, W8A8_DYNAMIC, FP8_DYNAMIC, FP8_STATIC, INT8_STATIC.replace(output=None, bias=None)):
         assert preset.replace(target="vllm").target is VLLM
     for weight in (MXFP4, MXFP8_E4M3, NVFP4, TensorSpec(format=FP8_E4M3)):
-        assert QuantConfig(weight=weight, target=VLLM, kv_cache=TensorSpec(format=FP8_E4M3))
+        for shared in (Granularity.TENSOR, Granularity.HEAD):
+            assert QuantConfig(weight=weight, target=VLLM, kv_cache=TensorSpec(format=FP8_E4M3, granularity=shared))
     with pytest.raises(qfx.ConfigError, match="measures the whole range at run time"):
         W4A4_DYNAMIC.replace(target="vllm")
 

@@ -18,16 +18,21 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.errors import QuarkError
-from quark_fx.numbers.formats import BF16, FP8_E4M3, INT4, INT8, UINT4
+from quark_fx.numbers.formats import BF16, FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4
+from quark_fx.numbers.scales import CALIBRATED_E4M3_SCALES
 
 transformers = pytest.importorskip("transformers")
 
 IDS = torch.arange(16).reshape(2, 8) * 7 % 64
 
 SPECS = {
+    "fp8 per head": TensorSpec(format=FP8_E4M3, granularity=Granularity.HEAD),
     "int8 per head and channel": TensorSpec(format=INT8, granularity=Granularity.CHANNEL),
     "fp8": TensorSpec(format=FP8_E4M3),
     "bf16": TensorSpec(format=BF16),
+    "nvfp4": TensorSpec(
+        format=FP4_E2M1, granularity=Granularity.GROUP, group_size=16, scale=CALIBRATED_E4M3_SCALES, dynamic=True
+    ),
     "uint4 per token": TensorSpec(format=UINT4, granularity=Granularity.TOKEN, dynamic=True),
     "int4 in groups": TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=4, dynamic=True),
 }

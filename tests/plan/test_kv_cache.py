@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT4
+from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT4, INT8, UINT4
+from quark_fx.numbers.scales import CALIBRATED_E4M3_SCALES
 from quark_fx.observers import Hqq
 from quark_fx.quantization import needs_data
 
@@ -24,9 +27,11 @@ TOKEN = TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True)
 
 SPECS = {
     "int8": TensorSpec(format=INT8),
+    "int8 per head": TensorSpec(format=INT8, granularity=Granularity.HEAD),
     "int8 per head and channel": TensorSpec(format=INT8, granularity=Granularity.CHANNEL),
     "uint4 per head and channel": TensorSpec(format=UINT4, granularity=Granularity.CHANNEL),
     "fp8": TensorSpec(format=FP8_E4M3),
+    "fp8 per head": TensorSpec(format=FP8_E4M3, granularity=Granularity.HEAD),
     "fp8 per head and channel": TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),
     "int8 per token": TOKEN,
     "uint4 per token": TOKEN.replace(format=UINT4),
@@ -60,6 +65,11 @@ class Attend(nn.Module):
         return self.attend(*self.projected(x))
 
 
+class Fused(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -78,11 +88,13 @@ def rounded(x: Tensor, spec: TensorSpec, seen: Tensor) -> Tensor:
         layout = measured[2:4]
         scale, zero_point = ops.dynamic_qparams(x, *measured)
     else:
-        per_channel = spec.granularity is Granularity.CHANNEL
-        values = seen.permute(1, 3, 0, 2).flatten(0, 1).flatten(1) if per_channel else seen.reshape(1, -1)
+        values, shape, layout = {
+            Granularity.TENSOR: (seen.reshape(1, -1), [], (None, 0)),
+            Granularity.HEAD: (seen.transpose(0, 1).flatten(1), [1, HEADS, 1, 1], (2, -1)),
+            Granularity.CHANNEL: (seen.permute(1, 3, 0, 2).flatten(0, 1).flatten(1), [1, HEADS, 1, CHANNELS], (2, -1)),
+        }[spec.granularity]
         assert spec.observer is not None
         found = spec.new_observer.observe(values).qparams(spec.scheme)
-        shape, layout = ([1, HEADS, 1, CHANNELS], (2, -1)) if per_channel else ([], (None, 0))
         scale, zero_point = found.scale.reshape(shape), found.zero_point.reshape(shape)
     result: Tensor = ops.fake_quantize(x, scale, zero_point, str(spec.format), *layout)
     return result
@@ -119,6 +131,40 @@ def test_there_is_a_scale_for_each_head_and_channel() -> None:
     _, *read = model.projected(batch)
     for scale, values in zip(scales, read, strict=True):
         torch.testing.assert_close(scale, values.abs().amax((0, 2), keepdim=True) / 127)
+
+
+def test_there_is_a_scale_for_each_head() -> None:
+    model, batch = seeded(Attend()), rand(2, 5, WIDTH)
+    batch[:, :, 0] *= 8  # heads with different ranges
+    qmodel = quantize(model, QuantConfig(kv_cache=SPECS["fp8 per head"]), [batch])
+    scales = [constant(qmodel, call.args[1]) for call in calls(qmodel, "quark_fx.quantize")]
+    _, *read = model.projected(batch)
+    for scale, values in zip(scales, read, strict=True):
+        torch.testing.assert_close(scale, values.abs().amax((0, 2, 3), keepdim=True) / 448)
+        assert scale[0, 0] != scale[0, 1]
+
+
+NVFP4 = TensorSpec(
+    format=FP4_E2M1, granularity=Granularity.GROUP, group_size=16, scale=CALIBRATED_E4M3_SCALES, dynamic=True
+)
+
+
+def in_nvfp4(x: Tensor, seen: Tensor) -> Tensor:
+    """Round groups of 16 channels to FP4 at E4M3 scales, which are multiples of a scale that calibration found."""
+    unit = seen.abs().max() / (6 * 448)
+    groups = x.unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1, keepdim=True) / 6 / unit).to(torch.float8_e4m3fn).float() * unit
+    rounded: Tensor = FP4_E2M1.round_(groups / scale) * scale
+    return rounded.flatten(-2)
+
+
+def test_a_cache_in_nvfp4_has_a_scale_for_16_channels_under_a_calibrated_one(tmp_path: Path) -> None:
+    q, k, v, x, y, z = (rand(2, 3, 5, 32, seed=seed) for seed in range(6))
+    qmodel = quantize(seeded(Fused()), QuantConfig(kv_cache=NVFP4), [(q, k, v)])
+    expected = F.scaled_dot_product_attention(x, in_nvfp4(y, k), in_nvfp4(z, v))
+    torch.testing.assert_close(qmodel(x, y, z), expected)
+    qmodel.save(tmp_path / "saved")
+    torch.testing.assert_close(qfx.load(tmp_path / "saved")(x, y, z), expected)
 
 
 def test_every_attention_has_a_row_with_its_format_or_a_reason() -> None:
@@ -193,10 +239,78 @@ def test_heads_that_vary_in_number_have_one_scale_or_a_reason() -> None:
     assert "vary in number" in row.reason
 
 
+class Latent(nn.Module):
+    """Multi-head latent attention: the last channels of the keys are the same in all heads."""
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.q, self.up, self.joined = nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 64), joined
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, kv = (p(x).unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q, self.up))
+        own, v = kv.split([8, 8], -1)
+        shared = x[:, None, :, :4].expand(-1, 4, -1, -1)
+        if self.joined:
+            k = torch.cat([own, shared], -1)
+        else:
+            k = torch.zeros_like(q)
+            k[..., :8], k[..., 8:] = own, shared
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Merged(nn.Module):
+    """Heads that are samples, as in BLOOM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2).flatten(0, 1) for p in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Padded(nn.Module):
+    """Tokens that all samples share are joined to the keys; the heads are separate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.first = Attend(), nn.Parameter(torch.ones(1, 1, 1, CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.attend.projected(x)
+        first = self.first.expand(x.shape[0], HEADS, -1, -1)
+        return self.attend.attend(q, torch.cat([first, k], 2), torch.cat([first, v], 2))
+
+
+@pytest.mark.parametrize(
+    "model", [partial(Latent, True), partial(Latent, False), Merged], ids=["cat", "in place", "merged"]
+)
+def test_without_a_dimension_of_heads_there_is_a_reason(model: Callable[[], nn.Module]) -> None:
+    config = QuantConfig(kv_cache=SPECS["fp8 per head"])
+    why = "counts heads, and only heads" if model is Merged else "share channels, so a cache holds latents"
+    with pytest.warns(UserWarning, match=why):
+        rows = qfx.quantize(seeded(model()), config, [rand(2, 5, WIDTH)], progress=False).report()
+    assert [why in row.reason for row in rows if row.kind == "attention"] == [True]
+
+
+def test_shared_tokens_are_no_shared_channels() -> None:
+    config = QuantConfig(kv_cache=SPECS["fp8 per head"])
+    report = quantize(seeded(Padded()), config, [rand(2, 5, WIDTH)]).report()
+    assert [row.activation for row in report if row.kind == "attention"] == ["fp8_e4m3 head"]
+
+
+@pytest.mark.parametrize("field", ["weight", "input"])
+def test_scales_per_head_are_for_caches(field: str) -> None:
+    with pytest.raises(ConfigError, match="granularity='head' is for keys and values"):
+        QuantConfig(weight=TensorSpec(format=INT8)).replace(**{field: SPECS["int8 per head"]})
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ({"format": INT8, "dynamic": True}, "granularity='token' on `kv_cache`"),
+        ({"format": INT8, "granularity": "head", "dynamic": True}, "per tensor, token or group, not per head"),
         ({"format": INT4, "granularity": "group", "group_size": 4}, "measured at run time; set dynamic=True"),
         ({"format": INT4, "symmetry": "sign_aware"}, "sign_aware' is for weights"),
         ({"format": INT8, "reduce_range": True}, "reduce_range is for weights"),
@@ -206,8 +320,9 @@ def test_heads_that_vary_in_number_have_one_scale_or_a_reason() -> None:
 def test_what_no_cache_can_be_is_refused(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         QuantConfig(kv_cache=TensorSpec(**spec))
-    with pytest.raises(ConfigError, match=r"\(override 'a'\)"):
-        QuantConfig(overrides=(Override(pattern="a", kv_cache=TensorSpec(**spec)),))
+    if spec.get("granularity") != "head":  # refused as a spec
+        with pytest.raises(ConfigError, match=r"\(override 'a'\)"):
+            QuantConfig(overrides=(Override(pattern="a", kv_cache=TensorSpec(**spec)),))
 
 
 def test_a_target_refuses_formats_of_a_cache() -> None:

@@ -22,6 +22,7 @@ from quark_fx.export.checkpoints.values import (
     unholdable,
 )
 from quark_fx.export.packing import NO_OFFSETS, are_exponents, block_scales, exponents, group_size, unsigned
+from quark_fx.model.rounded_attention import Size
 from quark_fx.model.rounded_modules import UNROTATED, Activation
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, Format, parse_format
 from quark_fx.numbers.qparams import Symmetry
@@ -140,13 +141,15 @@ def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     share_global_scales(tensors)
     schemes.require_readable()
     scales, cache = cache_of(checkpoint)
+    if cache.startswith(str(INT8)):
+        warn(f"vLLM has caches in {FP8_E4M3} alone; this checkpoint's is in {INT8}, which compressed-tensors reads")
     matrices, transforms = _transforms(checkpoint)
     ignore = [
         *checkpoint.left,
         *_patterns(checkpoint.left_experts, checkpoint.experts),
         *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
     ]
-    entries = {"kv_cache_scheme": cache, **transforms}
+    entries = {"kv_cache_scheme": cache_scheme(cache), **transforms}
     config = schemes.configuration(ignore, checkpoint.head, checkpoint.left_experts, **entries)
     return _divisors(tensors) | scales | matrices, config
 
@@ -182,43 +185,100 @@ def _transforms(checkpoint: Checkpoint) -> Written:
     return tensors, {"transform_config": {"config_groups": groups}} if groups else {}
 
 
-def cache_of(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]:
-    """Return the scales of keys and values, with their names in vLLM and compressed-tensors, and the common scheme."""
+_CACHES = tuple(f"{fmt} per {shared}" for fmt in (FP8_E4M3, INT8) for shared in ("tensor", "head"))
+"""Keys and values that `kv_cache_scheme` describes."""
+
+NVFP4_CACHE = "fp4_e2m1 in groups of 16 under a calibrated scale"
+"""Keys and values in NVFP4, in the words of `_kind_of_cache`."""
+
+
+def cache_of(checkpoint: Checkpoint, kinds: Sequence[str] = _CACHES) -> tuple[dict[str, Tensor], str]:
+    """Return the scales of keys and values under their names in vLLM and compressed-tensors, and the common kind.
+
+    A scale per tensor has the shape (1,), scales per head (heads, 1, 1); the scale of an NVFP4 cache multiplies its
+    E4M3 scales. Without quantized caches, the kind is empty.
+
+    Args:
+        checkpoint: Contents of the checkpoint.
+        kinds: Kinds of caches that the format holds.
+
+    Raises:
+        ExportError: If the format does not hold a cache; every attention is listed.
+    """
     if not checkpoint.caches:
-        return {}, None
-    tensors, formats, errors = dict[str, Tensor](), dict[str, None](), []
+        return {}, ""
+    tensors, common, errors = dict[str, Tensor](), dict[str, None](), []
+    config = checkpoint.shell.config.get_text_config().to_dict()
     for path, attention in checkpoint.caches.items():
-        for name, activation in zip("kv", attention.entering or (), strict=False):
-            zero, scale = activation.zero_point, activation.scale
-            if activation.factors:
-                errors.append(f"{path}: a pass rotates its keys; quantize with Rotate(keys=False)")
-            elif scale is None or zero is None or scale.dim() or activation.format not in _CACHES or int(zero):
-                what = activation.format or activation.cast
-                errors.append(
-                    f"{path}: keys or values in {what}; a server's cache is {' or '.join(_CACHES)} with one static "
-                    "scale for keys and one for values: kv_cache=TensorSpec(format=FP8_E4M3)"
-                )
-            else:
-                formats[activation.format] = None
-                tensors[f"{path}.{name}_scale"] = scale.reshape(1)
         if attention.entering is None:
             errors.append(f"{path}: several attentions in one module, whose caches a checkpoint does not tell apart")
+        for name, activation, size in zip("kv", attention.entering or (), attention.sizes, strict=False):
+            kind, unit = _kind_of_cache(activation), scale_format(activation.scale_type).unit
+            if why := _unheld(activation, size, kind, kinds, config):
+                errors.append(f"{path}: {why}")
+                continue
+            common[kind] = None
+            scale = torch.tensor(unit) if activation.scale is None else activation.scale
+            tensors[f"{path}.{name}_scale"] = scale.reshape(-1, 1, 1) if scale.dim() else scale.reshape(1)
     errors += [
         f"{path}: its keys and values stay in float; a checkpoint has one cache for all"
         for path in checkpoint.float_caches
     ]
-    if len(formats) > 1:
-        errors.append(f"keys and values in {' and '.join(formats)}; a checkpoint has one format for all")
+    if len(common) > 1:
+        errors.append(f"keys and values in {' and '.join(common)}; a checkpoint has one cache for all")
     if errors:
         raise unholdable(list(dict.fromkeys(errors)))
-    (fmt,) = formats
-    if fmt != str(FP8_E4M3):
-        warn(f"vLLM has caches in {FP8_E4M3} alone; this checkpoint's is in {fmt}, which compressed-tensors reads")
-    return tensors, _arguments(parse_format(fmt), True, "tensor")
+    (kind,) = common
+    return tensors, kind
 
 
-_CACHES = (str(FP8_E4M3), str(INT8))
-"""Formats of keys and values that `kv_cache_scheme` supports."""
+def _unheld(activation: Activation, size: Size, kind: str, kinds: Sequence[str], config: Mapping[str, Any]) -> str:
+    """Return why a checkpoint cannot hold the scales of keys or values; empty if it can.
+
+    Args:
+        activation: Their rounding.
+        size: Heads and channels.
+        kind: Result of `_kind_of_cache`.
+        kinds: Kinds of caches that the format holds.
+        config: Configuration of the text model.
+    """
+    heads, channels = size
+    stated = config.get("num_key_value_heads") or heads
+    if activation.factors:
+        return "a pass rotates its keys; quantize with Rotate(keys=False)"
+    if kind not in kinds:
+        return (
+            f"keys or values in {kind}; this format holds caches in {', '.join(kinds)}: set kv_cache=TensorSpec("
+            "format='fp8_e4m3')"
+        )
+    if config.get("kv_lora_rank") is not None:
+        return "servers cache latents (kv_lora_rank) instead of its keys and values; set kv_cache=None"
+    if kind == NVFP4_CACHE and channels is not None and channels % 16:
+        return f"heads of {channels} channels, which are not a multiple of 16; set format='fp8_e4m3' of kv_cache"
+    if kind.endswith(" per head") and heads != stated:
+        return (
+            f"{heads} heads, where readers expect num_key_value_heads={stated} of the model's configuration; set "
+            "granularity='tensor' of kv_cache"
+        )
+    return ""
+
+
+def cache_scheme(kind: str) -> dict[str, Any] | None:
+    """Return the `kv_cache_scheme` of a kind of cache in 8 bits; `None` if it is empty."""
+    fmt, _, shared = kind.partition(" per ")
+    return _arguments(parse_format(fmt), True, "attn_head" if shared == "head" else shared) if kind else None
+
+
+def _kind_of_cache(activation: Activation) -> str:
+    """Return the format and the granularity of keys or values."""
+    name, scale = activation.format or str(activation.cast), activation.scale
+    if scale is None:
+        in_groups = activation.format == str(FP4_E2M1) and activation.block_size == 16
+        return NVFP4_CACHE if in_groups and scale_format(activation.scale_type).unit is not None else name
+    if activation.zero_point is not None and bool(activation.zero_point.any()):
+        return f"{name} with zero points"
+    by_head = scale.dim() > 2 and scale.numel() == scale.shape[-3]
+    return f"{name} per {'tensor' if not scale.dim() else 'head' if by_head else 'channel'}"
 
 
 _VERSIONS = {
@@ -463,6 +523,16 @@ def row_or_group(weight: QuantizedTensor, groups: set[int]) -> int:
 
 
 __all__ = [
-    *("Schemes", "cache_of", "compressed", "compressed_tensors", "decompress_to_bfloat16", "groups_of", "parts"),
+    *(
+        "NVFP4_CACHE",
+        "Schemes",
+        "cache_of",
+        "cache_scheme",
+        "compressed",
+        "compressed_tensors",
+        "decompress_to_bfloat16",
+        "groups_of",
+        "parts",
+    ),
     *("row_or_group", "share_global_scales"),
 ]

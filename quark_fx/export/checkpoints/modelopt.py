@@ -9,8 +9,16 @@ from torch import Tensor
 
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import ExportError
-from quark_fx.export.checkpoints.compressed_tensors import Schemes, cache_of, parts, share_global_scales
+from quark_fx.export.checkpoints.compressed_tensors import (
+    NVFP4_CACHE,
+    Schemes,
+    cache_of,
+    cache_scheme,
+    parts,
+    share_global_scales,
+)
 from quark_fx.export.checkpoints.values import Checkpoint, Layer, Written, each_layer, unholdable
+from quark_fx.numbers.formats import FP8_E4M3
 
 _ALGORITHMS = {
     ("float-quantized", "tensor", "tensor"): "FP8",
@@ -37,7 +45,7 @@ _BLOCK = 128
 
 
 def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
-    """Write one algorithm for all layers; `weight_scale_2` and `input_scale` multiply.
+    """Write one algorithm for all layers; `weight_scale_2`, `input_scale`, and the scales of caches multiply.
 
     Source:
         vllm/model_executor/layers/quantization/modelopt.py of vLLM 0.32.
@@ -62,17 +70,14 @@ def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
     tensors = each_layer(checkpoint.layers, write, shelf)
     share_global_scales(tensors)
-    scales, cache = cache_of(checkpoint)
-    if cache is not None and cache["type"] != "float":
-        remedy = "set kv_cache=TensorSpec(format='fp8_e4m3')"
-        raise ExportError(f"ModelOpt's layout holds caches in fp8_e4m3 alone; {remedy}")
+    scales, cache = cache_of(checkpoint, (f"{FP8_E4M3} per tensor", NVFP4_CACHE))
     (algorithm,) = chosen
     named = {f"{path}.{_NAMES.get(leaf, leaf)}": x for n, x in tensors.items() for path, _, leaf in [n.rpartition(".")]}
     return named | scales, {
         "quant_method": "modelopt",
         "quant_algo": algorithm,
         "group_size": 16 if "NVFP4" in algorithm else None,
-        "kv_cache_scheme": cache,
+        "kv_cache_scheme": "NVFP4" if cache == NVFP4_CACHE else cache_scheme(cache),
         "ignore": checkpoint.left,
         "producer": {"name": "quark_fx"},
     }

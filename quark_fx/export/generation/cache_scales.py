@@ -70,7 +70,8 @@ class CacheScales:
         """Return the scales of keys and values in a model from `eager()`.
 
         Args:
-            model: Model quantized with `kv_cache=TensorSpec(format=INT8, granularity="channel")`.
+            model: Model quantized with `kv_cache=TensorSpec(format=INT8, granularity="channel")`, or `"head"`: all
+                channels of a head then have the same scale.
 
         Raises:
             ExportError: If the model does not round keys and values, or rounds them differently.
@@ -78,7 +79,8 @@ class CacheScales:
         scales: dict[str, Tensor] = {}
         for path, module in model.named_modules():
             rounding = getattr(module, "round_attention", None)
-            for name, entering in zip(("keys", "values"), getattr(rounding, "entering", None) or (), strict=False):
+            entered = zip(getattr(rounding, "entering", None) or (), getattr(rounding, "sizes", ()), strict=False)
+            for name, (entering, (_, channels)) in zip(("keys", "values"), entered, strict=False):
                 layer = getattr(module, "layer_idx", None)
                 if not _is_of_a_cache(entering):
                     raise ExportError(
@@ -87,7 +89,7 @@ class CacheScales:
                     )
                 if layer is None:
                     raise ExportError(f"{path} has no layer_idx, so its cache has no name; use CacheScales.measure")
-                scales[f"layers.{layer}.{name}"] = entering.scale
+                scales[f"layers.{layer}.{name}"] = entering.scale.expand(-1, -1, -1, channels or -1)
         if not scales:
             raise ExportError("the model rounds no keys and values; set kv_cache, or use CacheScales.measure")
         return cls(scales)

@@ -39,8 +39,8 @@ def _measures_a_share(spec: TensorSpec, operand: Operand) -> bool:
     return spec.measures_a_share
 
 
-def _is_cache_by_channel(spec: TensorSpec, operand: Operand) -> bool:
-    return operand is Operand.KV_CACHE and spec.granularity is Granularity.CHANNEL
+def _is_cache_by_head(spec: TensorSpec, operand: Operand) -> bool:
+    return operand is Operand.KV_CACHE and spec.granularity in (Granularity.HEAD, Granularity.CHANNEL)
 
 
 def _always(linear: Linear) -> bool:
@@ -72,7 +72,7 @@ EXECUTORCH = Target(
             "XNNPACK measures the whole range at run time; drop the observer, or use target='torch'",
         ),
         Refusal(
-            _is_cache_by_channel,
+            _is_cache_by_head,
             "PT2E supports one scale per activation or per token; set granularity='tensor' of kv_cache, or use "
             "target='torch'",
         ),
