@@ -363,6 +363,18 @@ def test_windows_are_packed_and_spread_over_the_text() -> None:
         qfx.data.text_windows("1 2", Words(), length=5)
 
 
+def test_a_tokenizer_prints_no_warning_about_the_length_of_a_text() -> None:
+    given = list[bool]()
+
+    class Verbose(Words):
+        def __call__(self, text: Any, verbose: bool = True, **_: Any) -> dict[str, Any]:
+            given.append(verbose)
+            return super().__call__(text)
+
+    qfx.data.text_windows("1 2 3", Verbose(), length=2)
+    assert given == [False]
+
+
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}\n{% endfor %}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,14 @@ def test_a_model_over_several_devices_is_refused(llama: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(
             llama, quantization_config=QuarkFxConfig(INT4), device_map=places
         )
+
+
+@pytest.mark.parametrize(("modalities", "encodes"), [(("image", "text"), False), ("text", True)])
+def test_a_model_that_reads_tokens_and_more_needs_a_batch(modalities: Any, encodes: bool) -> None:
+    config = SimpleNamespace(is_encoder_decoder=encodes)
+    model: Any = SimpleNamespace(main_input_name="input_ids", input_modalities=modalities, config=config)
+    with pytest.raises(qfx.CalibrationError, match="reads more than tokens: pass a batch of its inputs"):
+        from_pretrained._example(model)
 
 
 def test_a_model_that_reads_no_tokens_needs_a_batch(tmp_path: Path) -> None:

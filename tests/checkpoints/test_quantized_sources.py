@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.checkpoints.decoded import DecodedFiles
-from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles
+from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles, stored_bytes
 from quark_fx.checkpoints.open_checkpoint import unread_tensors
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.errors import CheckpointError, ConfigError
@@ -52,6 +52,20 @@ def values(folder: Path) -> dict[str, Tensor]:
 def llama() -> qfx.Session:
     model = seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)))
     return qfx.Session(model, [{"input_ids": IDS}])
+
+
+def test_decoded_values_fill_a_file_up_to_its_limit(
+    llama: qfx.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qfx.export.huggingface(quantize(llama, SYMMETRIC), tmp_path / "codes", format="gptq")
+    config = json.loads((tmp_path / "codes" / "config.json").read_text())
+    decoded = DecodedFiles.of(CheckpointFiles.of(tmp_path / "codes"), config)
+    first, second, third, *_ = decoded.tensors
+    size = stored_bytes(decoded.tensors[first].dtype, decoded.tensors[first].shape)
+    monkeypatch.setattr("quark_fx.checkpoints.decoded._SHARD", size)
+    (tmp_path / "values").mkdir()
+    files = decoded.stored(tmp_path / "values", None).files
+    assert files[first] == files[second] != files[third]
 
 
 @pytest.mark.parametrize(

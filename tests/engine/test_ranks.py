@@ -57,6 +57,7 @@ from quark_fx.passes import (
     TuneScales,
 )
 from quark_fx.presets import INT8_STATIC, W4A4_DYNAMIC, W4A16_AWQ, W4A16_GPTQ
+from quark_fx.quantization import _shared_checkpoint
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
@@ -280,6 +281,19 @@ def test_two_ranks_end_as_one_process_does(name: str, results: Path) -> None:
     if name in SCALED:
         assert rows == expected
         assert any(change.changed for change in rows if change.before is not None)
+
+
+def test_the_first_rank_creates_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    """Other ranks open it after they waited for the first one."""
+    created = list[bool]()
+
+    def first(work: Callable[[], Checkpoint]) -> None:
+        work()
+        created.append((tmp_path / "run").is_dir())
+
+    ranks: Any = SimpleNamespace(first=first)
+    assert _shared_checkpoint(tmp_path / "run", {"model": "a"}, ranks).directory == tmp_path / "run"
+    assert created == [True]
 
 
 def learn_little(folder: Path) -> None:

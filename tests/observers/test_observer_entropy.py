@@ -16,6 +16,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import INT8, INT16, UINT8
 from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.observers import Entropy, MinMax
+from quark_fx.parity.entropy import _onnxruntime_divergence
 
 SYMMETRIC = Scheme(format=INT8)
 ASYMMETRIC = Scheme(format=UINT8, symmetry=Symmetry.ASYMMETRIC)
@@ -34,6 +35,15 @@ def sample(seed: int) -> list[Tensor]:
     if seed % 4 == 3:
         parts[1][0, 0] = 15.0
     return parts
+
+
+def test_a_window_without_values_is_never_the_nearest() -> None:
+    """Both extremes lie outside of the first window; the second one holds them."""
+    counts = torch.zeros(9, dtype=torch.float64)
+    counts[[0, -1]] = 5
+    narrow, whole = _onnxruntime_divergence(counts, 3, torch.tensor([2, 4]))
+    assert narrow == torch.inf
+    assert whole.isfinite()
 
 
 @pytest.mark.parametrize("seed", range(8))
