@@ -85,6 +85,7 @@ class Format:
         rows: of all tools.
         activations: they are rounded too.
         written: the checkpoint that each tool writes is judged.
+        data_free: scales need no calibration data.
     """
 
     title: str
@@ -92,6 +93,7 @@ class Format:
     rows: tuple[Row, ...]
     activations: bool = False
     written: bool = False
+    data_free: bool = False
 
     def predicts(self, row: Row) -> bool:
         """Tell whether a tool's own model is judged, as its weights alone do not say what it computes."""
@@ -201,6 +203,7 @@ FORMATS = {
             Row("llm-compressor", "model_free_ptq", {"blocks": GROUP, "model_free": True}, 2),
         ),
         written=True,
+        data_free=True,
     ),
     "W8A8": Format(
         "int8 weights per channel, int8 activations per token",
@@ -299,23 +302,26 @@ MODELS = {
 }
 
 
-def verdict(measured: Sequence[Measured]) -> str:
-    """Say by which row of ours with no more bits each tool's best row is beaten, and in what part of its time."""
+def verdict(measured: Sequence[Measured], data_free: bool) -> str:
+    """Compare each tool's best row with our best row with no more bits in half of its time, or in its time."""
+    part, limit = (1, "at most the same time") if data_free else (2, "at most half of that")
     said = list[str]()
     mine = [
         one for one in measured if one.row.ours and BRANCH not in one.row.options.get("instead", {}).get("GPTQ", ())
     ]
     for tool in PEERS:
-        best = min((one for one in measured if one.row.tool == tool), key=lambda one: one.divergence, default=None)
+        theirs = (one for one in measured if one.row.tool == tool)
+        best = min(theirs, key=lambda one: (one.divergence, one.cpu), default=None)
         if best is None or not mine:
             continue
-        within = [one for one in mine if one.cpu <= best.cpu / 2]
+        within = [one for one in mine if one.cpu <= best.cpu / part]
         chosen = min(within or mine, key=lambda one: one.divergence if within else one.cpu)
+        reached = chosen.divergence < best.divergence or (data_free and chosen.divergence == best.divergence)
         said.append(
             f"{tool}'s smallest divergence is {best.divergence:.4f} in {best.cpu:.0f} s; "
-            f"{'in at most half of that' if within else 'no row here takes at most half of that; the fastest'}, "
+            f"{f'in {limit}' if within else f'no row here takes {limit}; the fastest'}, "
             f"`{chosen.row.method}`, has {chosen.divergence:.4f} in {chosen.cpu:.0f} s"
-            f"{'' if within and chosen.divergence < best.divergence else ': goal missed'}."
+            f"{'' if within and reached else ': goal missed'}."
         )
     return textwrap.fill(" ".join(said), 120)
 
@@ -337,9 +343,17 @@ def section(name: str, measured: Sequence[Measured], trained: Trained) -> str:
         for one in measured
     ]
     title = f"## `{name}`: {FORMATS[name].title}"
-    counts = (sum(len(batch["input_ids"]) for batch in text) for text in (trained.calibration, trained.held_out))
-    said = "Calibrated on {}, judged on {} windows.".format(*counts)
-    parts = (title, said, table(header, rows), verdict(measured), versions(measured), environment())
+    windows, judged = (sum(len(b["input_ids"]) for b in text) for text in (trained.calibration, trained.held_out))
+    data = "No data" if FORMATS[name].data_free else f"{windows} windows"
+    said = f"{data} to calibrate on, {judged} windows to judge by."
+    parts = (
+        title,
+        said,
+        table(header, rows),
+        verdict(measured, FORMATS[name].data_free),
+        versions(measured),
+        environment(),
+    )
     return "\n\n".join(parts) + "\n"
 
 
@@ -420,8 +434,8 @@ def page(name: str, sections: dict[str, str]) -> str:
 Rows that name a number of windows are calibrated on that many, all others on {WINDOWS}. The rows of a table may be of
 several runs.
 
-The goal is a smaller divergence than each tool's best row in at most half of its time. Below a table, our row is the
-one of smallest divergence within that time.
+The goal is a smaller divergence than each tool's best row in at most half of its time; without data, no larger one in
+at most the same time. Below a table, our row is the one of smallest divergence within that time.
 
 Rows with `LowRank(rank=16)` compute 16 directions of what operators read in float. That takes `16 (2 inputs + outputs)`
 floats for each value beside the codes, on SmolLM2 0.85 bits a weight in 16 bits, so these rows do not count below.
