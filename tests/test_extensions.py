@@ -50,8 +50,8 @@ from quark_fx.passes import GPTQ
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
-from quark_fx.solvers.sample_trial import SampledSite, SampleTrial
-from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
+from quark_fx.solvers.sampled_scaling import SampledScaling, SampleStatistics
+from quark_fx.solvers.scaling import scaling_solver
 from quark_fx.solvers.solver import Activation, Bias, Input, InputHessian, OutputError, Proposal, Skip, Solver, solver
 from quark_fx.system.names import Stored
 from quark_fx.targets import OnnxFiles, Placement, Refusal, Target, register_target
@@ -566,19 +566,23 @@ def test_a_scaling_solver_is_found_by_name_and_its_needs_are_predicted() -> None
 
 @scaling_solver
 @dataclass(frozen=True, kw_only=True)
-class SpoilScales(ScalingSolver):
+class SpoilScales(SampledScaling):
     """Make one channel a thousand times as large as the others."""
-
-    trial: ClassVar = SampleTrial
 
     @property
     def grid(self) -> dict[str, tuple[float, ...]]:
         return {"size": (1000.0,)}
 
-    def scale(self, seen: SampledSite, values: tuple[float, ...]) -> Tensor:
-        scale = torch.ones_like(seen.largest)
+    def scale(self, statistics: SampleStatistics, values: tuple[float, ...]) -> Tensor:
+        scale = torch.ones_like(statistics.largest)
         scale[0] = values[0]
         return scale
+
+
+def test_a_scale_on_samples_has_to_be_better_by_more_than_chance() -> None:
+    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, DeviationScales(powers=(0.05,))))
+    (change,) = [c for c in record_of(quantize(uneven(), config, ROWS), "DeviationScales").changes if c.before]
+    assert change.what.startswith("skipped: less than 15% better (")
 
 
 @pytest.mark.parametrize("count", [1, 2])

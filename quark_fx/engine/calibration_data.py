@@ -239,6 +239,12 @@ class CalibrationData:
             self._kept[key] = Positions.of(self.input(batch, self.names.index(_MASK)))
         return self._kept[key]
 
+    def numbered(self, batches: Sequence[int]) -> tuple[dict[int, int], int]:
+        """Return the number of each batch of this rank among those of all ranks, and how many these are; collective."""
+        counts = self.ranks.gather(len(batches))
+        first = sum(counts[: self.ranks.index])
+        return {batch: first + i for i, batch in enumerate(batches)}, sum(counts)
+
     def positions_in(self, leaves: Sequence[Any]) -> Positions | None:
         """Return the positions of flat inputs that are not padding, `None` without a mask of shape (batch, tokens)."""
         return Positions.of(leaves[self.names.index(_MASK)]) if _MASK in self.names else None

@@ -31,7 +31,6 @@ from quark_fx.rescale.components import per_element
 from quark_fx.rescale.rotation_sites import apply_rotation
 from quark_fx.solvers.hessian import Entrance
 from quark_fx.solvers.in_turn import Chosen, choose_in_turn
-from quark_fx.solvers.sample_trial import Part
 from quark_fx.system.options import Interval, PositiveInt
 
 _ROWS, _AT_ONCE, _FEW = 2048, 256, 32
@@ -192,9 +191,9 @@ class _Value:
         """
         generator = torch.Generator().manual_seed(0)
         for what, batches in (("learned", context.data.calibration), ("judged", context.data.validation)):
-            part = Part.of(batches, context)
-            each, numbers = -(-row_count // max(1, part.count)), spread_indices(part.count, row_count).tolist()
-            numbered = [(batch, number) for batch, number in part.numbers.items() if number in numbers]
+            by_batch, total = context.data.numbered(batches)
+            each, numbers = -(-row_count // max(1, total)), spread_indices(total, row_count).tolist()
+            numbered = [(batch, number) for batch, number in by_batch.items() if number in numbers]
             pieces, chosen = list[Tensor](), dict[int, Tensor]()
             for i, (batch, _) in enumerate(numbered):
                 (rows,) = entrance.rows(batch, context.data.kept_positions(batch))

@@ -11,9 +11,10 @@ from torch.fx import GraphModule
 from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
+from quark_fx.errors import Declined
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.rescale.components import Means
-from quark_fx.rescale.planned_sites import NOT_WHOLE, SHARED_SCALE, PlannedSite, planned_sites, reads_whole
+from quark_fx.rescale.planned_sites import READS_WHOLE, PlannedSite, planned_sites
 from quark_fx.rescale.scale_sites import apply_scale
 
 _SMALLEST = 1e-4
@@ -44,15 +45,12 @@ class NormalizeColumns(Selective):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` with quantized readers; return how many changed."""
-        sites = planned_sites(gm, context, self, explicit=self.explicit, reads=reads_whole, unread=NOT_WHOLE)
         changed = 0
-        for site in sites:
-            if site.shares_scale:
-                context.note(Change.skipped(site.name, SHARED_SCALE))
-                continue
-            squares = _mean_squares(gm, site)
-            if float(squares.max()) < torch.finfo(torch.float32).tiny / _SMALLEST**2:
-                context.note(Change.skipped(site.name, "the weights of all its consumers are zero"))
+        for site in planned_sites(gm, context, self, READS_WHOLE, explicit=self.explicit):
+            try:
+                squares = _mean_squares(gm, site)
+            except Declined as declined:
+                context.note(Change.skipped(site.name, declined.reason))
                 continue
             scale = squares.clamp_min(float(squares.max()) * _SMALLEST**2).rsqrt()
             scale /= scale.log().mean().exp()
@@ -70,11 +68,18 @@ class NormalizeColumns(Selective):
 
 
 def _mean_squares(gm: GraphModule, site: PlannedSite) -> Tensor:
-    """Return the mean square of each component's weights over all readers, shape (components,)."""
+    """Return the mean square of each component's weights over all readers, shape (components,).
+
+    Raises:
+        Declined: If the site cannot be scaled.
+    """
+    site.require_own_scales()
     means = Means.of_none(site.site.channels)
     for reader in site.readers:
         columns = reader.columns(gm)
         means.add(reader.scaled.labels.unsqueeze(1).expand_as(columns), columns.square())
+    if float(means.means.max()) < torch.finfo(torch.float32).tiny / _SMALLEST**2:
+        raise Declined("the weights of all its consumers are zero")
     return means.means
 
 

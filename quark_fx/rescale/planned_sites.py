@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from quark_fx.config.quant_config import Granularity
 from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
+from quark_fx.errors import Declined
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import parameter
 from quark_fx.graph.pass_manager import Change
@@ -20,8 +21,28 @@ from quark_fx.rescale.scale_sites import ScaleSite, find_scale_sites
 from quark_fx.rescale.scale_walk import ScaledInput
 
 
+@dataclass(frozen=True)
+class Condition:
+    """Condition on all operators that read a site.
+
+    Attributes:
+        holds: Function that tells whether an operator satisfies it.
+        unmet: Reason for leaving a site with another reader.
+    """
+
+    holds: Callable[[Coded], bool]
+    unmet: str
+
+
+READS_WHOLE = Condition(
+    lambda op: op.linear is not None and op.linear.groups == 1 and not op.weight.is_cast,
+    "not every operator that reads it has codes, and all channels in every output",
+)
+"""Operators whose weights have codes and read all channels."""
+
+
 @dataclass(frozen=True, eq=False)
-class PlannedWeight:
+class _Weight:
     """A weight of a site.
 
     Attributes:
@@ -38,7 +59,7 @@ class PlannedWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class Reader(PlannedWeight):
+class Reader(_Weight):
     """An operator that reads a site.
 
     Attributes:
@@ -73,35 +94,20 @@ class PlannedSite:
     site: ScaleSite
     name: str
     readers: tuple[Reader, ...]
-    producers: tuple[PlannedWeight, ...]
+    producers: tuple[_Weight, ...]
 
-    @property
-    def shares_scale(self) -> bool:
-        """True if a weight that produces the value has one scale, so that dividing rows changes its rounding."""
-        return any(weight.operator.weight.granularity is Granularity.TENSOR for weight in self.producers)
+    def require_own_scales(self) -> None:
+        """Require that dividing rows of the weights that produce the value does not change how they are rounded.
 
-
-NOT_WHOLE = "not every operator that reads it has codes, and all channels in every output"
-"""Reason for skipping sites with a consumer that `reads_whole` rejects."""
-
-SHARED_SCALE = "the weights that make it share one scale"
-"""Reason for skipping sites with `PlannedSite.shares_scale`."""
-
-
-def reads_whole(operator: Coded) -> bool:
-    """Tell whether the weights of an operator have codes and read all channels."""
-    linear = operator.linear
-    return linear is not None and linear.groups == 1 and not operator.weight.is_cast
+        Raises:
+            Declined: If one of them has a single scale.
+        """
+        if any(weight.operator.weight.granularity is Granularity.TENSOR for weight in self.producers):
+            raise Declined("the weights that make it share one scale")
 
 
 def planned_sites(
-    gm: GraphModule,
-    context: Context,
-    chooser: Selective,
-    *,
-    explicit: bool,
-    reads: Callable[[Coded], bool],
-    unread: str,
+    gm: GraphModule, context: Context, chooser: Selective, condition: Condition, *, explicit: bool
 ) -> list[PlannedSite]:
     """Return the sites to scale; record why an operator has none, and the operators that `explicit` would add.
 
@@ -109,9 +115,8 @@ def planned_sites(
         gm: Float graph; passes may change it before the final plan is made.
         context: Context of the run.
         chooser: The pass, which may be limited to some operators.
+        condition: Condition on the operators for which the pass can estimate the benefit of a scale.
         explicit: See `find_scale_sites`.
-        reads: Function that tells whether the pass can estimate the benefit of scaling an operator's input.
-        unread: Reason for skipping sites with other consumers.
 
     Raises:
         CalibrationError: If a weight is not finite.
@@ -120,7 +125,7 @@ def planned_sites(
     require_finite_weights(gm, planned.values())
     analysis = find_scale_sites(gm, explicit=explicit)
     coded = {node: op for node, op in planned.items() if isinstance(op, Coded)}
-    more = sum(node in coded and reads(coded[node]) for node in analysis.divisible)
+    more = sum(node in coded and condition.holds(coded[node]) for node in analysis.divisible)
     context.remark = f"explicit=True could multiply for {more} more" if more else ""
     sites = []
     for site in analysis.selected(planned, chooser, context.note):
@@ -129,21 +134,18 @@ def planned_sites(
         readers = [
             Reader(op, labels[op.weight_node], scaled)
             for op, scaled in operators
-            if op.weight_node in labels and reads(op)
+            if op.weight_node in labels and condition.holds(op)
         ]
         producers = [
-            PlannedWeight(coded[a.node], a.labels)
+            _Weight(coded[a.node], a.labels)
             for a in site.producers
             if a.node in coded and coded[a.node].weight_node is a.parameter
         ]
         if len(readers) == len(site.inputs):
             sites.append(PlannedSite(site, name, tuple(readers), tuple(producers)))
         else:
-            context.note(Change.skipped(name, unread))
+            context.note(Change.skipped(name, condition.unmet))
     return sites
 
 
-__all__ = [
-    *("NOT_WHOLE", "SHARED_SCALE", "PlannedSite", "PlannedWeight", "Reader"),
-    *("planned_sites", "reads_whole"),
-]
+__all__ = ["READS_WHOLE", "Condition", "PlannedSite", "Reader", "planned_sites"]

@@ -1,8 +1,7 @@
-"""A scaling solver computes the scale of a site from measurements of it; the engine here does everything else.
+"""A scaling solver gives the scale of a site by a formula, and the error that a scale leaves; the rest is done here.
 
-The engine finds the sites, measures the data of a `Trial` across ranks, searches the solver's grid on calibration data,
-and applies the best scale if it is also better on validation data. It reports errors, resumes interrupted runs, and
-predicts memory.
+The engine finds the sites, searches the formula's grid for the smallest error on calibration data, and applies the best
+scale if its error on validation data is smaller, too. It reports errors and resumes interrupted runs.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,110 +25,72 @@ from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.errors import Declined
 from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
-from quark_fx.plan.placement import Coded
-from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
+from quark_fx.rescale.planned_sites import Condition, PlannedSite, planned_sites
 from quark_fx.rescale.scale_sites import apply_scale
 from quark_fx.solvers.in_turn import Chosen, choose_in_turn
 from quark_fx.solvers.solver import naming_failures
+from quark_fx.system import accelerator
 
 S = TypeVar("S", bound=type)
 
+_LONG = 10
+"""Smallest number of steps of a long axis of a grid, which is first tried at every fifth of its length."""
+
+_ROUNDS = 2
+"""Rounds of a search per step size on a device; the first often finds a better point, the next seldom does."""
+
+
 ScaleOf = Callable[[Any], Tensor]
-"""Function from the measurements of a site to a scale, shape (components,)."""
+"""Function from statistics of a site to a scale, shape (components,)."""
 
 
-class Trial(ABC):
-    """A site with its measurements, and the quantization errors at it after a scale is applied.
+class Magnitudes(NamedTuple):
+    """Statistics of a site: magnitudes of the activation and of the weights, shape (components,)."""
 
-    Args:
-        gm: Float graph, with the changes applied so far.
-        site: Site of that graph.
-        measurements: Measurements of the site.
+    activation: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class MeasuredSite:
+    """Statistics of a site, and the quantization error at it as a function of its scale.
+
+    Both functions get a function from statistics to a scale: an error may be computed on some of the data, with scales
+    that follow from the others.
 
     Attributes:
-        unread: Reason for leaving a site that the trial cannot evaluate.
-        gain: Ratio of new to old errors below which a scale is accepted.
-        seen: Measurements of all calibration data, on the host, from which a solver computes the scale to apply.
-
-    Raises:
-        Declined: If no scale can be tried.
+        statistics: Statistics of all calibration data, on the host, from which the applied scale follows.
+        error: Function that returns relative squared errors on calibration data, shape (n,); the search minimizes their
+            mean.
+        validation_errors: Function that returns such errors alternately on validation and on calibration data. Their
+            means must all fall; the report shows the first.
+        largest_ratio: Ratio of a new error to an old one that must not be reached.
+        device: Device that computes `error` without being waited for; `None` if the host computes it, or waits.
     """
 
-    unread: ClassVar[str]
-    gain: ClassVar[float] = 1.0
-    seen: Any
+    statistics: Any
+    error: Callable[[ScaleOf], Tensor]
+    validation_errors: Callable[[ScaleOf], Sequence[Tensor]]
+    largest_ratio: float = 1.0
+    device: torch.device | None = None
 
-    @abstractmethod
-    def __init__(self, gm: GraphModule, site: PlannedSite, measurements: Any) -> None: ...
 
-    @classmethod
-    @abstractmethod
-    def reads(cls, operator: Coded) -> bool:
-        """Tell whether the trial can evaluate a scale for an operator."""
-
-    @classmethod
-    @abstractmethod
-    def measured(
-        cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
-    ) -> Iterator[tuple[int, Any]]:
-        """Run the calibration data through a graph, and yield the numbers of sites with their measurements.
-
-        Args:
-            gm: Copy of the float graph, without changes.
-            sites: Sites to measure, by number.
-            context: Context of the run.
-            label: Label of the progress bar.
-        """
-
-    @classmethod
-    @abstractmethod
-    def needs(cls, sizes: Sizes) -> Need:
-        """Return the needs of measuring and trying."""
-
-    @abstractmethod
-    def errors(self, scales: Sequence[ScaleOf]) -> list[float]:
-        """Return the relative squared error on calibration data for each scale, for the search."""
-
-    @abstractmethod
-    def verdicts(self, scales: Sequence[ScaleOf]) -> list[list[float]]:
-        """Return, for each scale, the errors that must all decrease, on validation and calibration data in turn.
-
-        The report shows the first.
-        """
-
-    def foreseen(self, scales_of: ScaleOf, sizes: Sequence[int]) -> Tensor | None:
-        """Return `errors` of points that `search` is likely to request, if computing them in advance is cheaper.
-
-        Args:
-            scales_of: Function that returns the scales of all points of the grid, shape (points, components).
-            sizes: Number of positions along each axis of the grid.
-
-        Returns:
-            The errors, float64, shape (points, 1), NaN for other points.
-        """
-        return None
+Measured = Iterator[tuple[int, Callable[[], MeasuredSite]]]
+"""Numbers of sites, each with a function that returns its error, or raises `Declined` if no scale can be tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingSolver(Selective, ABC):
     """Base class of passes that choose a scale for the channels of each site.
 
-    A subclass is a frozen dataclass of options with `trial`, `grid`, and `scale`, decorated with `scaling_solver`. It
-    is a pass on the float graph, named after its class, and preserves the function that the graph computes.
+    A subclass is a frozen dataclass of options, decorated with `scaling_solver`. It is a pass on the float graph, named
+    after its class, and preserves the function that the graph computes.
 
     Args:
         explicit: Insert a multiplication if nothing before the site can absorb the scale.
     """
 
-    trial: ClassVar[type[Trial]]
-    """Measurements to make and error to minimize."""
-
     explicit: bool = False
-
-    @property
-    def judge(self) -> type[Trial]:
-        """The trial; an option may select another one."""
-        return self.trial
 
     @property
     @abstractmethod
@@ -136,158 +98,190 @@ class ScalingSolver(Selective, ABC):
         """Parameters to choose, by their name in the report, each with its values in increasing order."""
 
     @abstractmethod
-    def scale(self, seen: Any, values: tuple[float, ...]) -> Tensor:
+    def scale(self, statistics: Any, values: tuple[float, ...]) -> Tensor:
         """Return the scale of a site, positive, shape (components,).
 
         Args:
-            seen: Measurements of the site from `trial`.
-            values: Value of each parameter of `grid`.
+            statistics: Statistics of the site.
+            values: Value of each parameter of `grid`; tensors of shape (1,) in a search on a device.
         """
 
-    def scales(self, seen: Any) -> Tensor:
-        """Return the scales of all points of `grid`, shape (points, components); the last axis varies fastest.
+    @property
+    @abstractmethod
+    def condition(self) -> Condition:
+        """Condition on the operators of a site."""
 
-        Each is bit-identical to the result of `scale`; a subclass may compute them together.
+    @abstractmethod
+    def measure(
+        self, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, before: GraphModule
+    ) -> Measured:
+        """Run the calibration data, and yield the error of each site.
+
+        Args:
+            gm: Float graph, which has the scales of earlier sites when the error of a site is computed.
+            sites: Sites to measure, by number.
+            context: Context of the run.
+            before: Copy of the float graph without changes, to run.
         """
-        return torch.stack([self.scale(seen, values) for values in itertools.product(*self.grid.values())])
+
+    @abstractmethod
+    def needs(self, sizes: Sizes) -> Need:
+        """Return the needs of a run."""
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that have quantized readers; return how many changed."""
-        sites = planned_sites(
-            gm, context, self, explicit=self.explicit, reads=self.judge.reads, unread=self.judge.unread
-        )
+        sites = planned_sites(gm, context, self, self.condition, explicit=self.explicit)
 
         def choose(pending: Mapping[int, PlannedSite]) -> Iterator[Chosen]:
             # Scales change the values between operators, so the data runs through a copy of the unchanged graph. It is
             # copied here, not in the generator, which starts after the choices of an interrupted run were applied.
-            measured = self.judge.measured(copy_graph(gm), pending, context, type(self).__name__)
-            return self._choices(gm, pending, measured, context)
+            return self._choices(pending, self.measure(gm, pending, context, copy_graph(gm)), context)
 
         return choose_in_turn(sites, context, choose, lambda site, scale: apply_scale(gm, site.site, scale))
 
-    def needs(self, sizes: Sizes) -> Need:
-        """Return the needs of a run."""
-        return self.judge.needs(sizes)
-
-    def _choices(
-        self, gm: GraphModule, sites: Mapping[int, PlannedSite], measured: Iterable[tuple[int, Any]], context: Context
-    ) -> Iterator[Chosen]:
-        for number, measurements in measured:
+    def _choices(self, sites: Mapping[int, PlannedSite], measured: Measured, context: Context) -> Iterator[Chosen]:
+        for number, begin in measured:
             with naming_failures(self, sites[number].name):
-                chosen = context.with_room(partial(self._choose, gm, sites[number], measurements, context))
-            del measurements  # before the next site is measured
+                chosen = context.with_room(partial(self._choose, sites[number], begin, context))
+            del begin  # before the next site is measured
             # All ranks must apply the same scale, but another processor may break a tie differently.
             yield number, *context.ranks.gather(chosen)[0]
 
     def _choose(
-        self, gm: GraphModule, site: PlannedSite, measurements: Any, context: Context
+        self, planned: PlannedSite, begin: Callable[[], MeasuredSite], context: Context
     ) -> tuple[Tensor | None, Change]:
         """Return the scale of a site, or `None` if no scale is better, and the change to report."""
-        began, grid = time.perf_counter(), self.grid
+        began, ones = time.perf_counter(), torch.ones(planned.site.channels, dtype=torch.float32)
         try:
-            trial = self.judge(gm, site, measurements)
+            site = begin()
         except Declined as declined:
-            return None, Change.skipped(site.name, declined.reason)
-        points, sizes = [*itertools.product(*grid.values())], [len(axis) for axis in grid.values()]
-        scales: list[ScaleOf] = [partial(self.scale, values=values) for values in points]
-
-        def errors(numbers: Tensor) -> Tensor:
-            by_point = trial.errors([scales[number] for number in numbers.tolist()])
-            return torch.tensor(by_point, dtype=torch.float64).unsqueeze(1)
-
-        best = int(search(errors, sizes, trial.foreseen(self.scales, sizes)))
-        ones = torch.ones(site.site.channels, dtype=torch.float32)
-        before, after = trial.verdicts([lambda seen: ones, scales[best]])
-        what = ", ".join(f"{name} {value:g}" for name, value in zip(grid, points[best], strict=True))
-        change = Change(site.name, what, before=before[0], after=after[0])
-        if is_better := all(a < trial.gain * b for b, a in zip(before, after, strict=True)):
-            scale = scales[best](trial.seen).cpu()
+            return None, Change.skipped(planned.name, declined.reason)
+        values = self._best(site)
+        best = partial(self.scale, values=values)
+        validated = (error for scale in (lambda _: ones, best) for error in site.validation_errors(scale))
+        errors = _means(validated, site.device)
+        before, after = errors[: len(errors) // 2], errors[len(errors) // 2 :]
+        what = ", ".join(f"{name} {value:g}" for name, value in zip(self.grid, values, strict=True))
+        change = Change(planned.name, what, before=before[0], after=after[0])
+        if is_better := all(a < site.largest_ratio * b for b, a in zip(before, after, strict=True)):
+            scale = best(site.statistics).cpu()
         else:
-            change = Change.skipped(site.name, _refusal(before, after, trial.gain, context), before[0])
+            reason = _refusal(before, after, site.largest_ratio, context)
+            change = Change.skipped(planned.name, reason, before[0])
         return scale if is_better else None, replace(change, seconds=time.perf_counter() - began)
 
+    def _best(self, site: MeasuredSite) -> tuple[float, ...]:
+        """Return the values of the parameters with the smallest error on calibration data."""
+        axes = [*self.grid.values()]
 
-def _refusal(before: Sequence[float], after: Sequence[float], gain: float, context: Context) -> str:
-    """Return the reason for rejecting a scale, given `Trial.verdicts` without and with it."""
+        def values_at(point: Sequence[int]) -> tuple[float, ...]:
+            return tuple(axis[place] for axis, place in zip(axes, point, strict=True))
+
+        def errors(points: Tensor) -> Tensor:
+            tried = (site.error(partial(self.scale, values=values_at(point))) for point in points.tolist())
+            return torch.tensor(_means(tried, site.device), dtype=torch.float64)
+
+        sizes = [len(axis) for axis in axes]
+        return values_at(_search(errors, sizes, self._tried_on_device(site, axes)).tolist())
+
+    def _tried_on_device(self, site: MeasuredSite, axes: Sequence[Sequence[float]]) -> Tensor | None:
+        """Return the errors at points of a search on the site's device, which the host waits for once."""
+        if site.device is None or site.device.type == "cpu":
+            return None
+        values_of = [torch.tensor(axis, dtype=torch.float32).to(site.device) for axis in axes]
+        table = torch.full([math.prod(map(len, axes))], math.nan, dtype=torch.float32, device=site.device)
+
+        def errors(points: Tensor) -> Tensor:
+            on_device: Any = ([v[place] for v, place in zip(values_of, p.split(1), strict=True)] for p in points)
+            return torch.stack([site.error(partial(self.scale, values=values)).mean() for values in on_device])
+
+        with accelerator.checked_later() as checks:
+            _search(errors, [len(axis) for axis in axes], table, rounds=_ROUNDS)
+        flags = [condition.to(table.dtype).view(1) for condition, _ in checks]
+        on_host = torch.cat([table, *flags]).cpu()  # one transfer: each one makes the host wait
+        is_valid = bool(on_host[len(table) :].all())  # otherwise the search may still avoid the point that fails
+        return on_host[: len(table)].double() if is_valid else None
+
+
+def _means(errors: Iterable[Tensor], device: torch.device | None) -> list[float]:
+    """Return the mean of each tensor, computed in float64; waits for a device once (`MeasuredSite.device`)."""
+    # A check that is put off keeps the tensor that it names.
+    later: AbstractContextManager[list[accelerator.Check]]
+    later = nullcontext([]) if device is None else accelerator.checked_later()
+    with later as checks:
+        rows = [error.unbind() for error in errors]
+    numbers = iter(accelerator.read([x for row in rows for x in row], checks))
+    return [sum(itertools.islice(numbers, len(row))) / len(row) for row in rows]
+
+
+def _refusal(before: Sequence[float], after: Sequence[float], largest_ratio: float, context: Context) -> str:
+    """Return the reason for rejecting a scale, given the validation errors without and with it."""
     worse = [(i, a) for i, (b, a) in enumerate(zip(before, after, strict=True)) if not a < b]  # NaN is not better
     if not worse:
-        return f"less than {1 - gain:.0%} better ({after[0]:.3g})"
+        return f"less than {1 - largest_ratio:.0%} better ({after[0]:.3g})"
     place, error = worse[0]
     return f"no better on the calibration data ({error:.3g})" if place % 2 else context.data.refusal(error)
 
 
-_LONG = 10
-"""Smallest number of steps of a long axis, which is first tried at every fifth of its length."""
-
-
-def search(
+def _search(
     errors: Callable[[Tensor], Tensor], sizes: Sequence[int], table: Tensor | None = None, *, rounds: int | None = None
 ) -> Tensor:
-    """Return the point with the smallest error found, by searching along each axis, then with decreasing steps.
+    """Return the point of a grid with the smallest error found, by searching along each axis, then in smaller steps.
 
-    A point is its number in the order of `itertools.product`, int64, shape ().
+    A point holds its position along each axis, int64, shape (axes,). A long axis is tried at every fifth of its length,
+    then around the best point. A short axis is followed from its middle while the error falls, or tried whole with
+    `rounds`.
 
     Args:
-        errors: Function from points, shape (points,), to their errors, shape (points, summands). It is called with as
-            many points as possible, since a call may wait for the device.
-        sizes: Number of positions along each axis. A long axis is tried at every fifth of its length, then around the
-            best point; a short axis is followed from its middle while the error decreases, or tried whole with
-            `rounds`.
-        table: Errors of all points, shape (points, summands), NaN for points that were not tried; the search adds to
-            it. Default: no point was tried.
+        errors: Function from points, shape (points, axes), to their errors, shape (points,). It is called with as many
+            points as possible, since a call may wait for the device.
+        sizes: Number of positions along each axis.
+        table: Error of each point in the order of `itertools.product`, NaN for points that were not tried; the search
+            adds to it. Default: no point was tried.
         rounds: Number of rounds per step size, for a device that the host must not wait for; points may be tried twice.
             Default: search until no point is better, and try each point once.
     """
-    table = torch.full((math.prod(sizes), 1), math.nan, dtype=torch.float64) if table is None else table
-    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    table = torch.full([math.prod(sizes)], math.nan, dtype=torch.float64) if table is None else table
+    device, count = table.device, len(sizes)
+    axes = torch.eye(count, dtype=torch.int64, device=device).unbind()
+    ends, strides = torch.tensor([sizes, [math.prod(sizes[i + 1 :]) for i in range(count)]]).to(device)
 
-    def moved(point: Tensor, steps: Sequence[int]) -> Tensor:
-        """Return the point so many steps away along each axis, or `point` if that is not on the grid."""
-        to, inside = point, point >= 0
-        for stride, size, step in zip(strides, sizes, steps, strict=True):
-            place = point // stride % size + step
-            to, inside = to + step * stride, inside & (place >= 0) & (place < size)
-        return torch.where(inside, to, point)
-
-    def least(points: Sequence[Tensor], tried: int) -> Tensor:
+    def least(points: Sequence[Tensor], tried: int = 1) -> Tensor:
         """Return the point with the smallest error, of equal ones the first; so many were tried before."""
-        numbers = torch.stack([*points])
-        new = numbers[tried:] if rounds else numbers[table[numbers, 0].isnan()].unique()
+        candidates = torch.stack([*points])
+        numbers = (candidates * strides).sum(1)
+        new = candidates[tried:] if rounds else candidates[table[numbers].isnan()].unique(dim=0)
         if len(new):
-            table.index_copy_(0, new, errors(new).nan_to_num(nan=math.inf, posinf=math.inf))
-        return numbers[table[numbers].sum(-1).argmin().view(1)].view(())
+            table.index_copy_(0, (new * strides).sum(1), errors(new).nan_to_num(nan=math.inf, posinf=math.inf))
+        return candidates.index_select(0, table[numbers].argmin().view(1))[0]
 
-    def descended(point: Tensor, neighbors: Sequence[Sequence[Sequence[int]]], most: int, tried: int) -> Tensor:
-        for _ in range(most):
+    def moved(point: Tensor, step: Tensor) -> Tensor:
+        """Return the point one step away, or `point` if that is not on the grid."""
+        to = point + step
+        return torch.where(((to >= 0) & (to < ends)).all(), to, point)
+
+    def descended(point: Tensor, steps: Sequence[Sequence[Tensor]]) -> Tensor:
+        for _ in range(rounds or len(table)):
             previous = point
-            for steps in neighbors:
-                point = least([point, *(moved(point, step) for step in steps)], tried)
-            if rounds is None and bool(point == previous):
+            for choices in steps:
+                point = least([point, *(moved(point, step) for step in choices)])
+            if rounds is None and torch.equal(point, previous):
                 break
         return point
 
-    middles = (stride * ((size - 1) // 2) for stride, size in zip(strides, sizes, strict=True) if size <= _LONG)
-    best = torch.full((), sum(middles), dtype=torch.int64, device=table.device)
-    for axis, (stride, size) in enumerate(zip(strides, sizes, strict=True)):
+    best = sum((axis * ((size - 1) // 2) for axis, size in zip(axes, sizes, strict=True) if size <= _LONG), 0 * axes[0])
+    for axis, size in zip(axes, sizes, strict=True):
         if size > _LONG or rounds:
             places = (*range(0, size - 1, (size - 1) // 5), size - 1) if size > _LONG else range(size)
-            start = best - best // stride % size * stride
-            best = least([start + i * stride for i in places], 0)
-            continue
-        for sign in (1, -1):
-            best = descended(best, [[[sign * (i == axis) for i in range(len(sizes))]]], size - 1, tried=0)
+            best = least([best * (1 - axis) + axis * place for place in places], tried=0)
+        else:
+            best = descended(descended(best, [[axis]]), [[-axis]])
     reaches = [max(2, (size - 1) // 5) for size in sizes]
     while any(reaches := [reach // 2 for reach in reaches]):
-        both_ways = [[[sign * step for step in steps] for sign in (-1, 1)] for steps in _steps(reaches)]
-        best = descended(best, both_ways, rounds or len(table), tried=1)
+        steps = [axis * reach for axis, reach in zip(axes, reaches, strict=True)]
+        steps += [a - b for a, b in itertools.combinations(steps, 2)]  # more of one parameter can offset the other
+        best = descended(best, [[-step, step] for step in steps])
     return best
-
-
-def _steps(reaches: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield a step along each axis, then along two axes in opposite directions, since one can offset the other."""
-    steps = [tuple(reach if i == axis else 0 for i in range(len(reaches))) for axis, reach in enumerate(reaches)]
-    yield from steps
-    yield from (tuple(a - b for a, b in zip(*pair, strict=True)) for pair in itertools.combinations(steps, 2))
 
 
 def scaling_solver(cls: S) -> S:
@@ -297,4 +291,4 @@ def scaling_solver(cls: S) -> S:
     return registered
 
 
-__all__ = ["ScaleOf", "ScalingSolver", "Trial", "scaling_solver", "search"]
+__all__ = ["Magnitudes", "Measured", "MeasuredSite", "ScaleOf", "ScalingSolver", "scaling_solver"]

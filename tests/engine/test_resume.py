@@ -46,11 +46,10 @@ from quark_fx.numbers.formats import INT4, UINT4
 from quark_fx.passes import AWQ, GPTQ, LearnRotations, LowRank, SmoothQuant, TuneScales
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
-from quark_fx.passes.awq import _HessianTrial
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, W4A4_DYNAMIC
-from quark_fx.solvers.sample_trial import SampleTrial
-from quark_fx.solvers.scaling import Trial
+from quark_fx.solvers.sampled_scaling import SampledScaling
+from quark_fx.solvers.scaling import ScalingSolver
 
 
 def chain() -> nn.Sequential:
@@ -213,15 +212,15 @@ def test_a_run_continues_from_every_block(name: str, device: torch.device, tmp_p
 
 def measured_by_scalings(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return at how many sites a run measures."""
-    trial: type[Trial] = _HessianTrial if name == "awq" else SampleTrial
-    counted, measured = list[int](), trial.measured
+    solver: type[ScalingSolver] = AWQ if name == "awq" else SampledScaling
+    counted, measure = list[int](), solver.measure
 
-    def counting(gm: GraphModule, sites: Any, *rest: Any) -> Any:
+    def counting(self: ScalingSolver, gm: GraphModule, sites: Any, *rest: Any) -> Any:
         counted.append(len(sites))
-        return measured(gm, sites, *rest)
+        return measure(self, gm, sites, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "measured", counting)
+        patch.setattr(solver, "measure", counting)
         run(name, directory)
     return sum(counted)
 

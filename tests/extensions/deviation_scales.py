@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from quark_fx.solvers.sample_trial import SampledSite, SampleTrial
-from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
+from quark_fx.solvers.sampled_scaling import SampledScaling, SampleStatistics
+from quark_fx.solvers.scaling import scaling_solver
 
 
 @scaling_solver
 @dataclass(frozen=True, kw_only=True)
-class DeviationScales(ScalingSolver):
+class DeviationScales(SampledScaling):
     """Divide the channels of quantized activations by a power of their standard deviation.
 
     Args:
         powers: to choose from, in increasing order.
     """
-
-    trial: ClassVar = SampleTrial
 
     powers: tuple[float, ...] = (0.25, 0.5, 0.75)
 
@@ -29,8 +26,8 @@ class DeviationScales(ScalingSolver):
         """The powers."""
         return {"power": self.powers}
 
-    def scale(self, seen: SampledSite, values: tuple[float, ...]) -> Tensor:
+    def scale(self, statistics: SampleStatistics, values: tuple[float, ...]) -> Tensor:
         """Return the scale of a power; a channel that never varies counts as one that hardly does."""
         (power,) = values
-        largest = seen.deviation.max().clamp_min(1e-20)
-        return (seen.deviation / largest).clamp_min(1e-3) ** power
+        largest = statistics.deviation.max().clamp_min(1e-20)
+        return (statistics.deviation / largest).clamp_min(1e-3) ** power

@@ -22,11 +22,10 @@ from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.passes import AWQ, GPTQ, awq
-from quark_fx.passes.awq import _MeasuredSite
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.presets import INT4_WEIGHT_ONLY, NVFP4_WEIGHT_ONLY
-from quark_fx.rescale.planned_sites import PlannedWeight
-from quark_fx.solvers.scaling import ScalingSolver
+from quark_fx.rescale.planned_sites import Reader
+from quark_fx.solvers.scaling import Magnitudes
 
 GROUPS = INT4_WEIGHT_ONLY.replace(
     weight=INT4_WEIGHT_ONLY.weight and INT4_WEIGHT_ONLY.weight.replace(group_size=16), exclude=("up",)
@@ -182,21 +181,20 @@ class Readers(nn.Module):
         return self.a(y), self.b(y)
 
 
-def seen_at(model: nn.Module, config: qfx.QuantConfig, data: list[Tensor]) -> _MeasuredSite:
-    """Return what AWQ sees of the only site."""
+def seen_at(model: nn.Module, config: qfx.QuantConfig, data: list[Tensor]) -> Magnitudes:
+    """Return the statistics of the only site."""
     found = []
     scale = AWQ.scale
 
-    def noted(self: AWQ, seen: _MeasuredSite, values: tuple[float, ...]) -> Tensor:
+    def noted(self: AWQ, seen: Magnitudes, values: tuple[float, ...]) -> Tensor:
         found.append(seen)
-        assert seen.mean_weight is not None
         return scale(self, seen, values)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AWQ, "scale", noted)
         qfx.quantize(model, config, data, progress=False)
-    (seen,) = set(found)
-    return seen
+    assert len({id(seen.activation) for seen in found}) == 1
+    return found[0]
 
 
 def test_all_readers_count_by_their_outputs_and_what_is_never_there_hardly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,13 +211,12 @@ def test_all_readers_count_by_their_outputs_and_what_is_never_there_hardly(monke
     squares = model.norm(divided(data)[0]).detach().square().mean(0)
     both = torch.cat((model.a.weight, model.b.weight)).detach().unflatten(1, (-1, 16)).abs()
     ratios = (both / both.amax(2, keepdim=True)).flatten(1).mean(0)
-    torch.testing.assert_close(seen.root_mean_square, squares.sqrt())
-    torch.testing.assert_close(seen.mean_weight / seen.mean_weight.max(), ratios / ratios.max())
+    torch.testing.assert_close(seen.activation, squares.sqrt())
+    torch.testing.assert_close(seen.weight / seen.weight.max(), ratios / ratios.max())
     a, w = (x / x.max() for x in (squares.sqrt(), ratios))
     scale = a.clamp_min(1e-4) ** 0.5 / w.clamp_min(1e-4) ** 0.25
     torch.testing.assert_close(AWQ().scale(seen, (0.5, 0.25)), scale / (scale.max() * scale.min()).sqrt())
-    assert torch.equal(AWQ().scales(seen), ScalingSolver.scales(AWQ(), seen))
-    assert float(seen.root_mean_square[3]) == float(seen.mean_weight[5]) == 0
+    assert float(seen.activation[3]) == float(seen.weight[5]) == 0
 
 
 def test_scales_for_feedback_undo_outliers_better_than_those_for_rounding_to_nearest() -> None:
@@ -264,11 +261,11 @@ def test_the_groups_of_a_convolution_all_see_every_row() -> None:
     read = torch.cat([torch.relu(one(divided(data)[0])) for one in (model.up, model.other)], 1)
     squares = read.detach().square().mean((0, 2, 3))
     found = seen_at(model, config, data)
-    torch.testing.assert_close(found.root_mean_square, squares.sqrt())
+    torch.testing.assert_close(found.activation, squares.sqrt())
     a, b = ((w / w.amax(1, keepdim=True)).flatten(1) for w in (one.weight.detach().abs() for one in (model.a, model.b)))
     sums = a.unflatten(0, (4, 4)).sum(1).flatten()
     ratios = torch.cat(((sums[:8] + b.sum(0)) / 20, sums[8:] / 4))
-    torch.testing.assert_close(found.mean_weight / found.mean_weight.max(), ratios / ratios.max())
+    torch.testing.assert_close(found.weight / found.weight.max(), ratios / ratios.max())
 
 
 def test_what_is_too_large_to_be_squared_is_left() -> None:
@@ -301,7 +298,7 @@ def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
     config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()), exclude=())
     undisturbed = qfx.quantize(model, config, data, progress=False)
     assert any(c.changed for c in record_of(undisturbed, "AWQ").changes)
-    begin, blocks = awq._measured, list[str]()
+    begin, blocks = awq._hessians, list[str]()
 
     def stop(run: FloatRun, *rest: Any) -> Any:
         blocks.append(run.block.name)
@@ -310,7 +307,7 @@ def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
         return begin(run, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(awq, "_measured", stop)
+        patch.setattr(awq, "_hessians", stop)
         with pytest.raises(KeyboardInterrupt):
             qfx.quantize(model, config, data, progress=False, resources=qfx.Resources(checkpoint=tmp_path))
     continued = qfx.quantize(model, config, data, progress=False, resources=qfx.Resources(checkpoint=tmp_path))
@@ -342,13 +339,13 @@ def test_a_weight_is_read_once_for_all_scales_that_are_tried(
     config: qfx.QuantConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may lie on another device, or on disk."""
-    read, value = list[str](), PlannedWeight.value
+    read, value = list[str](), Reader.value
 
-    def noted(self: PlannedWeight, gm: GraphModule) -> Tensor:
+    def noted(self: Reader, gm: GraphModule) -> Tensor:
         read.append(self.operator.name)
         return value(self, gm)
 
-    monkeypatch.setattr(PlannedWeight, "value", noted)
+    monkeypatch.setattr(Reader, "value", noted)
     config = config.replace(passes=(*config.passes, AWQ()))
     assert record_of(quantize(chain(96), config, DATA), "AWQ").rewrites == 1
     assert read == ["down"]

@@ -24,7 +24,7 @@ from quark_fx.graph.pass_manager import Change, PassRecord
 from quark_fx.numbers.formats import INT8
 from quark_fx.passes import SmoothQuant
 from quark_fx.presets import FP16, INT8_DYNAMIC, INT8_STATIC, INT8_STATIC_MSE, INT8_WEIGHT_ONLY, XINT8
-from quark_fx.solvers import sample_trial
+from quark_fx.solvers.sampled_scaling import _Reference
 
 TOKEN = INT8_DYNAMIC.replace(input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True))
 PER_TENSOR = INT8_STATIC.replace(weight=TensorSpec(format=INT8))
@@ -54,7 +54,7 @@ def test_the_power_of_a_reference_is_computed_once_and_no_device_is_waited_for_n
     values, reference = ([rand(4, n, seed=seed + n).half() for n in (5, 6, 7)] for seed in (0, 10))
     noise = sum(float((v.float() - r.float()).square().sum()) for v, r in zip(values, reference, strict=True))
     power = sum(float(r.float().square().sum()) for r in reference)
-    known = sample_trial._Reference(reference)
+    known = _Reference(reference)
     with Calls() as calls:
         assert [known.error(values) for _ in range(2)] == [noise / power] * 2
     assert calls.seen.count(torch.ops.aten.sum.default) == 9

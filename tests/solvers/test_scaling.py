@@ -17,11 +17,12 @@ from quark_fx.engine.calibration_data import CalibrationData
 from quark_fx.engine.context import Context
 from quark_fx.errors import PassError
 from quark_fx.passes import AWQ, AdaRound, SmoothQuant
-from quark_fx.passes.awq import _ROUNDS, _TRIES
+from quark_fx.passes.awq import _TRIES
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 from quark_fx.rescale.components import largest_per_component, per_element
-from quark_fx.solvers.sample_trial import CALIBRATION, SampledSite, _Remembered
-from quark_fx.solvers.scaling import _refusal, scaling_solver, search
+from quark_fx.solvers.sampled_scaling import SampleStatistics
+from quark_fx.solvers.samples import CALIBRATION, Samples
+from quark_fx.solvers.scaling import _ROUNDS, _refusal, _search, scaling_solver
 from quark_fx.solvers.solver import Bias, OutputError, Solver, solver
 from quark_fx.system.memory import Slabs
 
@@ -29,21 +30,16 @@ Point = tuple[int, ...]
 """Positions along the axes of a grid."""
 
 
-def position(number: int, sizes: Point) -> Point:
-    """Return the positions of a point that `search` numbers."""
-    return tuple(number // math.prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes))
-
-
 def found(error: Callable[[Point], float], sizes: Point, calls: list[list[Point]] | None = None) -> Point:
-    """Return the point that `search` ends at; note the points of each call."""
+    """Return the point that the search ends at; note the points of each call."""
 
-    def errors(numbers: Tensor) -> Tensor:
-        points = [position(number, sizes) for number in numbers.tolist()]
+    def errors(points: Tensor) -> Tensor:
+        positions = [tuple(point) for point in points.tolist()]
         if calls is not None:
-            calls.append(points)
-        return torch.tensor([[error(point)] for point in points], dtype=torch.float64)
+            calls.append(positions)
+        return torch.tensor([error(point) for point in positions], dtype=torch.float64)
 
-    return position(int(search(errors, sizes)), sizes)
+    return tuple(_search(errors, sizes).tolist())
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.9], ids=["bowl", "valley"])
@@ -67,24 +63,24 @@ def test_where_the_search_goes_is_foreseen_without_a_decision_of_the_host(
 ) -> None:
     ends = [share * (size - 1) for share, size in zip(best, sizes, strict=True)]
 
-    def errors(numbers: Tensor) -> Tensor:
-        r, q = numbers // sizes[1] - ends[0], numbers % sizes[1] - ends[1]
-        return torch.stack((r * r + r * q, q * q), 1)
+    def errors(points: Tensor) -> Tensor:
+        r, q = (points - torch.tensor(ends)).unbind(1)
+        return r * r + r * q + q * q
 
-    asked = list[int]()
+    asked = list[Tensor]()
 
-    def noted(numbers: Tensor) -> Tensor:
-        asked.extend(numbers.tolist())
-        return errors(numbers).sum(1, keepdim=True).double()
+    def noted(points: Tensor) -> Tensor:
+        asked.extend(points)
+        return errors(points).double()
 
-    table = torch.full((math.prod(sizes), 2), torch.nan)
-    search(errors, sizes, table, rounds=_ROUNDS)
-    known = ~table[:, 0].isnan()
+    table = torch.full((math.prod(sizes),), torch.nan)
+    _search(errors, sizes, table, rounds=_ROUNDS)
+    known = ~table.isnan()
     assert int(known.sum()) <= 1.5 * _TRIES
-    assert torch.equal(table[known], errors(torch.arange(len(table)))[known])
-    ahead = search(noted, sizes, table.sum(1, keepdim=True).double())
+    assert torch.equal(table[known], errors(torch.cartesian_prod(*map(torch.arange, sizes)))[known])
+    ahead = _search(noted, sizes, table.double())
     assert len(asked) <= 4  # of a third look around one point
-    assert int(ahead) == int(search(noted, sizes))
+    assert torch.equal(ahead, _search(noted, sizes))
 
 
 @pytest.mark.parametrize("steps", [2, 4, 9, 10, 17, 32])
@@ -102,11 +98,11 @@ def test_a_short_axis_is_followed_from_its_middle() -> None:
 def test_without_decisions_of_the_host_a_short_axis_is_tried_whole_then_around_the_best() -> None:
     asked = list[int]()
 
-    def errors(numbers: Tensor) -> Tensor:
-        asked.extend(numbers.tolist())
-        return (numbers - 3).abs().unsqueeze(1).float()
+    def errors(points: Tensor) -> Tensor:
+        asked.extend(points[:, 0].tolist())
+        return (points[:, 0] - 3).abs().float()
 
-    assert int(search(errors, (4,), torch.full((4, 1), torch.nan), rounds=1)) == 3
+    assert int(_search(errors, (4,), torch.full((4,), torch.nan), rounds=1)) == 3
     assert asked == [0, 1, 2, 3, 2, 3]
 
 
@@ -137,9 +133,9 @@ def test_a_refusal_gives_the_error_that_is_no_better(after: list[float], reason:
     assert _refusal([1.0] * 3, after, 0.85, context) == reason
 
 
-def remembered(*folds: int) -> _Remembered:
-    """Return what is remembered of a value with two channels, a sample a fold; magnitudes are those of the fold."""
-    statistics, slabs = _Remembered(1, divisible=True), Slabs()
+def sampled(*folds: int) -> Samples:
+    """Return samples of a value with two channels, one per fold, as large as its number."""
+    statistics, slabs = Samples(1, divisible=True), Slabs()
     for fold in folds:
         x = (fold + 1) * rand(3, 2, seed=fold)
         statistics.widen(fold, x, slabs)
@@ -147,8 +143,18 @@ def remembered(*folds: int) -> _Remembered:
     return statistics
 
 
+def test_a_single_batch_is_divided_into_folds() -> None:
+    samples, x = Samples(1, divisible=True), rand(8, 2)
+    samples.observe(x, CALIBRATION, 0, 1, Slabs())
+    assert [*samples.ranges] == [fold for fold, _ in samples.samples[CALIBRATION]] == [0, 1, 2, 3]
+    for fold, part in enumerate(x.split(2)):
+        low, high = samples.ranges[fold].ends
+        assert torch.equal(low, part.amin(0))
+        assert torch.equal(high, part.amax(0))
+
+
 def test_parts_of_the_data_merge_to_what_all_of_it_leaves() -> None:
-    whole, merged = remembered(0, 0, 1, 2), remembered(0).merge(remembered(0, 1)).merge(remembered(2))
+    whole, merged = sampled(0, 0, 1, 2), sampled(0).merge(sampled(0, 1)).merge(sampled(2))
     assert whole.ranges.keys() == merged.ranges.keys()
     for without in (None, 0, 1, 2):
         for a, b in zip(whole.range(without), merged.range(without), strict=True):
@@ -158,19 +164,19 @@ def test_parts_of_the_data_merge_to_what_all_of_it_leaves() -> None:
 
 
 def test_what_is_sent_to_other_ranks_is_no_larger_than_its_values() -> None:
-    assert all(end.untyped_storage().nbytes() > 1 << 20 for end in remembered(0).range(None))
-    ours = remembered(0).to("cpu", copy=True)
+    assert all(end.untyped_storage().nbytes() > 1 << 20 for end in sampled(0).range(None))
+    ours = sampled(0).to("cpu", copy=True)
     assert all(end.untyped_storage().nbytes() == 8 for end in ours.range(None))
 
 
 def test_a_fold_is_left_out_by_its_number_though_others_are_empty() -> None:
     """Two batches of one sample are the folds 0 and 2 of four."""
-    both = remembered(0, 2)
+    both = sampled(0, 2)
     for mine, other in ((0, 2), (2, 0)):
-        assert all(torch.equal(a, b) for a, b in zip(both.range(mine), remembered(other).range(None), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(both.range(mine), sampled(other).range(None), strict=True))
         (sample,) = both.calibration_samples(mine)
-        assert torch.equal(sample, remembered(other).samples[CALIBRATION][0][1])
-    alone = remembered(3)
+        assert torch.equal(sample, sampled(other).samples[CALIBRATION][0][1])
+    alone = sampled(3)
     assert all(torch.equal(a, b) for a, b in zip(alone.range(3), alone.range(None), strict=True))
 
 
@@ -179,9 +185,9 @@ def test_what_is_seen_of_a_site_is_that_of_its_samples(monkeypatch: pytest.Monke
     model, data = seeded(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4))), [rand(2, 16, seed=i) for i in range(8)]
     with torch.no_grad():
         model[0].weight.mul_(torch.linspace(0.1, 10, 16))  # type: ignore[operator]
-    sites, scale = list[SampledSite](), SmoothQuant.scale
+    sites, scale = list[SampleStatistics](), SmoothQuant.scale
 
-    def noted(self: SmoothQuant, seen: SampledSite, values: tuple[float, ...]) -> Tensor:
+    def noted(self: SmoothQuant, seen: SampleStatistics, values: tuple[float, ...]) -> Tensor:
         sites.append(seen)
         return scale(self, seen, values)
 
