@@ -464,7 +464,9 @@ def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
     iterator = as_called(data)
     for first in iterator:
         if first is None:
-            raise CalibrationError(f"{purpose} batch 0 is None; pass tensors, tuples of inputs or dicts of keywords")
+            raise CalibrationError(
+                f"{purpose} batch 0 is None; pass tensors, tuples of inputs, or dicts of keyword arguments"
+            )
         return first, data if isinstance(data, list | tuple) else itertools.chain([first], iterator)
     return None, ()
 

@@ -477,7 +477,9 @@ def test_a_solver_that_chooses_what_there_is_not_is_refused(chosen: Any) -> None
 @pytest.mark.parametrize("reading", [Input, OutputError])
 @pytest.mark.parametrize("fold", [MinMax, "min_max", None], ids=str)
 def test_what_folds_no_data_is_not_read(reading: type[Input | OutputError], fold: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"{reading.__name__} takes an observer or another fold, as MinMax\(\), not"):
+    with pytest.raises(
+        ConfigError, match=rf"{reading.__name__} takes an observer, such as MinMax\(\), or another fold, not"
+    ):
         reading(fold)
 
 

@@ -193,7 +193,10 @@ def test_a_preset_is_a_key_of_a_configuration() -> None:
     partly = qfx.QuantConfig.from_yaml("preset: int8_static\nweight: {reduce_range: true}\n")
     assert INT8.weight is not None
     assert partly == INT8.replace(weight=INT8.weight.replace(reduce_range=True))
-    for wrong, words in (("int8_statik", "did you mean 'int8_static'"), (8, "preset is the name of one")):
+    for wrong, words in (
+        ("int8_statik", "did you mean 'int8_static'"),
+        (8, "preset must be the name of a preset, not 8"),
+    ):
         with pytest.raises(qfx.ConfigError, match=words):
             qfx.QuantConfig.from_dict({"preset": wrong})
 

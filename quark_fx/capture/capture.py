@@ -57,9 +57,9 @@ def capture_graph(
 
     Args:
         model: A module in eval mode, a Hugging Face model, or an `ExportedProgram`.
-        example_batch: A tensor, a tuple or list of positional inputs, or a mapping of keywords. Batch and sequence
-            dimensions (`dynamic_dimensions`) become dynamic. A Hugging Face model is captured without its cache of
-            keys and values unless the batch has one or asks for it (`use_cache`). Not needed for an `ExportedProgram`.
+        example_batch: A tensor, a tuple or list of positional inputs, or a dict of keyword arguments. Batch and
+            sequence dimensions (`dynamic_dimensions`) become dynamic. A Hugging Face model is captured without its KV
+            cache unless the batch has one or asks for it (`use_cache`). Not needed for an `ExportedProgram`.
         dynamic_shapes: Argument of `torch.export.export` in place of those defaults.
 
     Raises:

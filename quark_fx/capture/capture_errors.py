@@ -70,8 +70,8 @@ def require_capturable(model: nn.Module) -> None:
         rare = min(devices, key=lambda d: devices[d])
         first = next(name for name, t in tensors.items() if str(t.device) == rare)
         raise CaptureError(
-            f"the model is spread over {', '.join(f'{d} ({n} tensors)' for d, n in devices.items())}, first on {rare}: "
-            f"{first}; move it to one device with model.to(device)"
+            f"the model is on several devices: {', '.join(f'{d} ({n} tensors)' for d, n in devices.items())}; the "
+            f"first tensor on {rare} is {first}; move the model to one device with model.to(device)"
         )
 
 
@@ -238,7 +238,7 @@ def require_runs(
         raise CaptureError(
             f"{type(model).__name__} itself does not run on the first batch ({_shapes(args, kwargs)}): "
             f"{type(error).__name__}: {_reason(error)}\n  at {_where(error, model)}\n"
-            + (_too_deep(error) or "pass batches that model(...) takes, of its number of dimensions, sizes and dtypes")
+            + (_too_deep(error) or "pass batches that model(...) accepts; check their rank, sizes, and dtypes")
         ) from error
 
 

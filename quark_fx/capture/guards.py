@@ -166,7 +166,7 @@ def _guards(size: Any) -> Iterator[Any]:
 
 
 def value_at(expression: Any, sizes: Mapping[Any, int]) -> Any:
-    """Return the value of a symbolic expression for some sizes, `None` if it has none, as after a division by zero."""
+    """Return the value of a symbolic expression at given sizes; `None` if it is undefined (a division by zero)."""
     import sympy  # takes half a second; already loaded if there are symbols
 
     try:
@@ -180,7 +180,7 @@ def _holds(guard: Any, sizes: Mapping[Any, int]) -> bool:
 
 
 def _fixes(guard: Any, symbol: Any, example: Mapping[Any, int], limits: Mapping[Any, Any]) -> bool:
-    """Tell whether a guard is an equality that fails for a size past the example's, and for all later ones."""
+    """Tell whether a guard is an equality that fails for a size above the example's and for all larger sizes tried."""
     import sympy
 
     if not isinstance(guard, sympy.Eq):

@@ -190,9 +190,9 @@ class _Walk:
         writes = root.op == "get_attr" and root not in self.versions and target_name(node) != "aten.detach_.default"
         if writes and not self._fills(root, target, node) and self._is_read(root):
             raise CaptureError(
-                f"{describe(node)} overwrites the parameter or buffer {root.target}, so that a call depends on earlier "
-                "calls, which a graph cannot do: compute the new value without `_` and `+=` (seen = self.seen + 1), or "
-                "take the state as an argument and return it"
+                f"{describe(node)} overwrites the parameter or buffer {root.target}, so each call depends on earlier "
+                "ones, and a captured graph keeps no state: compute the new value without `_` and `+=` "
+                "(seen = self.seen + 1), or take the state as an argument and return it"
             )
         self.sources[node] = target
         if renames:

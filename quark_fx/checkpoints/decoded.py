@@ -372,9 +372,9 @@ class _Source:
         kind, scale = (self.files.headers[leaves[leaf]][0] for leaf in ("weight", "weight_scale"))
         if (kind, scale) not in _MODELOPT or "pre_quant_scale" in leaves:
             raise CheckpointError(
-                f"{layer} has codes of {kind} with scales of {scale}"
+                f"{layer} has ModelOpt codes of type {kind} with scales of type {scale}"
                 + " and scales of its inputs" * ("pre_quant_scale" in leaves)
-                + " by ModelOpt, which are not decoded; pass the float source"
+                + ", which quark_fx does not decode; pass the float source"
             )
         return _MODELOPT[kind, scale]
 

@@ -252,7 +252,9 @@ def _indexed(directory: Path) -> dict[str, Path]:
         table = read_json(directory / _INDEX, _INDEX_LIMIT)["weight_map"]
         named = {str(name): str(file) for name, file in table.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory / _INDEX} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{directory / _INDEX} is damaged: {type(error).__name__}: {error}; fetch the checkpoint again"
+        ) from error
     files: dict[str, Path] = {}
     for shard in dict.fromkeys(named.values()):
         # A link may lead out of the directory, for example in a cache of downloads; a name may not.

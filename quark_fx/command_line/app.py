@@ -26,7 +26,7 @@ from quark_fx.errors import QuarkError
 
 
 class Commands(TyperGroup):
-    """Exit with code 1 and a message after a user error; other errors keep their traceback."""
+    """Command group that turns a user error into a message and exit code 1; other errors keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the requested command."""

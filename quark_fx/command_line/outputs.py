@@ -52,7 +52,7 @@ class Output:
 
     @property
     def can_be_verified(self) -> bool:
-        """Tell whether `quark_fx.verify` reads it without kernel packages, which GPTQ and AWQ need."""
+        """Whether `quark_fx.verify` reads this output without extra packages of kernels, which GPTQ and AWQ need."""
         return self.kind in ("ONNX", "GGUF") or self.format == "compressed-tensors"
 
 

@@ -347,7 +347,7 @@ def _preset(name: Any) -> QuantConfig:
     from quark_fx.config.named import preset  # imports this module
 
     if not isinstance(name, str):
-        raise ConfigError(f"preset is the name of one, not {brief(name)}")
+        raise ConfigError(f"preset must be the name of a preset, not {brief(name)}")
     return preset(name)
 
 

@@ -57,7 +57,7 @@ class Calibrated:
 
 
 class _MovedError(PassError, AttributeError):
-    """A name of earlier versions, for which `hasattr` answers False."""
+    """Error for a name that earlier versions had; as an `AttributeError`, it makes `hasattr` return False."""
 
 
 _EARLIER = {

@@ -144,7 +144,10 @@ def _pieces(value: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _times_fisher_factor(signs: Tensor, logits: Tensor) -> Tensor:
-    """Return a factor of the predictions' Fisher matrix times signs; it varies less than a sampled label's gradient."""
+    """Return `A @ signs`, where `A @ A.T` is the Fisher matrix of the predictions.
+
+    With random signs, its variance is lower than that of the gradient for a sampled label.
+    """
     probabilities = logits.softmax(-1)
     rooted = probabilities.sqrt().mul_(signs)
     return torch.addcmul(rooted, probabilities, rooted.sum(-1, keepdim=True), value=-1)

@@ -30,7 +30,7 @@ class Value:
     dtype: torch.dtype
 
     def reading(self, observer: Observer, other: Observer) -> Observer | None:
-        """Return `observer` with the data that `other` collected of the value, or `None` if that is not possible."""
+        """Return `observer` with the data that `other` collected from this value; `None` if that is not possible."""
         # A histogram stores extremes in float32.
         return Observer.reading(observer, other) if self.dtype is torch.float64 else observer.reading(other)
 

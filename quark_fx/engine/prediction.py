@@ -210,7 +210,7 @@ def require_room(prediction: Prediction, memory: int | None, disk: int | None) -
             "memory= needs a system that reports the memory of a process (/proc/self/status); leave it out"
         )
     if disk is not None and not prediction.streamed:
-        raise ConfigError("disk= is the budget of a run with output_dir=; give one, or leave disk= out")
+        raise ConfigError("disk= limits a run that writes to output_dir=; set output_dir= as well, or leave out disk=")
     if memory is not None and prediction.room_for_cache(memory) < 0:
         least = prediction.within(0)
         ways = [f'memory="{bytes_text(_MARGIN * least)}" or more']

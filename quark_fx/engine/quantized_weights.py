@@ -155,7 +155,7 @@ class QuantizedWeight:
         return free and (bias is None or bias.scale(gm).shape == self.scale(gm).shape)
 
     def storable_ranges(self, axis: int | None) -> Callable[[QParams], QParams] | None:
-        """Return the function that rounds scales with offsets, or of two levels; `None` for other scales.
+        """Return the function that rounds two-level scales, and scales with offsets; `None` for other scales.
 
         Args:
             axis: Dimension of the weight that scales vary along.

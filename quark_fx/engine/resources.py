@@ -59,7 +59,7 @@ class Resources:
         _ = self.memory_bytes, self.disk_bytes
         for name in ("checkpoint", "output_dir"):
             if (path := getattr(self, name)) is not None and not str(path):
-                raise ConfigError(f"{name} is the path of a directory, not {path!r}")
+                raise ConfigError(f"{name} must be the path of a directory, not {path!r}")
 
     @property
     def memory_bytes(self) -> int | None:
@@ -89,7 +89,7 @@ def require_usable(resources: Resources, owner: str = "quantize", names: Collect
         names: Fields that apply. Default: all.
     """
     if not isinstance(resources, Resources):
-        raise ConfigError(f"resources is a Resources, not {resources!r}; write Resources(device=..., memory=...)")
+        raise ConfigError(f"resources must be a Resources, not {resources!r}; write Resources(device=..., memory=...)")
     if names and (extras := resources.given([field.name for field in fields(Resources) if field.name not in names])):
         raise ConfigError(
             f"{owner} takes {', '.join(names)} of Resources, not {', '.join(extras)}; pass these to quantize"

@@ -147,7 +147,7 @@ class Sizes:
         return sum(n for n, _ in self._tensors(node))
 
     def nbytes(self, node: Node) -> int:
-        """Return the bytes of a node's value; 0 for a view or a parameter."""
+        """Return the size of a node's value in bytes; 0 for a view or a parameter."""
         if node.op in ("get_attr", "placeholder", "output") or _views(node):
             return 0
         return self._whole(node)

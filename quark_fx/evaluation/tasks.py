@@ -249,7 +249,7 @@ def _require_logits(logits: Tensor, labels: Tensor) -> None:
     if logits.shape[-1:] == (1,) or (logits.dim() == 1 and logits.shape == labels.shape):
         raise QuarkError(
             f"the model returns one logit per sample, {tuple(logits.shape)}, but a classifier needs several; for a "
-            "binary classifier, wrap it to return two: torch.stack((torch.zeros_like(y), y), -1) of y = "
+            "binary classifier, wrap it to return two: torch.stack((torch.zeros_like(y), y), -1), where y = "
             "logits.flatten()"
         )
     if logits.shape == labels.shape:

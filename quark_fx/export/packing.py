@@ -31,7 +31,7 @@ def matrix_of(constant: Constant) -> QuantizedTensor:
     (outputs, inputs), axis, block = stored.codes.shape, stored.axis, stored.block_size
     if axis == 1 and block:
         if block < inputs and inputs % block:
-            raise ExportError(f"{inputs} inputs are not a multiple of the group size {block}; choose another one")
+            raise ExportError(f"{inputs} inputs are not a multiple of the group size {block}; set another group_size")
     elif axis is not None and (axis != 0 or block):
         raise ExportError("the scales vary along another dimension than outputs, or groups of inputs")
     stored = stored.signed()
@@ -60,7 +60,7 @@ def exponents(weight: QuantizedTensor) -> Tensor:
         ExportError: If a scale is not a power of two.
     """
     if not are_exponents(weight.scale):
-        raise ExportError(f"{weight.format} in groups with scales that are no powers of two; use an MX format")
+        raise ExportError(f"{weight.format} in groups with scales that are not powers of two; use an MX format")
     return (torch.frexp(weight.scale)[1] - 1 + 127).to(torch.uint8)
 
 

@@ -87,7 +87,7 @@ _LARGEST_STEP = 64
 def affine_step(
     gm: GraphModule, value: Node, channels: int, constants: Collection[Node], within: Collection[Node] | None = None
 ) -> Step | None:
-    """Return the fewest readers of a value that together are an affine map by constants, or `None`.
+    """Return the fewest readers of a value that together compute an affine function of it, with constants; or `None`.
 
     The constants vary along one dimension only. Every reader is evaluated as a function of the channels, until a single
     value is left that holds each channel at its own place.
@@ -129,9 +129,9 @@ def affine_step(
 
 
 def affine_step_to(gm: GraphModule, result: Node, channels: int, constants: Collection[Node]) -> Step | None:
-    """Return the fewest calls that compute a value as an affine map by constants of another value, or `None`.
+    """Return the fewest calls that compute `result` as an affine function, with constants, of an earlier value.
 
-    See `affine_step`. The other value may have more readers.
+    `None` if there are none. See `affine_step`. The earlier value may have other readers as well.
     """
     calls, pending = set[Node](), {result}
     while pending and len(calls) < _LARGEST_STEP:

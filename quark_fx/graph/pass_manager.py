@@ -269,8 +269,8 @@ def require_order(passes: Sequence[GraphPass]) -> None:
             before: Promise = getattr(early, "promise", Promise())
             if pass_stage(p).is_single and pass_stage(early) is pass_stage(p):
                 raise ConfigError(
-                    f"passes {pass_name(early)} and {pass_name(p)} both rewrite the {pass_stage(p)} graph, which one "
-                    "pass does; drop one of them"
+                    f"passes {pass_name(early)} and {pass_name(p)} both rewrite the {pass_stage(p)} graph, and "
+                    "only one pass may do that; drop one of them"
                 )
             if pass_stage(early) is Stage.QUANTIZED and pass_stage(p) is not Stage.QUANTIZED:
                 raise ConfigError(

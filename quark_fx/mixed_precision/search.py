@@ -371,7 +371,7 @@ def _require_finite(tried: _Tried) -> None:
     if not any(math.isfinite(one.error) for one, _ in tried):
         raise ConfigError(
             f"no configuration that was tried ({', '.join(one.name for one, _ in tried)}) gives finite outputs on the "
-            "validation data; add a candidate of a wider range, such as 'int8_weight_only' or 'float', or raise the "
+            "validation data; add a candidate with a wider range, such as 'int8_weight_only' or 'float', or raise the "
             "budget"
         )
 

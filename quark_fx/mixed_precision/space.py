@@ -88,7 +88,7 @@ class Space:
             if any(map(math.isnan, of_group)) and not any(map(math.isfinite, of_group)):
                 raise ConfigError(
                     f"no candidate gives finite outputs and derivatives on the calibration data, so the error of "
-                    f"{groups[g].names[0]!r} is unknown; add a candidate of a wider range, such as 'float'"
+                    f"{groups[g].names[0]!r} is unknown; add a candidate with a wider range, such as 'float'"
                 )
             if not any(map(math.isfinite, of_group)):
                 raise ConfigError(
@@ -188,7 +188,7 @@ class Space:
         return indices
 
     def curve(self) -> list[Point]:
-        """Return the least errors for sizes or latencies, from the smallest to the one with the least error."""
+        """Return the points with the least error for their size or latency, from the smallest to the most accurate."""
         costs = self.latencies or self.sizes
         low = least(costs, self.errors)
         best = [min(range(len(row)), key=row.__getitem__) for row in self.errors]

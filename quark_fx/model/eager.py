@@ -404,7 +404,9 @@ def eager(
         module.add_module("round_attention", attending := _attention_rounding(path, attention, rounds))
         wrap_forward(module, attending.run)
     if missing := [name for name, p in result.named_parameters() if p.is_meta]:
-        raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
+        raise QuarkError(
+            f"the quantized graph does not hold {', '.join(missing)}; pass the float model: qmodel.eager(model)"
+        )
     for name, refusal in (("save_pretrained", _refuse_to_save), ("resize_token_embeddings", _refuse_to_resize)):
         if hasattr(result, name):
             vars(result)[name] = refusal

@@ -162,7 +162,7 @@ class FloatView:
         return None if axis is None else axis - value_of(self._gm, value).dim()
 
     def _rounded(self, node: Node) -> tuple[Node, Activation]:
-        """Return the value that a node rounds, in the view, and its rounding."""
+        """Return the counterpart in the view of the value that a node rounds, and how the node rounds it."""
         inner = node.all_input_nodes[0]
         source = inner.all_input_nodes[0]
         if target_name(node) == CAST:

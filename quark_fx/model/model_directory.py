@@ -120,7 +120,7 @@ def read_model(directory: Path) -> tuple[dict[str, Any], Path]:
         if digest != model["tensor_file"]:
             raise QuarkError(f"{path} is damaged: its SHA-256 is not the one {GRAPH_FILE} names; copy the model again")
         return model, path
-    raise OSError(f"{directory} is being replaced all the time")
+    raise OSError(f"another process keeps replacing {directory}; wait until it is done")
 
 
 def _checked(document: Any, directory: Path) -> dict[str, Any]:

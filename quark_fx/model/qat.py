@@ -281,7 +281,7 @@ class _Preparation:
         return frozenset(names)
 
     def _is_stored(self, constant: Constant) -> bool:
-        """Tell whether a constant is quantized, or is a parameter that is stored in a 16-bit float and cast."""
+        """Return whether a constant is quantized, or is a parameter stored in 16-bit floats and cast to float32."""
         if constant.quantized is not None:
             return True
         half = constant.tensor.dtype in (torch.float16, torch.bfloat16) and constant.dtype == torch.float32

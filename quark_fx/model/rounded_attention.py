@@ -154,8 +154,8 @@ def _is_transposed(cached: Cached, activation: Activation) -> bool:
     lasting = tokens == -3 - channels or (activation.axis == -1 and channels == -1)
     if not whole and not lasting:
         raise QuarkError(
-            f"{describe(cached.product)} reads keys or values whose tokens a module moves before it multiplies; call "
-            "the quantized model itself, or quantize them with granularity='tensor'"
+            f"{describe(cached.product)} reads keys or values whose last two dimensions are not tokens and channels; "
+            "call the quantized model itself, or quantize them with granularity='tensor'"
         )
     return not whole and channels != cached.across
 

@@ -174,7 +174,7 @@ def _read(directory: Path, device: torch.device) -> tuple[dict[str, Any], dict[s
             return document, _read_tensors(file, device)
         except FileNotFoundError:
             continue
-    raise OSError(f"{directory} is being replaced all the time")
+    raise OSError(f"another process keeps replacing {directory}; wait until it is done")
 
 
 def _read_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
@@ -289,7 +289,7 @@ def _graph_from_data(
 ) -> GraphModule:
     names = mapping(document["tensors"])
     if set(names) != set(tensors) or any(not re.fullmatch(r"t\d{1,9}", name, re.ASCII) for name in names):
-        raise QuarkError("the stored graph and its tensors have different names")
+        raise QuarkError("the stored graph and its tensor file have different names; save the model again")
     if not all(isinstance(name, str) and len(name) <= LONGEST for name in names.values()):
         raise QuarkError("the stored graph has a tensor whose name is not one line of text")
     root = torch.nn.Module()

@@ -253,7 +253,9 @@ def require_fitting(target: Callable[..., Any], args: Sequence[Any], kwargs: Map
     if not isinstance(target, torch._ops.OpOverload):
         numbers = all(_fits(value, "number") or isinstance(value, slice) for value in args)
         if kwargs or not 1 <= len(args) <= 3 or not numbers:
-            raise QuarkError(f"the stored graph calls {operator_name(target)} with {brief(list(args))}")
+            raise QuarkError(
+                f"the stored graph calls {operator_name(target)} with {brief(list(args))}; it takes 1 to 3 numbers"
+            )
         return
     schema = target._schema
     names = [argument.name for argument in schema.arguments]

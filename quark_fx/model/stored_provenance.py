@@ -176,7 +176,7 @@ def _stacks(calls: list[Any]) -> list[Stack]:
             raise QuarkError(f"the stored graph has a module call within {brief(parent)}, which does not precede it")
         outer = stacks[parent] if parent >= 0 else {}
         if len(outer) >= _DEEPEST:
-            raise QuarkError(f"the stored graph has more than {_DEEPEST} module calls within each other")
+            raise QuarkError(f"the stored graph nests module calls more than {_DEEPEST} levels deep")
         stacks.append({**outer, f"call_{number}": (text(path), text(kind))})
     return stacks
 

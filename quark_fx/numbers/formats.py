@@ -439,7 +439,8 @@ class FloatFormat(Format):
 class Codebook(Format):
     """Table of numbers, such as NF4, or of vectors, such as the IQ types of llama.cpp.
 
-    Ties go to the smaller number. `register_format` lets configurations, graphs, and files use its name.
+    Ties go to the smaller number. Configurations, graphs, and files can use the name of a codebook after
+    `register_format`.
 
     Args:
         name: Name in configurations and files.
@@ -448,7 +449,7 @@ class Codebook(Format):
             others, because the number of negative signs is even.
 
     Raises:
-        ConfigError: If the table is not one of these.
+        ConfigError: If the values break one of these rules, or a code would need more than 31 bits.
 
     >>> ternary = Codebook("ternary", (-1.0, 0.0, 1.0))
     >>> ternary.bits, ternary.encode(torch.tensor([0.6, -7.0])).tolist()

@@ -4,7 +4,7 @@ They compute the same as `QuantizeLinear` and `DequantizeLinear`: division by th
 added, saturation at the limits of the *format*. A third, `dynamic_qparams`,
 measures scale and zero point at run time; a fourth, `grouped_mm`, is in loaded graphs of experts.
 
-Codes are constants to gradients. `fake_quantize` computes `dequantize(quantize(x))` with the straight-through gradient;
+No gradient flows through codes. `fake_quantize` computes `dequantize(quantize(x))` with the straight-through gradient;
 it replaces them in graphs that are trained.
 
 Granularity is the pair (`axis`, `block_size`), for every operator here:
@@ -101,7 +101,7 @@ def _cut(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _no_gradient(ctx: Any, *gradients: Any) -> None:
-    raise AssertionError("codes are constants to gradients")
+    raise AssertionError("no gradient flows through codes")
 
 
 # Without this, codes that are floats would ask for a gradient, of 8 bits.
@@ -363,7 +363,7 @@ def _cut_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
     ctx.mark_non_differentiable(*output)
 
 
-# Measured ranges are constants to gradients, like calibrated ones.
+# No gradient flows through measured ranges, just as through calibrated ones.
 dynamic_qparams.register_autograd(_no_gradient, setup_context=_cut_both)
 
 

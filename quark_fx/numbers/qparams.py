@@ -195,12 +195,12 @@ def unchecked_affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QPara
 
 
 def symmetric_qparams(amax: Tensor, scheme: Scheme, high: Tensor | None = None) -> QParams:
-    """Map `[-amax, amax]` onto the codes of a symmetric `scheme`; shapes and errors as `affine_qparams`.
+    """Map `[-amax, amax]` onto the codes of a symmetric `scheme`; shapes and errors as in `affine_qparams`.
 
     Args:
-        amax: the largest magnitude.
-        scheme: symmetric.
-        high: the largest value that is not negative, see `ScaleFormat.of_range`.
+        amax: Largest magnitude.
+        scheme: Symmetric scheme.
+        high: Largest nonnegative value; see `ScaleFormat.of_range`.
     """
     scale = scheme.scale.of_range(amax, scheme, high)
     return QParams(scale, torch.full_like(scale, scheme.middle, dtype=torch.int32))

@@ -67,7 +67,7 @@ class ScaleFormat:
         Args:
             amax: Largest magnitudes, any shape.
             scheme: Symmetric scheme.
-            high: Largest values that are not negative; default: `amax`. Two's complement has one more code below zero
+            high: Largest nonnegative values; default: `amax`. Two's complement has one more code below zero
                 than above, so negative values do not raise an exponent.
 
         Source:
@@ -476,9 +476,9 @@ def _unit_of(scale: Tensor) -> Tensor:
 
 
 def like(x: Tensor, scale: Tensor | float) -> Tensor:
-    """Return a number as a tensor of the type and device of `x`: by a Python number, a GPU does not divide exactly.
+    """Return a number as a tensor with the dtype and device of `x`; a GPU does not divide exactly by a Python number.
 
-    A number is written by the device itself: a copy from the host would wait for it, and no CUDA graph holds one.
+    The device fills in the number: copying it from the host would synchronize, which a CUDA graph does not allow.
     """
     if isinstance(scale, Tensor):
         return scale.to(x)

@@ -93,7 +93,7 @@ class Observer(ABC):
             return unchecked_affine_qparams(low, high, scheme)
 
     def reading(self, seen: Observer) -> Self | None:
-        """Return this observer as if it had seen what `seen` saw; `None` if `seen` does not hold all that it needs.
+        """Return this observer with the data of `seen`; `None` if `seen` lacks data that this observer needs.
 
         Observers with the same fold can share it: by default, observers of the same class and options.
         """

@@ -43,7 +43,9 @@ class Distribution(HistogramObserver):
         if self.scenario not in (scenarios := ("same", "p3")):
             raise unknown("scenario", self.scenario, scenarios)
         if self.absolute:
-            raise ConfigError(f'a deviation needs the signs of the values: use grid="dyadic", not {self.grid!r}')
+            raise ConfigError(
+                f'the standard deviation depends on the signs of the values: use grid="dyadic", not {self.grid!r}'
+            )
 
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
         largest = self.qparams(scheme).scale * scheme.largest

@@ -65,7 +65,7 @@ class Histogram(NamedTuple):
         return cls(counts, exponent, low, high, total)
 
     def merge(self, other: Histogram) -> Histogram:
-        """Return the exact histogram of the data of both; the order does not matter."""
+        """Return the exact histogram of the data in both histograms; the order does not matter."""
         exponent = torch.maximum(self.exponent, other.exponent)
         sums = None
         if self.sums is not None and other.sums is not None:

@@ -222,8 +222,8 @@ class _Operator:
         hessians: Hessians of its input, of calibration and of validation data.
         parts: Parts of the weight that scales are tried on, each with its index and its labels; the scales of different
             parts are independent.
-        largest: Labels and the largest magnitude of the weights of each, if all scales follow the weight's largest
-            magnitude, else `None`.
+        largest: Labels, and the largest magnitude of the weights with each label, if all scales depend on the largest
+            magnitude of the whole weight; otherwise `None`.
         residuals: Weight of each input's squared error on calibration and on validation data, shape (groups, inputs);
             `None` for the quadratic form, in which errors of dependent inputs add up or cancel.
     """

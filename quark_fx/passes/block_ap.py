@@ -14,14 +14,14 @@ from quark_fx.system.options import NonNegativeFloat, NonNegativeInt, PositiveIn
 @solver
 @dataclass(frozen=True, kw_only=True)
 class BlockAP(AdaQuant):
-    """`AdaQuant` for language models: all weights of a block and their scales, starting from error feedback.
+    """`AdaQuant` for language models: learns all weights of a block and their scales, starting from error feedback.
 
     A weight may move to any code, while `AutoRound` moves it by at most one: at 2 bits the best code is often further
     away. Add `TuneScales` after it for the second half of EfficientQAT.
 
     Source:
         Chen et al. 2024 (EfficientQAT), section 3.2 (Block-AP). Zero points, which are integers here, do not change;
-        for little data, steps are larger and fewer.
+        fewer and larger steps suit small calibration sets.
     """
 
     unit: Unit = Unit.BLOCK

@@ -312,5 +312,5 @@ class _SideBySide:
 
     @property
     def count(self) -> int:
-        """Number of results with a loss, equal to the rows that `loss` returns."""
+        """Number of results with a loss, which is the number of rows that `loss` returns."""
         return sum(logits is not None for logits in self._loss.predictions)

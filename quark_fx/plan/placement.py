@@ -130,11 +130,11 @@ class Coded(Quantized):
 
 @dataclass(frozen=True, kw_only=True)
 class Attending(Quantized):
-    """An attention whose keys and values are quantized.
+    """Attention operator whose keys and values are quantized.
 
     Attributes:
         cache: Spec of keys and values.
-        attention: The attention, with the positions of keys and values.
+        attention: Its nodes and the dimensions of keys and values.
     """
 
     cache: TensorSpec

@@ -142,8 +142,8 @@ def find_rotation_sites(gm: GraphModule, *, streams: bool = True) -> RotationAna
 
     Args:
         gm: Captured graph; it is not changed.
-        streams: Whether to fold the factors of norms into the next operators, so that rotations pass norms and whole
-            residual streams are rotated. Otherwise a norm's output is a separate site, rotated at run time.
+        streams: Whether to fold the factors of norms into the next operators, so that rotations pass through norms and
+            whole residual streams are rotated. Otherwise a norm's output is a separate site, rotated at run time.
     """
     walk, reasons = RotationWalk(gm), dict[Node, str]()
     readers = [linear for node in gm.graph.nodes if (linear := Linear.of(node)) is not None]

@@ -287,7 +287,7 @@ def _reduce(walk: Walk, node: Node) -> None:
 
 
 def _spatial(walk: Walk, node: Node, *, dims: int) -> None:
-    """Pass pooling and interpolation over the last dimensions."""
+    """Carry scales through pooling and interpolation over the last dimensions."""
     value = argument(node, 0)
     last = list(range(-dims, 0))
     return walk.link(
@@ -296,7 +296,7 @@ def _spatial(walk: Walk, node: Node, *, dims: int) -> None:
 
 
 def _mix_rows(walk: Walk, node: Node, value: Node, others: list[Any]) -> None:
-    """Pass matrix products of activations: the columns of the right operand keep their scales."""
+    """Carry scales through matrix products of activations: the columns of the right operand keep their scales."""
     walk.stop_read(node, (v for v in others if isinstance(v, Node)), ", not as its right operand")
     sizes, columns = walk.sizes(node), walk.sizes(value)
     if not 2 <= len(columns) <= len(sizes):

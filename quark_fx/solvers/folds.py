@@ -32,7 +32,9 @@ class Fold(Protocol):
 def _require_fold(reading: Input | OutputError) -> None:
     fold: object = reading.fold
     if isinstance(fold, type) or not (hasattr(fold, "observe") and hasattr(fold, "merge")):
-        raise ConfigError(f"{type(reading).__name__} takes an observer or another fold, as MinMax(), not {brief(fold)}")
+        raise ConfigError(
+            f"{type(reading).__name__} takes an observer, such as MinMax(), or another fold, not {brief(fold)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def read_json(path: Path, limit: int) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value of JSON in UTF-8.
+    """Parse JSON: a string, or bytes in UTF-8.
 
     Raises:
         ValueError: If the text is malformed, nested more than `MAX_DEPTH` levels deep, or holds a number with too many

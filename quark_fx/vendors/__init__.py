@@ -1,6 +1,6 @@
-"""Rooms of vendors: each registers its targets, passes, presets, formats of files, and runtimes when it is imported.
+"""One package per vendor; each registers its targets, passes, presets, file formats, and runtimes on import.
 
-No other room imports or names them; `quark_fx` imports them last.
+No other package imports or names them; `quark_fx` imports them last.
 """
 
 from quark_fx.vendors import amd as amd

@@ -813,7 +813,9 @@ def test_a_model_on_two_devices_is_refused_by_name() -> None:
         qfx.capture_graph(model, rand(3, 4))
     with FakeTensorMode():  # a tensor of another device, without that device
         model[2].weight = nn.Parameter(torch.empty(4, 4, device="cuda"))
-    with pytest.raises(qfx.CaptureError, match=r"cpu \(4 tensors\), cuda:0 \(1 tensors\), first on cuda:0: 2.weight"):
+    with pytest.raises(
+        qfx.CaptureError, match=r"cpu \(4 tensors\), cuda:0 \(1 tensors\); the first tensor on cuda:0 is 2.weight"
+    ):
         qfx.capture_graph(model, rand(3, 4))
 
 

@@ -231,8 +231,12 @@ def test_other_codes_of_modelopt_are_refused(kind: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     settings = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    message = {"weights": "codes of U8 with scales of F32 by", "inputs": "F8_E4M3 and scales of its inputs by"}[kind]
-    with pytest.raises(CheckpointError, match=f"a has .*{message} ModelOpt, which are not decoded; pass the float"):
+    message = {"weights": "codes of type U8 with scales of type F32", "inputs": "F8_E4M3 and scales of its inputs"}[
+        kind
+    ]
+    with pytest.raises(
+        CheckpointError, match=f"a has ModelOpt .*{message}, which quark_fx does not decode; pass the float"
+    ):
         values(tmp_path)
 
 

@@ -316,7 +316,7 @@ def test_calls_that_write_nothing_refuse_the_limits_and_directories_of_a_run(cal
     words = f"{call.__name__} takes device, cache of Resources, not memory, output_dir; pass these to quantize"
     with pytest.raises(ConfigError, match=words):
         call(mlp(), [], resources=qfx.Resources(memory="1TiB", output_dir="out", device="cpu"), **given)
-    with pytest.raises(ConfigError, match=r"resources is a Resources, not 'cpu'; write Resources\("):
+    with pytest.raises(ConfigError, match=r"resources must be a Resources, not 'cpu'; write Resources\("):
         call(mlp(), [], resources="cpu", **given)
 
 
@@ -350,7 +350,7 @@ def test_a_budget_that_is_too_small_is_refused_with_one_that_fits(tmp_path: Path
     with pytest.raises(ConfigError, match=r"disk=1.0 KiB is not enough: files of this run take about .* at once"):
         quantize(seeded(Chain()), W4A16_GPTQ, data, resources=qfx.Resources(output_dir=tmp_path / "new", disk=1024))
     assert not (tmp_path / "new").exists(), "a run that did nothing left something"
-    with pytest.raises(ConfigError, match="disk= is the budget of a run with output_dir="):
+    with pytest.raises(ConfigError, match="disk= limits a run that writes to output_dir=; set output_dir="):
         quantize(seeded(Chain()), "int8_static", data, resources=qfx.Resources(disk=1 << 30))
 
 

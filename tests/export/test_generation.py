@@ -531,7 +531,7 @@ def test_a_cache_that_was_not_measured_or_does_not_grow_is_refused() -> None:
         use_int8_cache(half, scales)
     apart = _cached("layers.0.keys", "Concat")
     apart.graph.append(ir.node("Neg", [apart.graph.inputs[0]]))
-    with pytest.raises(ExportError, match="is read apart from being appended to"):
+    with pytest.raises(ExportError, match=r"the graph does more with .* than append to it"):
         use_int8_cache(apart, scales)
 
 

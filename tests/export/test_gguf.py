@@ -272,7 +272,7 @@ def test_a_tokenizer_goes_into_the_file(tmp_path: Path) -> None:
         (spec(INT3), "GGUF holds int4, int5, int8"),
         (spec(UINT8), "GGUF holds int4, int5, int8"),
         (TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL), "GGUF holds int4, int5, int8"),
-        (spec(INT4, 16), "blocks have 32 inputs, which do not divide a group of 16"),
+        (spec(INT4, 16), "inputs in groups of 16 do not fit GGUF's blocks of 32; set a group_size"),
     ],
 )
 def test_what_no_block_holds_is_refused_with_every_layer(weight: TensorSpec, message: str, tmp_path: Path) -> None:

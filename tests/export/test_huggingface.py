@@ -816,7 +816,7 @@ def test_linears_that_servers_fuse_share_the_global_scale(passes: tuple[GPTQ, ..
     [
         (MXFP6_E3M2, "fp6_e3m2 in groups of 32; it holds fp4_e2m1 in groups of 16 or 32"),
         (MXFP8_E4M3.replace(group_size=16), "fp8_e4m3 in groups of 16; it holds"),
-        (MXFP8_E4M3.replace(scale=FLOAT32), "scales that are no powers of two; use an MX format"),
+        (MXFP8_E4M3.replace(scale=FLOAT32), "scales that are not powers of two; use an MX format"),
         (MXFP4.replace(group_size=16, scale=FLOAT32), "not E4M3 floats times one global scale; use"),
     ],
     ids=["format", "group", "float scales", "float scales in groups of NVFP4"],

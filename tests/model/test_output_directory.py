@@ -79,7 +79,7 @@ def test_two_runs_at_once_are_one_too_many(tmp_path: Path) -> None:
 def test_the_directory_for_blocks_is_another_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint and output_dir are both"):
         run(tmp_path / "out", checkpoint=tmp_path / "out")
-    with pytest.raises(ConfigError, match="output_dir is the path of a directory"):
+    with pytest.raises(ConfigError, match="output_dir must be the path of a directory"):
         quantize(cnn(), INT8_STATIC, images(4), resources=qfx.Resources(output_dir=""))
 
 

@@ -174,7 +174,7 @@ def noted(function: Function, rewrite: GraphPass, **options: Any) -> list[tuple[
 FREE = {"dynamic_shapes": ({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)}
 REASONS: dict[str, tuple[Function, GraphPass, dict[str, Any], str]] = {
     "not square": (lambda x: F.avg_pool2d(x, (3, 2)), use_dpu_averages, {}, "its kernel of 3×2 is not square"),
-    "exact": (lambda x: F.avg_pool2d(x, 2), use_dpu_averages, {}, "it is exact"),
+    "exact": (lambda x: F.avg_pool2d(x, 2), use_dpu_averages, {}, "the DPU averages it exactly"),
     "divisor": (
         lambda x: F.avg_pool2d(x, 3, divisor_override=5), use_dpu_averages, {}, "it divides 3×3 values by 5",
     ),
@@ -185,7 +185,7 @@ REASONS: dict[str, tuple[Function, GraphPass, dict[str, Any], str]] = {
     ),
     "size of a pool": (lambda x: F.adaptive_avg_pool2d(x, 1), use_dpu_averages, FREE, "the size varies"),
     "size of a mean": (lambda x: x.mean((2, 3)), use_dpu_averages, FREE, "the size varies"),
-    "mean, exact": (lambda x: x.mean(1), use_dpu_averages, {}, "it is exact"),
+    "mean, exact": (lambda x: x.mean(1), use_dpu_averages, {}, "the DPU averages it exactly"),
     "large, sizes vary": (
         lambda x: F.adaptive_avg_pool2d(x, 1), SplitLargePools(largest=9), FREE, "a pool over sizes that vary",
     ),

@@ -418,7 +418,7 @@ _BLOCK_FORMS = {*_MICROSCALING.values(), _NVFP4}
 
 
 def _block_weights(layer: Layer, weights: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the arguments and the form of small floats in groups."""
+    """Return the weight arguments and the name of the layout for weights in groups of 4-, 6-, or 8-bit floats."""
     weight = layer.weight
     if not layer.is_linear:
         raise ExportError(f"{weight.format} in groups, which it holds for linear layers; exclude it")

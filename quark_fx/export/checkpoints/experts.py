@@ -52,7 +52,9 @@ def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTe
     if not taken_apart(model, name, scale if scale.dim() == 3 else codes):
         return {}
     if stored.axis != 2 or scale.shape[:2] != codes.shape[:2]:
-        raise ExportError("a stack whose scales are not per channel or in groups of inputs; choose one of these")
+        raise ExportError(
+            "a stack whose scales are not per channel or in groups of inputs; set granularity='channel' or 'group'"
+        )
     if not _moves_rows(model, name, codes):
         raise ExportError("transformers changes this stack when saving in a way that its codes cannot follow")
     parts, scales, zero_points = (taken_apart(model, name, t) for t in (codes, scale, zero_point.expand_as(scale)))

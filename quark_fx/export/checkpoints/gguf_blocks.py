@@ -41,7 +41,10 @@ def type_of(weight: QuantizedTensor) -> str:
     group = group_size(weight) or inputs
     kind = _kind(weight, group)
     if kind not in _TWO_LEVELS and (group % _BLOCK or inputs % group):
-        raise ExportError(f"blocks have {_BLOCK} inputs, which do not divide a group of {group}")
+        raise ExportError(
+            f"{inputs} inputs in groups of {group} do not fit GGUF's blocks of {_BLOCK}; set a group_size that is a "
+            f"multiple of {_BLOCK} and divides the inputs"
+        )
     if kind in _TWO_LEVELS and inputs % _SUPER:
         raise ExportError(f"{kind} has blocks of {_SUPER} inputs, which do not divide {inputs}; {_SMALLER[kind]}")
     return kind

@@ -268,7 +268,7 @@ def _fields(package: Any) -> dict[str, str]:
 
 
 def _extra(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, Any]:
-    """Return the keys that llama.cpp reads, but not transformers' reader, which uses the fields' defaults."""
+    """Return the keys that llama.cpp reads and that transformers' GGUF reader ignores in favor of its defaults."""
     rope, both = package.Keys.Rope, _rope(config)
     theta, share = (both.get(name, getattr(config, name, None)) for name in ("rope_theta", "partial_rotary_factor"))
     values = {package.Keys.LLM.VOCAB_SIZE: config.vocab_size, rope.FREQ_BASE: theta}
@@ -299,7 +299,9 @@ def _frequencies(config: Any, architecture: str) -> dict[str, Tensor]:
     if kind == "default":
         return {}
     if kind != "llama3" or architecture != "llama":
-        raise ExportError(f"positions are scaled (rope_type {kind!r}), which is not written yet; choose a checkpoint")
+        raise ExportError(
+            f"positions are scaled (rope_type {kind!r}), which GGUF export does not support; use export.huggingface"
+        )
     utilities = importlib.import_module("transformers.modeling_rope_utils")
     scaled, _ = utilities.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     plain = rope["rope_theta"] ** -(torch.arange(len(scaled), dtype=torch.float32) / len(scaled))

@@ -45,7 +45,10 @@ _BLOCK = 128
 
 
 def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
-    """Write one algorithm for all layers; `weight_scale_2`, `input_scale`, and the scales of caches multiply.
+    """Write a checkpoint in ModelOpt's layout, which has one algorithm for all layers.
+
+    `weight_scale_2`, `input_scale`, and the scales of caches are factors; compressed-tensors divides by
+    its global scales.
 
     Source:
         vllm/model_executor/layers/quantization/modelopt.py of vLLM 0.32.

@@ -186,8 +186,8 @@ def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> No
     )
     if why:
         raise ExportError(
-            f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; {remedy}leave these "
-            "layers in float (exclude=), of experts all, choose another format, or use qmodel.save(directory)"
+            f"transformers cannot load {type(shell).__name__} from a {_DEFAULT} checkpoint: {why}; {remedy}leave these "
+            "layers in float (exclude=; all experts or none), choose another format, or use qmodel.save(directory)"
         )
 
 

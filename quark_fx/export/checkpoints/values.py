@@ -444,7 +444,7 @@ def unholdable(
     call = remedy.format(", ".join(map(repr, names)))
     way = "exclude them (exclude=, Override)" if remedy == _EXCLUDE else "leave them in float"
     return ExportError(
-        f"the checkpoint format cannot hold how these are quantized; {way} or change "
+        f"the checkpoint format does not support these quantized weights; {way} or change "
         "their specs:\n  " + "\n  ".join(lines) + f"\nTo leave these weights in float: {call}" * bool(names)
     )
 

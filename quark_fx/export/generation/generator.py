@@ -99,8 +99,8 @@ def _require_whole_cache(exported: Any) -> None:
     graph, runner = exported.components["decode"].program.graph, exported.runners["decode"]
     if not cache_of(graph.inputs):
         raise ExportError(
-            "these graphs keep no cache: the model was told not to; set model.generation_config.use_cache = True and "
-            "export again"
+            "these graphs keep no cache, because the model was exported with generation_config.use_cache = False; "
+            "set model.generation_config.use_cache = True and export again"
         )
     output = runner.unflatten([torch.empty(0, dtype=torch.float32)] * len(runner.session.get_outputs()))
     sliding = {index for index, _ in _sliding_layers(returned_cache(output))}

@@ -32,7 +32,9 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
         if past is None:
             _return_codes(model, output, scale)
         elif node is None or {use.node for use in past.uses() if use.node.op_type != "Shape"} != {node}:
-            raise ExportError(f"{name} is read apart from being appended to; an int8 cache is for caches that grow")
+            raise ExportError(
+                f"the graph does more with {name} than append to it, so it cannot be int8; export without cache="
+            )
         elif node.op_type == "GroupQueryAttention":
             _attend_to_codes(node, past, output, scale)
         elif node.op_type == "Concat" and len(node.inputs) == 2 and node.inputs[0] is past and _appends(node):

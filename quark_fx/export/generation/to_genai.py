@@ -102,7 +102,9 @@ def require_generator(model: nn.Module) -> None:
     try:
         layers = DynamicCache(config=model.config).layers
     except (KeyError, AttributeError, ValueError) as error:
-        raise ExportError(f"{name} has a cache that is not known here ({error!r})") from error
+        raise ExportError(
+            f"transformers does not tell which cache {name} uses ({error!r}); use GenerationQuantizer and generator"
+        ) from error
     # The exporters trace sliding layers as layers that keep all tokens; the window is in the mask.
     supported = (DynamicLayer, DynamicSlidingWindowLayer)
     kinds = [type(layer).__name__ for layer in layers if type(layer) not in supported]

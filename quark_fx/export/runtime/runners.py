@@ -89,7 +89,8 @@ class FileRunner(Runner):
     Attributes:
         runtime: Name of the runtime, which is also the name of its Python package.
         title: Name of the runtime in messages.
-        extra: Extra of quark_fx that installs the runtime, for a class of quark_fx; it is not inherited.
+        extra: Extra of quark_fx (`pip install 'quark_fx[...]'`) that installs the runtime. Subclasses do not inherit
+            it; without one, `runtime` is the package to install.
         workarounds: Module that registers the workarounds for the runtime (`register_workaround`), imported when the
             first file for it is written; empty if there is none.
         path: Path of the file.

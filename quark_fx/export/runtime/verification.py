@@ -400,7 +400,8 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
         for name, ours in named_tensors(qmodel.run_batch(batch)).items():
             if name not in results:
                 raise ExportError(
-                    f"the model of {path} returns no {name or 'lone tensor'}: it was made of another model"
+                    f"the model in {path} does not return {name or 'a single tensor'}; pass the model that was "
+                    "exported to it"
                 )
             compared.add(name or "output", ours, results[name])
     gm, names = qmodel.graph_module, list(compared.pairs)

@@ -48,7 +48,7 @@ def add_array(model: ir.Model, name: str, array: np.ndarray[Any, Any]) -> ir.Val
 
 
 def replace_node(node: ir.Node, value: ir.Value) -> None:
-    """Replace the only output of `node` by `value`, and remove the node."""
+    """Replace the only output of `node` with `value`, and remove the node."""
     output = node.outputs[0]
     if output.is_graph_output():
         value.name = output.name

@@ -64,7 +64,7 @@ def require_types(model: ir.Model, opset: int) -> None:
 
 
 def _needed(node: ir.Node) -> tuple[int, str, bool]:
-    """Return the opset that a node needs, the reason, and whether the contributed domain supports it in any opset."""
+    """Return the opset that a node needs, the reason, and whether `com.microsoft` supports it in every opset."""
     if node.domain == DOMAIN:
         return DEFAULT, node.op_type, False
     if node.op_type == "Cast":

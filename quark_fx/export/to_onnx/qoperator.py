@@ -444,7 +444,7 @@ def _unary(model: ir.Model, node: ir.Node) -> None:
 
 def _pool(model: ir.Model, node: ir.Node) -> None:
     if any(value != 1 for value in node.attributes.get_ints("dilations", [1])):
-        raise Declined("ONNX Runtime's integer AveragePool has no dilations")
+        raise Declined("ONNX Runtime's integer AveragePool does not support dilations")
     _unary(model, node)
 
 
@@ -475,7 +475,7 @@ def _move(model: ir.Model, node: ir.Node) -> None:
 def _replace_output(quantizer: ir.Node, value: ir.Value) -> None:
     output = quantizer.outputs[0]
     if output.is_graph_output():
-        raise Declined("its codes leave the graph")
+        raise Declined("its codes are an output of the graph")
     value.name = output.name
     ir.convenience.replace_all_uses_with(output, value)
     remove_node(quantizer)

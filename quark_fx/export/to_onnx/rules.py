@@ -267,7 +267,7 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int]) -> None:
         order: Permutation of the axes, in the convention of `Transpose`.
 
     Raises:
-        Declined: If another node reads the weight or one of the constants, such as a tied embedding.
+        Declined: If another node also reads the weight or one of the constants, such as for a tied embedding.
     """
     constants = [value for value in node.inputs if value is not None]
     if len(node.outputs[0].uses()) != 1 or not all(_may_transpose(value) for value in constants):

@@ -211,7 +211,7 @@ class Product:
         return parameter(self.gm, node).item()
 
     def insert(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Insert a call before the operator, with its notes and value; tensors become constants of the graph."""
+        """Insert a call before the operator, with a copy of its `meta`; tensors become constants of the graph."""
         with self.gm.graph.inserting_before(self.node):
             nodes = [get_attr(self.gm, "kernel_constant", a) if isinstance(a, Tensor) else a for a in args]
             call = self.gm.graph.call_function(target, tuple(nodes), kwargs)

@@ -59,7 +59,7 @@ class OpenVinoRunner(FileRunner):
         try:
             import openvino
         except ImportError as error:
-            raise ExportError("running a file in OpenVINO needs it: pip install 'quark_fx[openvino]'") from error
+            raise ExportError("OpenVINO is not installed; run pip install 'quark_fx[openvino]'") from error
         # By default, OpenVINO computes floats in bfloat16 on processors with it, and rounds activations for quantized
         # weights.
         options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "PERF_COUNT": profile}

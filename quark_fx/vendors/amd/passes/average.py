@@ -37,7 +37,7 @@ def use_dpu_averages(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
         return None
     factor = _ratio(gm, node)
     if factor == 1.0:
-        raise Declined("it is exact")
+        raise Declined("the DPU averages it exactly")
     return call(gm, torch.ops.aten.mul.Scalar, node, factor, like=node), f"multiplied by {factor}"
 
 
