@@ -783,7 +783,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "budget": (
         lambda _: (*factory("with_example"), "--memory", "lots"),
-        r"memory is a number of bytes, or text like",
+        r"memory must be a number of bytes, or text like",
     ),
 }
 

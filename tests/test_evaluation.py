@@ -168,7 +168,7 @@ def test_labels_that_are_no_class_numbers_are_refused_with_what_to_pass() -> Non
 
 def test_what_cannot_be_judged_is_refused() -> None:
     ids = torch.tensor([[3, 4, 5, 6]])
-    with pytest.raises(qfx.QuarkError, match=r"returns \(1, 7\) for 4 tokens in a row"):
+    with pytest.raises(qfx.QuarkError, match=r"returns logits of shape \(1, 7\) for rows of 4 tokens"):
         qfx.evaluate(lambda **_: torch.zeros(1, 7), LanguageModeling([{"input_ids": ids}]))
     with pytest.raises(qfx.QuarkError, match="labels run from -100 to 2, and the model has 3 classes"):
         qfx.evaluate(lambda x: x, Classification([(torch.eye(3), torch.tensor([0, -100, 2]))]))

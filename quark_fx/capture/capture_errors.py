@@ -29,7 +29,7 @@ from quark_fx.system.isolation import warn
 from quark_fx.system.memory import is_shortage
 
 _DEEPEST = 190
-"""Number of modules without a name that may contain each other."""
+"""Number of modules with numbers for names that may contain each other."""
 
 _HERE = str(Path(__file__).parent)
 
@@ -106,8 +106,9 @@ def _require_names(model: nn.Module) -> None:
     levels = {name: sum(not part.isidentifier() for part in path) for name, path in paths.items()}
     if deep := [name for name, count in levels.items() if count > _DEEPEST]:
         raise CaptureError(
-            f"{deep[0][:60]}… is nested in {levels[deep[0]]} modules without a name, as in nn.Sequential, and Python "
-            f"reads code of at most {_DEEPEST}; put the inner modules into one nn.Sequential, or set them as attributes"
+            f"{deep[0][:60]}… is nested in {levels[deep[0]]} modules that are numbered, as in nn.Sequential, and "
+            f"torch.fx can write code for at most {_DEEPEST}; put the inner modules into one nn.Sequential, or set "
+            "them as attributes"
         )
 
 
@@ -374,7 +375,7 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _first_varies(tree: Any) -> str:
-    """Return the literal of `dynamic_shapes` that makes the first dimension of every tensor in `tree` dynamic."""
+    """Return text for `dynamic_shapes` that makes the first dimension of every tensor in `tree` dynamic."""
     if isinstance(tree, Tensor):
         return "{0: Dim.AUTO}" if tree.dim() else "{}"
     if isinstance(tree, Mapping):

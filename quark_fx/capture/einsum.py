@@ -18,8 +18,9 @@ _aten = torch.ops.aten
 def spell_out_products(gm: GraphModule) -> None:
     """Rewrite each `einsum` of an activation and a value computed from parameters as a `matmul`, or as a `mul`.
 
-    Indices that both operands and the result have select matrices of a stack; at most one is supported. Indices of the
-    parameter alone are output channels. An equation that scales each element of the activation is a `mul`. Others stay.
+    Indices shared by both operands and the result are batch dimensions; at most one is supported. Indices that the
+    parameter shares with the result alone are output channels. An equation that scales each element of the activation
+    becomes a `mul`. Other equations are left unchanged.
     """
     constants = computed_constants(gm.graph)
     for node in list(gm.graph.nodes):

@@ -148,7 +148,7 @@ def _is_symbol(size: Any) -> bool:
 
 
 def sizes_of(node: Node) -> list[Any]:
-    """Return the sizes of an input, with symbols for dynamic ones; none if it is not a tensor."""
+    """Return the sizes of an input, with symbols for dynamic ones; an empty list if it is not a tensor."""
     value = node.meta.get("val")
     return list(value.shape) if isinstance(value, Tensor) else []
 

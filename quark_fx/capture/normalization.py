@@ -128,8 +128,7 @@ def _require_floats(gm: GraphModule) -> None:
             source = f"input {x.target} is" if x.op == "placeholder" else f"{x.name} is"
             raise CaptureError(
                 f"{source} {input_dtype}, and {describe(node)} multiplies it by weights in {weight_dtype}; convert "
-                f"the batch first, in the same way as for training: x.to({weight_dtype}), scaled alike "
-                "(pixels often / 255)"
+                f"the batch first, and scale it as in training, such as x.to({weight_dtype}) / 255 for pixels"
             )
 
 

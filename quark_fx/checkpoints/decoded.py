@@ -209,8 +209,7 @@ class DecodedFiles:
             )
         if method and not any(tensor.form for tensor in tensors.values()):
             raise CheckpointError(
-                f"{files.path} is quantized by {method} (config.json says in {key}), but holds no codes of that; fetch "
-                "the files again"
+                f"{files.path} holds no codes of {method}, which config.json names in {key}; fetch the files again"
             )
         return cls(files, tensors, method)
 

@@ -82,7 +82,7 @@ class _Header:
             raise ValueError("its header describes more than the file holds")
 
     def _fitting(self, count: int, least: int) -> int:
-        """Return a count of items of at least `least` bytes each, if they fit the rest of the file."""
+        """Return `count`; raise `ValueError` if that many items of `least` bytes do not fit the rest of the file."""
         if count * least > len(self.content) - self.position:
             raise ValueError(f"its header describes {count} items, more than the file holds")
         return count
@@ -103,7 +103,7 @@ class _Header:
         self._fitting(count, _SIZES.get(kind, 8))
         self.values += count
         if self.values > _MOST_VALUES:
-            raise ValueError(f"its header has more than {_MOST_VALUES} values, the most that is read")
+            raise ValueError(f"its header has more values than the limit of {_MOST_VALUES}")
         if kind == _STRING:
             for _ in range(count):
                 self._string()

@@ -122,8 +122,8 @@ class OnnxFiles:
         runtime: Runtime whose defects the file works around: `"onnxruntime"`, or a name for which `register_workaround`
             adds rows. Without a runtime, a file has no workarounds, and ONNX Runtime may compute other values from it.
         rules: Rewrites for this backend alone, which run last: see `quark_fx.export.onnx`.
-        check: Function that raises `ExportError` for an `onnx_ir.Model` that the backend does not load. Before
-            it, every file passes `onnx.checker`, and ONNX Runtime loads it.
+        check: Function that raises `ExportError` for an `onnx_ir.Model` that the backend does not load. It need not
+            repeat two general checks of every file: `onnx.checker` accepts it, and ONNX Runtime loads it.
 
     Raises:
         ConfigError: If `formats` is empty, or the backend does not read the default opset.

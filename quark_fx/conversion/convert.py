@@ -277,7 +277,7 @@ def _taken(job: _Job) -> Iterator[set[int]]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("a+b") as file:
         if not lock(file.fileno(), wait=False) and os.name == "posix":
-            raise ExportError(f"another process converts to {output}; wait until it has ended")
+            raise ExportError(f"another process is converting to {output}; wait until it has ended")
         if identity.is_file() and identity.read_text(errors="replace") != job.identity:
             raise ExportError(
                 f"{folder} holds an unfinished conversion of another source or scheme; repeat that call to finish it, "

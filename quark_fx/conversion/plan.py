@@ -362,7 +362,7 @@ def _together(spec: TensorSpec) -> int:
 
 
 def _stand_in(spec: TensorSpec, rows: int, columns: int) -> QuantizedTensor:
-    """Return a quantized matrix of few rows that has the scheme, and the refusals, of one with `rows` rows."""
+    """Return a small quantized matrix with the scheme of one with `rows` rows; writing it raises the same errors."""
     step = _together(spec)
     height = rows if rows < 3 * step else rows % step + step
     values = torch.arange(height * columns).reshape(height, columns).sin().add_(0.3)

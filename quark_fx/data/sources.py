@@ -100,7 +100,7 @@ def _installed(name: str) -> Path | str | list[str]:
 
 
 def _records(path: Path, text: str) -> list[tuple[str, Any]] | None:
-    """Return the values in a file of JSON or of a table, with their places; `None` for plain text."""
+    """Return the values in a JSON file or a table, each with its place for messages; `None` for plain text."""
     suffix = path.suffix.lower()
     if suffix in _DELIMITERS:
         return _rows(path, text, _DELIMITERS[suffix])

@@ -120,7 +120,7 @@ class BlockRun:
         read = torch.cat((sums.flatten(), sums.new_zeros(1) if training is None else training.view(1))).cpu()
         if not math.isfinite(trained := float(read[-1])):
             raise CalibrationError(
-                f"the reconstruction error of {self.operators} became {trained} while it was learned; lower the "
+                f"the reconstruction error of {self.operators} became {trained} during learning; lower the "
                 "learning rate, or exclude the operators"
             )
         noise, signal, count = read[:-1].view(-1, 3).unbind(1)

@@ -91,8 +91,8 @@ class Checkpoint:
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             missing = f"it does not say its {error.args[0]}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
-                f"checkpoint {file} cannot be read ({missing}): it is damaged, or of another block, run or version; "
-                "remove it, and the run computes that block again"
+                f"checkpoint {file} cannot be read ({missing}): it is damaged, or belongs to another block, run, or "
+                "version; remove it, and the run will compute that block again"
             ) from error
         return tensors, changes
 

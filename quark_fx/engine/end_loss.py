@@ -82,7 +82,7 @@ class EndLoss:
     def compared(
         self, results: Sequence[Any], float_results: Sequence[Any], positions: Positions | None
     ) -> tuple[Tensor, list[Any]]:
-        """Return the loss of results compared with the float graph's, and its gradients.
+        """Return the loss relative to the float graph, in two columns per result, and its gradients.
 
         The loss is the sum, over results, of the first column divided by the second. For several batches, add their
         columns first. For logits, the columns are KL divergences and their number; for other values, squared errors and

@@ -128,8 +128,8 @@ class Ranks:
         by_rank = self.gather(dict(values))
         if differ := [what for what in values if len({other.get(what) for other in by_rank}) > 1]:
             raise ConfigError(
-                f"the ranks do not quantize the same thing: they have another {' and '.join(differ)} each; give all of "
-                "them the same model (seed it), configuration and data (not shuffled, and whole: it is divided here)"
+                f"the ranks must agree, but differ in {' and '.join(differ)}; give all of them the same model (set the "
+                "same seed), configuration, and data (all batches, unshuffled: quantize divides them)"
             )
 
     def wait(self) -> None:

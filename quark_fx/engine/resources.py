@@ -170,11 +170,11 @@ def parse_bytes(limit: int | str | None, name: str) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?B)?)\s*", limit) if isinstance(limit, str) else None
     if match is None:
         raise ConfigError(
-            f'{name} is a number of bytes, or text like "6GiB" or "800 MB" in {", ".join(filter(None, _UNITS))}, '
+            f'{name} must be a number of bytes, or text like "6GiB" or "800 MB" in {", ".join(filter(None, _UNITS))}, '
             f"not {limit!r}"
         )
     if not (size := int(float(match[1]) * _UNITS[match[2]])):
-        raise ConfigError(f"{name} is more than nothing, not {limit!r}")
+        raise ConfigError(f"{name} must be at least one byte, not {limit!r}")
     return size
 
 

@@ -33,10 +33,10 @@ def evaluate(model: Any, task: Task) -> dict[str, float]:
     """Return the metrics of a model.
 
     Args:
-        model: Module in eval mode, result of `quantize` or `eager()`, path of an ONNX or GGUF file, of a directory that
-            `save` wrote, or of a checkpoint, or function that is called like the model.
-        task: `LanguageModeling`, `Classification`, `Embedding`, or your function, which gets a function that runs a
-            batch and returns a dictionary of metrics.
+        model: Module in eval mode; result of `quantize` or `eager()`; path of an ONNX file, a GGUF file, a checkpoint,
+            or a directory that `save` wrote; or a function that is called like the model.
+        task: `LanguageModeling`, `Classification`, `Embedding`, or a function. Your function gets a function that runs
+            a batch, and returns a dictionary of metrics.
 
     Raises:
         QuarkError: If the model cannot be read or run, or its results do not fit the task.
@@ -172,8 +172,8 @@ def _predictions(output: Any, row: int, counts: Tensor) -> Tensor:
     logits, tokens = main_tensor(output, "logits"), len(counts) + 1
     if logits.dim() != 3 or logits.shape[1] != tokens:
         raise QuarkError(
-            f"the model returns {tuple(logits.shape)} for {tokens} tokens in a row; language modeling takes logits "
-            "(rows, tokens, vocabulary) for every token"
+            f"the model returns logits of shape {tuple(logits.shape)} for rows of {tokens} tokens; language modeling "
+            "needs the shape (rows, tokens, vocabulary)"
         )
     return _log_probs(logits[row, :-1][counts])
 
@@ -226,8 +226,8 @@ def _labeled(batch: Any) -> tuple[Any, Tensor]:
     """Return the inputs and the labels of a batch."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise QuarkError(
-            "Classification takes pairs of inputs and labels, such as [(images, labels), ...]; got one "
-            f"{type(batch).__name__}"
+            "Classification takes pairs of inputs and labels, such as [(images, labels), ...]; this "
+            f"batch is of type {type(batch).__name__}"
         )
     try:
         labels = batch[1] if isinstance(batch[1], Tensor) else torch.from_numpy(np.asarray(batch[1]))

@@ -27,7 +27,7 @@ def matrix_of(constant: Constant) -> QuantizedTensor:
     if stored is None or stored.codes.dim() != 2:
         raise ExportError("checkpoints hold matrices of at most 8-bit codes with scales")
     if stored.format.bits > 8:
-        raise ExportError(f"checkpoints hold codes of at most 8 bits, not {stored.format}")
+        raise ExportError(f"checkpoints hold codes of at most 8 bits, not {stored.format}; choose a smaller format")
     (outputs, inputs), axis, block = stored.codes.shape, stored.axis, stored.block_size
     if axis == 1 and block:
         if block < inputs and inputs % block:

@@ -232,7 +232,7 @@ def _require_float32_or_less(x: Node) -> None:
 
 
 def _one_reader_each(gm: GraphModule) -> None:
-    """Give each consumer of a value in codes a separate `dequantize`: back ends match a pair around one operator."""
+    """Give each consumer of a quantized value a separate `dequantize`: back ends match a pair around one operator."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and str(node.target).startswith("quantized_decomposed.dequantize"):
             for reader in list(node.users)[1:]:

@@ -83,7 +83,7 @@ def data_files(model: ir.Model, folder: Path) -> set[Path]:
 
 
 def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    """Yield every tensor that a graph reads from other files: weights, subgraphs, functions, and constants."""
+    """Yield every tensor that a graph reads from other files, also in subgraphs, functions, and constants."""
     for graph in (model.graph, *model.graph.subgraphs()):
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):

@@ -284,7 +284,7 @@ def _wide(x: Tensor) -> Tensor:
 def _channel_constant(
     gm: GraphModule, node: Node, source: Node, sizes: Sequence[int], constants: Collection[Node]
 ) -> Tensor | None:
-    """Return an operand with size 1 where `sizes` have 1; `None` if it varies there, or is not constant."""
+    """Return a constant operand, cut to size 1 where `sizes` are 1; `None` if it varies there or is not constant."""
     if not is_constant(_before_expansions(source), constants):
         return None
     constant = constant_value(gm, _before_expansions(source), wide=True)

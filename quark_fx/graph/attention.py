@@ -124,7 +124,7 @@ def find_attentions(graph: Graph) -> Iterator[Attention]:
 
 
 def _spelled_out(softmax: Node) -> Attention | None:
-    """Return the attention that contains a softmax: one product precedes it, and one follows."""
+    """Return the attention around a softmax, with a product before and one after it; `None` if one is missing."""
     dim, rank = int(argument(softmax, 1)), len(_sizes(softmax))
     axis = dim if dim < 0 else dim - rank
     before, after = list(_scores(softmax.all_input_nodes[0], axis)), list(_mixes(softmax, axis))

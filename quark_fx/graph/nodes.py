@@ -187,7 +187,7 @@ def device_of(gm: GraphModule) -> torch.device:
 
 
 def own_tensors(gm: GraphModule, shared: Iterable[Tensor] | None = None) -> GraphModule:
-    """Give `gm` its own copy of every tensor it reads, and return it.
+    """Give `gm` its own copy of every tensor that it reads; return `gm`.
 
     Args:
         gm: Graph.

@@ -109,7 +109,7 @@ class Signature:
         if (condition := self.unmet(leaves)) is not None:
             raise QuarkError(
                 f"the inputs have the shapes {', '.join(f'{tuple(x.shape)}' for x in leaves if isinstance(x, Tensor))},"
-                f" and {condition.text} does not hold, which the captured path through the model's code requires"
+                f" but the captured path through the model's code requires {condition.text}"
                 f"{condition.place and ' at '}{condition.place}; pad or resize the inputs, or capture a batch of these "
                 "shapes"
             )
@@ -172,7 +172,7 @@ class Signature:
         return next((path_name(path) for path, leaf in paths if leaf == name), name)
 
     def literal_of(self, free: Mapping[str, Sequence[int]]) -> str:
-        """Return the literal of `dynamic_shapes` that makes some dimensions dynamic, by the names of inputs."""
+        """Return text for `dynamic_shapes` that makes the dimensions `free`, keyed by input name, dynamic."""
         sizes = {name: f"{{{', '.join(f'{i}: Dim.AUTO' for i in dims)}}}" for name, dims in free.items()}
         nested = self._nested(_Code(sizes.get(name)) for name in self.input_names)
         if nested is not None:
@@ -225,7 +225,7 @@ def path_name(path: pytree.KeyPath) -> str:
 
 
 def _differing(shape: tuple[int | None, ...], actual: tuple[int, ...]) -> list[int]:
-    """Return the dimensions whose size is fixed and another."""
+    """Return the dimensions whose size differs from the fixed one."""
     return [i for i, (size, other) in enumerate(zip(shape, actual, strict=True)) if size is not None and size != other]
 
 

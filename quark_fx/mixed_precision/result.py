@@ -209,7 +209,7 @@ class Search:
         return Table(_MEASURED, columns, self.verified)
 
     def _costs(self) -> list[Column[Any]]:
-        """Return the columns of a point of the curve: its costs and its error."""
+        """Return the table columns for a point of the curve: its costs and its error."""
         speed: list[Column[Any]] = [
             Column("ms", lambda point: point.latency, ".4g"),
             Column("of float", lambda point: (self._speed(point) or (None, None))[1], ".3f"),

@@ -233,7 +233,7 @@ def _by_size(space: Space, budget: Budget, verify: _Verify) -> _Tried:
         raise ConfigError(
             f"no mix of these candidates fits {budget}: the smallest takes {space.bits(smallest):.4g} bits per weight "
             f"({space.fixed + smallest:,} bytes, {space.fixed:,} of them in weights that stay in float); raise the "
-            "budget or add a candidate of fewer bits"
+            "budget or add a candidate with fewer bits"
         )
     tried = [(_verify(space, chosen, verify), chosen) for chosen in choices]
     _require_finite(tried)
@@ -265,7 +265,7 @@ def _by_written_size(space: Space, budget: Budget, verify: _Verify) -> tuple[Spa
         smallest = min((one for one, _ in (*tried, *mixtures)), key=lambda one: one.size)
         raise ConfigError(
             f"no mix of these candidates fits {budget}: the smallest that was written takes {smallest.size:,} bytes "
-            f"({smallest.name}); raise the budget or add a candidate of fewer bits"
+            f"({smallest.name}); raise the budget or add a candidate with fewer bits"
         )
     return space, ranked
 

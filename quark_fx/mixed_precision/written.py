@@ -53,8 +53,8 @@ def _temporary_folder() -> Iterator[Path]:
             yield Path(folder)
     except OSError as error:
         raise ExportError(
-            f"the directory of temporary files, where a model is written to measure its size, cannot be used: {error}; "
-            "make room, or set TMPDIR to another one"
+            f"a model cannot be written to the temporary directory to measure its size: {error}; free space there, or "
+            "set TMPDIR to another directory"
         ) from error
 
 

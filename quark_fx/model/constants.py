@@ -49,7 +49,7 @@ class Constant:
 
     @property
     def is_float(self) -> bool:
-        """True if the tensor holds the values themselves."""
+        """True if the values are stored as they are: not quantized, and not in another dtype."""
         return isinstance(self.stored, Tensor) and self.stored.dtype == self.dtype
 
     def value(self) -> Tensor:

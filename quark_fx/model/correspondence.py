@@ -208,7 +208,7 @@ def _place_computed(view: FloatView, computed: list[Node], changes: Corresponden
 
 
 def _compute_around(view: FloatView, node: Node, changes: Correspondence, outermost: int | None = None) -> bool:
-    """Let a module around a node compute its piece of the quantized graph; return whether such a module exists."""
+    """Find a module around a node that can compute a piece of the quantized graph; record it, and return true."""
     for call in calls_around(view.graph, node, outermost):
         piece = slice_of(view.originals[call.result], call.path)
         if piece is not None and view.value_of(piece.entry) is call.entry:

@@ -513,7 +513,8 @@ def placed(
         raise
     except Exception as error:  # a damaged graph may cause any error
         raise QuarkError(
-            f"the stored graph does not fit the model: {type(error).__name__}: {brief(str(error))}"
+            f"the stored graph does not fit the model: {type(error).__name__}: {brief(str(error))}; "
+            "save the quantized model again"
         ) from error
 
 

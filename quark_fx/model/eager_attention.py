@@ -139,8 +139,9 @@ class AttentionRounding(nn.Module):
             why: Clause that follows the module's path in the message.
         """
         raise QuarkError(
-            f"{self.path} {why}, so they cannot be rounded where they enter the cache; quantize this attention without "
-            f"kv_cache (Override(pattern={self.path!r}, kv_cache=None)), or run it without a cache (use_cache=False)"
+            f"{self.path} {why}, so keys and values cannot be rounded where they enter the cache; quantize this "
+            f"attention without kv_cache (Override(pattern={self.path!r}, kv_cache=None)), or run it without a cache "
+            "(use_cache=False)"
         )
 
 

@@ -85,12 +85,13 @@ def prepare_qat(qmodel: QuantizedModel, *, scales: bool = False) -> QATModel:
 class QATModel(nn.Module):
     """A quantized model that can be trained: `prepare_qat` creates one, `convert` turns it back.
 
-    It has the parameters of the original model: weights and biases with codes in float32, the others unchanged. Learned
-    scales are also parameters. The graph is the inference graph: batch norms are folded or keep their statistics,
-    dropout is removed, and `train()` changes nothing. `eager()` trains the same parameters in the original code.
+    It has the parameters of the original model: quantized weights and biases as float32 values, the others unchanged.
+    Learned scales are also parameters. The graph is the inference graph: batch norms are folded or keep their
+    statistics, dropout is removed, and `train()` changes nothing. `eager()` trains the same parameters in the original
+    code.
 
     Attributes:
-        quantized: Model it was made from, which does not change.
+        quantized: Quantized model from which this one was created; training does not change it.
         graph_module: Graph with flat inputs and outputs.
         signature: Call signature of the model.
     """

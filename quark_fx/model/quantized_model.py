@@ -97,7 +97,7 @@ class QuantizedModel(nn.Module):
         return self.signature.unflatten(self.graph_module(*leaves))
 
     def run_batch(self, batch: Any) -> Any:
-        """Run a batch in the form of calibration data: a tensor, a tuple of positions, or a mapping of keywords."""
+        """Run a batch of calibration data: a tensor, a tuple of positional inputs, or a mapping of keyword inputs."""
         args, kwargs = split_batch(batch)
         with torch.no_grad():
             return self(*args, **kwargs)

@@ -148,7 +148,7 @@ def _model_output(name: str, keys: list[str]) -> type:
     """Return the class `name` of transformers, or `dict` if the installed version lacks it or one of its fields."""
     module, _, leaf = name.rpartition(".")
     if not _MODEL_OUTPUT.fullmatch(module):
-        raise QuarkError(f"{brief(name)} is not a result of a model of transformers")
+        raise QuarkError(f"{brief(name)} is not an output class of transformers")
     kind: Any = None
     with suppress(ImportError):
         kind = vars(importlib.import_module(module)).get(leaf)

@@ -89,10 +89,11 @@ class Grid:
         return cls(scale, zero_point, scheme.limits, free, tensor.format)
 
     def times(self, ratio: Tensor | None) -> Grid:
-        """Return the grid with every stored scale multiplied, and rounded to one that can be stored.
+        """Return the grid with every stored scale multiplied by `ratio`, and rounded to a scale that can be stored.
 
         Args:
-            ratio: Factors in the shape of the stored scales; `None` for all ones. The product passes its gradient on.
+            ratio: Factors in the shape of the stored scales, to which rounding passes the gradient on; `None` leaves
+                the scales unchanged.
         """
         if ratio is None or self.free is None:
             return self

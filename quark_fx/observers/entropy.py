@@ -86,10 +86,10 @@ def modelopt_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor,
     Args:
         bins: Bins of one row.
         levels: Number of quantized bins.
-        inside: Candidates: numbers of bins inside the threshold, increasing.
+        inside: Candidate thresholds: increasing numbers of bins inside them.
 
-    Cells of candidate `i` start at bin `ceil(cell * i / levels)`. With `A` the count and `N` the number of non-empty
-    bins of a cell, `sum p log q` over its bins is `A log(A / N)`: prefix sums replace the loop over bins.
+    For a threshold with `n` bins inside, cell `c` starts at bin `ceil(c * n / levels)`. In a cell with count `A` and
+    `N` non-empty bins, `sum p log q` over the bins is `A log(A / N)`, so prefix sums replace the loop over bins.
     """
     counts = bins.counts[0].clone()
     counts[0] = counts[1]

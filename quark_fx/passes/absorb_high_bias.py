@@ -96,7 +96,7 @@ def _require_sum(gm: GraphModule, producer: Linear, reader: Linear) -> None:
     if reader.kind not in ("conv", "linear") or (reader.weight_at, reader.bias_at) != (1, 2):
         raise Declined(f"it is read by {target_name(reader.node)} (%{name})")
     if not is_parameter(reader.weight) or not (reader.bias is None or is_parameter(reader.bias)):
-        raise Declined(f"weight or bias of %{name} is not constant")
+        raise Declined(f"the weight or bias of %{name} is not constant")
     if reader.pads:
         raise Declined(f"%{name} pads with zeros, which would have to be lowered, too")
     rank = value_of(gm, producer.node).dim()

@@ -209,9 +209,9 @@ def _channels_of_keys(gm: GraphModule, attention: Attention) -> int:
     if not isinstance(keys, Cached):
         raise Declined(keys)
     if isinstance(values, Cached) and (keys.value, keys.reader) == (values.value, values.reader):
-        raise Declined("its keys are its values")
+        raise Declined("its keys and values are the same tensor")
     if query is keys.value and keys.reader is attention.scores:
-        raise Declined("its keys are its queries")
+        raise Declined("its keys and queries are the same tensor")
     if is_parameter(query):
         raise Declined("its queries are constants of the model")
     if output_node(gm) in keys.value.users:

@@ -90,7 +90,7 @@ class PairBound:
         return _exceeded(_pairs(self.rows(codes).to(torch.int16)), self.limit)
 
     def limited(self, codes: Tensor, position: Tensor | None = None) -> Tensor:
-        """Return codes without saturating pairs; other pairs do not change.
+        """Return codes in which no pair saturates; pairs that do not saturate stay the same.
 
         Args:
             codes: Integers in the weight's shape.

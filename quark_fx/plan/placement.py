@@ -119,7 +119,7 @@ class Coded(Quantized):
         weight_node: The `get_attr` node of the weight.
         linear: View of the product; `None` for a lookup table, and for a recurrent layer, which has one planned
             operator per weight.
-        pairs: Pairs of the weight's codes that the target may add in 16 bits, `None` if it does not.
+        pairs: Pairs of the weight's codes that the target may add in 16 bits, `None` without such sums.
     """
 
     weight: TensorSpec
@@ -219,7 +219,7 @@ def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = Fal
     """Decide how each weighted operator is quantized, and list the values to quantize.
 
     Warns about patterns of the configuration that select nothing, with the nearest names, and about a `kv_cache` in a
-    model without attention. `quiet` turns warnings and errors off, for plans that will be made again.
+    model without attention. `quiet` turns both off, for plans that only inspect the model.
 
     Raises:
         ConfigError: If the target cannot run operators with this configuration, unless `quiet`; it names all of them.
@@ -509,7 +509,7 @@ def _way(op: PlannedOperator) -> str:
 
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
-    """Raise `CalibrationError`, with the name, if a weight that gets codes, or its bias, holds NaN or infinity."""
+    """Raise `CalibrationError`, naming the tensor, if a quantized weight or its bias holds NaN or infinity."""
     coded = [operator for operator in operators if isinstance(operator, Coded)]
     with accelerator.checked_together():
         for operator in coded:
@@ -802,4 +802,4 @@ def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> No
         if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):
             continue  # a valid kind that this model does not have: presets name several
         near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
-        warn(f"pattern {pattern!r} selects no operator; names near it: {', '.join(near) or 'none'}")
+        warn(f"pattern {pattern!r} selects no operator; similar names: {', '.join(near) or 'none'}")

@@ -179,7 +179,7 @@ def _scales(node: Node) -> bool:
 
 
 def _terms(total: Node) -> Iterator[Node]:
-    """Yield the terms of a sum, without factors; a sum with other consumers, such as a residual stream, is one term."""
+    """Yield the terms of a sum before scalar factors and casts; a sum that is also used elsewhere is one term."""
     for value in total.all_input_nodes:
         value = _unscaled(value)
         if target_name(value) in _ADDING and len(value.users) == 1:

@@ -54,7 +54,7 @@ class Components:
             self._reason.scatter_reduce_(0, low, self._reason[high], "amax")
 
     def freeze(self, labels: Tensor, reason: int) -> bool:
-        """Fix the scale of `labels` to one, for `reason` > 0; return true if that changed anything."""
+        """Fix the scales of the components `labels` at one, for a `reason` above 0; return whether any was free."""
         roots = self.roots(labels[labels >= 0])
         free = roots[self._reason[roots] == 0]
         self._reason[free] = reason

@@ -91,7 +91,7 @@ class Mean:
             ValueError: If nothing was observed.
         """
         if self.total is None:
-            raise ValueError("nothing was observed")
+            raise ValueError("nothing was observed; call `observe` first")
         return (self.total / self.count).float()
 
 

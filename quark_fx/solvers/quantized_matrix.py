@@ -144,8 +144,8 @@ class QuantizedMatrix:
     def error(self, target: Tensor, h: Tensor) -> Tensor:
         """Return the relative squared error of the output, shape (), without waiting for the device.
 
-        For more than 512 output channels it is an unbiased estimate: rows are added up with random signs, in 512 sums
-        whose squares are measured. Every row counts; products of different rows cancel in expectation.
+        For more than 512 output channels, the result is an unbiased estimate: the rows are added with random signs in
+        512 sums, whose squares are measured. Products of different rows cancel in expectation.
 
         Args:
             target: Weight without error, of the shape of `real`.

@@ -50,7 +50,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
             raise OSError(f"{path.name} is not a regular file")
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise ValueError(f"{path.name} is larger than {limit / 2**20:g} MiB, the most that is read")
+        raise ValueError(f"{path.name} is larger than the limit of {limit / 2**20:g} MiB")
     return content
 
 
@@ -96,7 +96,7 @@ def parse_yaml(text: str) -> Any:
             more than `MAX_DEPTH` levels deep, or has more than `YAML_VALUES` values once aliases are expanded.
     """
     if len(text) > YAML_LIMIT:
-        raise ValueError(f"it is longer than {YAML_LIMIT} characters, the most that is read")
+        raise ValueError(f"it is longer than the limit of {YAML_LIMIT} characters")
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()

@@ -14,11 +14,11 @@ from quark_fx.numbers.qparams import Symmetry
 
 
 class Mover(NamedTuple):
-    """A row: an operator of ONNX that moves the values of its first input, or of all inputs.
+    """An ONNX operator that only moves the values of its first input, or of all inputs.
 
     Attributes:
-        crossed: Whether runtimes move quantizers across it.
-        on_codes: Whether ONNX Runtime moves codes of 8 bits with it, and `format="qoperator"` uses that.
+        crossed: Whether runtimes move quantizers across the operator.
+        on_codes: Whether ONNX Runtime runs the operator on 8-bit codes, as `format="qoperator"` requires.
     """
 
     crossed: bool = False

@@ -164,7 +164,7 @@ def test_a_site_is_scaled_when_all_that_read_it_are_selected() -> None:
 
 def test_a_pattern_of_a_pass_that_selects_nothing_is_reported() -> None:
     config = INTEGERS.replace(passes=(fold_batch_norm, GPTQ(only=("secnd.*", "last"))))
-    with pytest.warns(UserWarning, match=r"pattern 'secnd\.\*' selects no operator; names near it: second\."):
+    with pytest.warns(UserWarning, match=r"pattern 'secnd\.\*' selects no operator; similar names: second\."):
         qfx.quantize(model(), config, data(), progress=False)
 
 

@@ -262,7 +262,7 @@ def test_bytes_are_numbers_or_text_with_a_unit(given: Any, expected: int | None)
 
 @pytest.mark.parametrize("given", [0, -1, "", "GiB", "2 gb", "1e9", "-3GB", "2GiB or so"])
 def test_other_budgets_are_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r'memory is a number of bytes, or text like "6GiB" .* in KB, KiB, MB'):
+    with pytest.raises(ConfigError, match=r'memory must be a number of bytes, or text like "6GiB" .* in KB, KiB, MB'):
         qfx.Resources(memory=given)
 
 

@@ -458,7 +458,7 @@ def test_programs_without_our_operators_are_translated_as_ever() -> None:
 
 def test_transformers_without_quantizers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.exporters.quantizers.base", None)
-    with pytest.raises(ExportError, match=r"generation needs transformers with quantizers.*pip install -U"):
+    with pytest.raises(ExportError, match=r"generation needs onnx_ir, and a transformers whose.*pip install -U"):
         _hook_into_transformers.__wrapped__()
 
 

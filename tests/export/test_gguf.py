@@ -287,7 +287,7 @@ def test_quantized_activations_and_unknown_architectures_are_refused(tmp_path: P
         qfx.export.gguf(quantized(INT8_DYNAMIC.replace(exclude=FLOAT_ENDS)), tmp_path / "model.gguf")
     sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
     opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32, pad_token_id=0))
-    with pytest.raises(ExportError, match=r"models of type opt are not written as GGUF; known .*llama"):
+    with pytest.raises(ExportError, match=r"export.gguf does not support models of type opt; supported: .*llama"):
         qfx.export.gguf(quantized(config(EXACT["Q8_0"]), seeded(opt)), tmp_path / "model.gguf")
     scaled = llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(ExportError, match=r"positions are scaled .rope_type 'linear'"):

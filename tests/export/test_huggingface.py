@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
             exclude=FLOAT_ENDS,
             overrides=(Override(pattern="*.q_proj", weight=FOURS.replace(group_size=16)),),
         ),
-        "q_proj: AWQ holds one number of bits and one group size, here 4 and 32",
+        "q_proj: AWQ holds one bit width and one group size for all layers, here 4 and 32",
     ),
     "nothing": ("awq", QuantConfig(), "no weight is quantized"),
 }

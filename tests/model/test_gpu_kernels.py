@@ -227,7 +227,7 @@ REASONS: dict[str, tuple[tuple[int, int], torch.dtype, tuple[int, int], QuantCon
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
         QuantConfig(weight=FP8, input=TensorSpec(format=FP8_E5M2)),
     ),
-    "its weight is int8; torch multiplies floats by at most 4 bits": (
+    "its weight is int8; torch multiplies floats only by integers of at most 4 bits": (
         *((9, 0), HALF, (INPUTS, OUTPUTS)),
         QuantConfig(weight=CHANNEL),
     ),
@@ -283,7 +283,7 @@ def test_what_has_no_product_is_simulated_and_says_why(
 def test_tables_of_4_bits_are_simulated(device: torch.device) -> None:
     table = register_format(Codebook("table16", tuple(i / 8 for i in range(-8, 8))))
     _, simulated, kernels = of_layer(session(device, HALF), QuantConfig(weight=GROUPS.replace(format=table)))
-    assert "its weight is table16; torch multiplies floats by at most 4 bits" in str(kernels.kernel_report)
+    assert "its weight is table16; torch multiplies floats only by integers" in str(kernels.kernel_report)
     x = rand(2, 3, INPUTS).to(HALF).to(device)
     assert torch.equal(kernels(x), simulated(x))
 

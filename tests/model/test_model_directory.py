@@ -222,7 +222,7 @@ def edit_without_asserts(directory: Path) -> None:
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old().save(tmp_path)
     monkeypatch.setattr("quark_fx.model.model_directory.GRAPH_LIMIT", 100)
-    with pytest.raises(QuarkError, match=r"graph.json is larger than .* MiB, the most that is read"):
+    with pytest.raises(QuarkError, match=r"graph.json is larger than the limit of .* MiB"):
         qfx.load(tmp_path)
     with pytest.raises(QuarkError, match=r"the graph takes .* MiB, more than is read"):
         old().save(tmp_path)

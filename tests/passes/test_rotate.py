@@ -336,9 +336,9 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         k = self.p(x)
-        if self.kind == "its keys are its values":
+        if self.kind == "its keys and values are the same tensor":
             return F.scaled_dot_product_attention(x, k, k)
-        if self.kind == "its keys are its queries":
+        if self.kind == "its keys and queries are the same tensor":
             return F.scaled_dot_product_attention(k, k, x)
         if self.kind == "its queries are constants of the model":
             return F.scaled_dot_product_attention(self.asked, k, x)
@@ -350,8 +350,8 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     "reason",
     [
-        "its keys are its values",
-        "its keys are its queries",
+        "its keys and values are the same tensor",
+        "its keys and queries are the same tensor",
         "its queries are constants of the model",
         "the model returns its keys",
         "the channels of its queries and keys are not their last dimension",

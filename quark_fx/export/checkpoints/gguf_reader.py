@@ -120,7 +120,7 @@ class Reader:
         elif architecture is None or known_as is None:
             supported = ", ".join(sorted({*ARCHITECTURES, *(written[name] for name in fields if name in written)}))
             raise ExportError(
-                f"models of type {config.model_type} are not written as GGUF; known to its reader are {supported}"
+                f"export.gguf does not support models of type {config.model_type}; supported: {supported}"
             )
         else:
             processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config.to_dict())
@@ -244,15 +244,15 @@ class Reader:
         values = {field: value for field in fields if (value := self._value(field)) is not None}
         mine, theirs = (config.to_dict() for config in (self.config, type(self.config)(**values, **defaults)))
         differ = [
-            f"{field} ({value!r}, and this model has {mine[field]!r})"
+            f"{field} ({value!r}, but {mine[field]!r} in this model)"
             for field, value in theirs.items()
             # The model's code does not read fields that its class lacks.
             if field in mine and mine[field] != value and not any(fnmatch(field, pattern) for pattern in _IGNORED)
         ]
         if differ:
             raise ExportError(
-                f"GGUF readers assume other values for fields of {self.architecture} without a key: "
-                f"{', '.join(differ)}; choose a checkpoint"
+                f"GGUF has no keys for some fields of {self.architecture}, and its readers assume other values: "
+                f"{', '.join(differ)}; use export.huggingface instead"
             )
 
 

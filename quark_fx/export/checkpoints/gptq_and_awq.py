@@ -35,12 +35,12 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
         if not isinstance(layer.module, nn.Linear) or not weight.format.is_integer or weight.format.bits not in bits:
             raise ExportError(f"{form} holds linear layers of {' or '.join(map(str, bits))}-bit integers, no experts")
         if layer.input is not None:
-            raise ExportError(f"{form} has no place for quantized activations")
+            raise ExportError(f"{form} has no place for quantized activations; quantize with input=None")
         if (weight.format.bits, row_or_group(weight, groups)) != common:
             size = "all inputs" if common[1] == -1 else common[1]
             raise ExportError(
-                f"{form} holds one number of bits and one group size, here {common[0]} and {size}; set group_size= to "
-                "a divisor of all layers' inputs"
+                f"{form} holds one bit width and one group size for all layers, here {common[0]} and {size}; give this "
+                "layer the same bit width, and all layers a group_size that divides their inputs"
             )
         return {}
 

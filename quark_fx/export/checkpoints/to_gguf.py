@@ -176,7 +176,7 @@ def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list
                 tensors += _floats(name, checkpoint.tensors[name], reader, package)
             elif name in layers:
                 if layers[name].input is not None:
-                    raise ExportError("GGUF has no place for quantized activations")
+                    raise ExportError("GGUF has no place for quantized activations; quantize with input=None")
                 tensors += _quantized(name, layers[name].matrix, None, reader, package)
             else:
                 shape = tuple(checkpoint.shell.get_parameter(name).shape)

@@ -354,8 +354,8 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
                 raise ExportError(f"{what} {shape} that transformers does not take apart; leave it in float")
             if leaf != "weight" or not simple:
                 raise ExportError(
-                    "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
-                    f"{leaf} of a {type(module).__name__}, {shape}"
+                    "checkpoints hold only weights of nn.Linear and nn.Embedding with one input, and this is the "
+                    f"parameter {leaf}, shape {shape}, of a {type(module).__name__}; leave it in float"
                 )
             matrix_of(constant)  # raise early for weights that are not matrices
             read = correspondence.rounding.inputs.get(path)

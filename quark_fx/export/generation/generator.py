@@ -48,7 +48,7 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
     _require_whole_cache(exported)
 
     class Generator(base):  # type: ignore[misc]
-        """`base`, computed by ONNX Runtime."""
+        """A model with the interface of `base` that ONNX Runtime computes."""
 
         @property
         def device(self) -> torch.device:
@@ -112,7 +112,7 @@ def _require_whole_cache(exported: Any) -> None:
 
 
 def cut_layers(graph: ir.Graph) -> set[int]:
-    """Return the layers with keys or values to which a graph does not just append the new ones."""
+    """Return the indices of the layers where a graph does more than append new keys and values to the cache."""
     taken = cache_of(graph.inputs)
     matches = [(_KEYS_OR_VALUES.fullmatch(name), value) for name, value in cache_of(graph.outputs).items()]
     return {int(match[1]) for match, value in matches if match and not _appends(taken.get(match[0]), value)}

@@ -116,7 +116,7 @@ def _hook_into_transformers() -> None:
         from transformers.exporters.utils import register_patch
     except ImportError as error:
         raise ExportError(
-            f"generation needs transformers with quantizers for its exporters, and onnx_ir ({error}): "
+            f"generation needs onnx_ir, and a transformers whose exporters take quantizers ({error}): "
             "pip install -U 'quark_fx[onnx,hf]'"
         ) from error
     ExportQuantizer.register(GenerationQuantizer)

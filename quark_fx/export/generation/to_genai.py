@@ -109,10 +109,10 @@ def require_generator(model: nn.Module) -> None:
     supported = (DynamicLayer, DynamicSlidingWindowLayer)
     kinds = [type(layer).__name__ for layer in layers if type(layer) not in supported]
     if kinds or not layers:
-        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "no layers"
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"
         raise ExportError(
-            f"{name} has a cache of other layers than keys and values of all tokens: {counts} of {len(layers)}; use "
-            "GenerationQuantizer and generator"
+            f"GenAI needs a cache of keys and values in every layer; of the {len(layers)} cache layers of {name}, "
+            f"these differ: {counts}; use GenerationQuantizer and generator"
         )
 
 

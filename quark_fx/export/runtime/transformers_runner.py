@@ -86,7 +86,10 @@ def _require_version(config: dict[str, Any], path: Path) -> None:
     """Raise `ExportError` if transformers does not read the layout, or only with a newer compressed-tensors."""
     told = config.get("quantization_config")
     if isinstance(told, dict) and told.get("quant_method") == "modelopt":
-        raise ExportError(f"{path} has ModelOpt's layout, which vLLM reads and transformers does not")
+        raise ExportError(
+            f"{path} has ModelOpt's layout, which vLLM reads and transformers does not; run it in vLLM, or export with "
+            "format='compressed-tensors'"
+        )
     with suppress(PackageNotFoundError):  # transformers says that it is missing
         if isinstance(told, dict) and told.get("quant_method") == "compressed-tensors":
             needed, installed = str(told.get("version") or "0"), version("compressed-tensors")

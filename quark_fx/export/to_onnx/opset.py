@@ -153,7 +153,9 @@ def use_contrib_domain(model: ir.Model) -> None:
         node.domain, node.version = CONTRIB, 1
         moved += 1
     if bad:
-        raise ExportError(f"domain='{CONTRIB}' has no kernel for\n" + "\n".join(bad) + "\nDrop it, with opset=21.")
+        raise ExportError(
+            f"domain='{CONTRIB}' has no kernel for\n" + "\n".join(bad) + "\nDrop domain=, and use opset=21."
+        )
     if not moved:
-        raise ExportError(f"domain='{CONTRIB}' is of quantizers, and this model has none in pairs; drop it")
+        raise ExportError(f"domain='{CONTRIB}' is for pairs of quantizers, and this model has none; drop domain=")
     model.opset_imports[CONTRIB] = 1

@@ -38,7 +38,7 @@ _EIGHT = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
 def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
-    """Rewrite every operator that has an integer form; return the quantized parts that keep their pairs.
+    """Rewrite every operator that has an integer form; return those that remain in pairs of quantizers, and why.
 
     Raises:
         ExportError: If no operator can be rewritten.
@@ -180,7 +180,7 @@ class Result:
     Attributes:
         codes: Codes of the output.
         quantizer: Node that makes the codes.
-        clamp: `Relu` or `Clip` before the quantizer; `None` without.
+        clamp: `Relu` or `Clip` before the quantizer; `None` if there is no such node.
         bounds: Smallest and largest value after the clamp.
     """
 

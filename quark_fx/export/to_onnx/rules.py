@@ -105,7 +105,7 @@ def apply_rule(rule: Any, model: ir.Model) -> tuple[Kept, ...]:
         return rule(model)
     if not isinstance(rule, RewriteRule):
         raise ExportError(
-            f"{rule!r} is not a rule of an ONNX file; decorate a function of a model and a node with onnx_rule, or "
+            f"{rule!r} is not an ONNX rule; decorate a function that takes a model and a node with onnx_rule, or "
             "give the `rule()` of an onnxscript pattern"
         )
     reasons = _Reasons()

@@ -193,7 +193,9 @@ def _tiled(scale: Tensor) -> Tensor:
 def int4_linear(product: Product) -> None:
     """Multiply bfloat16 by codes of at most 4 bits with scales for up to 256 inputs (tinygemm)."""
     if not product.weight.format.is_integer or product.weight.format.bits > 4:
-        raise Declined(f"its weight is {product.weight.format}; torch multiplies floats by at most 4 bits on GPUs")
+        raise Declined(
+            f"its weight is {product.weight.format}; torch multiplies floats only by integers of at most 4 bits on GPUs"
+        )
     bias, (codes, scale, zero_point) = product.bias(), groups_of(product.matrix())
     outputs, _, inputs = codes.shape
     size = gcd(inputs, 256)

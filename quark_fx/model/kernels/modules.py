@@ -86,7 +86,7 @@ Kinds = set[tuple[torch.dtype, torch.device]]
 
 
 def keep_as_it_is(model: nn.Module) -> None:
-    """Let a model with kernels reject another dtype or device before any of its modules has changed."""
+    """Make a model with kernels reject a conversion to another dtype or device before any of its modules changes."""
     kernels = [m for m in model.modules() if isinstance(m, KernelModule)]
     kinds = {(dtype, m.weight.device) for m in kernels for dtype in (torch.float32, m.dtype)}
     vars(model)["_apply"] = partial(_apply_if_unchanged, model, kinds)

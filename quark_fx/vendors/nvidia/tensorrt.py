@@ -139,7 +139,7 @@ def _is_read(value: ir.Value) -> bool:
 
 
 def _pair(node: ir.Node) -> str | None:
-    """Return the fault of a quantizer or dequantizer: its type, zero points, or scales; `None` without fault."""
+    """Return the unsupported type, zero points, or scales of a quantizer or dequantizer; `None` if there are none."""
     codes, scale = _code_type(node), _array(_input(node, 1))
     if codes not in _CODES:
         return f"codes of {codes}; it supports {', '.join(_CODES)}"
@@ -161,7 +161,7 @@ def _pair(node: ir.Node) -> str | None:
 
 
 def _int4(node: ir.Node, scale: Any) -> str | None:
-    """Return the fault of an int4 quantizer or dequantizer: its operand or its blocks; `None` without fault."""
+    """Return the unsupported operand or blocks of an int4 quantizer or dequantizer; `None` if both are supported."""
     if _array(_input(node, 0)) is None and not _is_of_weight(node):
         return "an activation in INT4, which it supports only for weights"
     size, rank = node.attributes.get_int("block_size", 0), scale.ndim
