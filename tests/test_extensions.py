@@ -794,7 +794,7 @@ def test_a_rule_of_the_user_rewrites_what_it_can_and_says_what_it_declined(tmp_p
     assert not plain.kept
     (declined,) = file.kept
     assert (declined.operator, declined.rule) == ("Mul", "FuseQuickGelu")
-    assert declined.reason == "it has 16 factors, and the kernel one"
+    assert declined.reason == "it has 16 factors, and the kernel takes one"
     assert f"declined by FuseQuickGelu: {declined.name} (Mul): it has 16 factors" in str(file.report())
     assert qfx.verify(qmodel, file, data).max_steps <= 1
 
@@ -845,7 +845,7 @@ def test_a_rule_says_which_nodes_it_is_for(operators: tuple[Any, ...]) -> None:
 
 def test_what_is_no_rule_is_refused(tmp_path: Path) -> None:
     qmodel = quantize(cnn(), "int8_weight_only", images(4))
-    with pytest.raises(qfx.ExportError, match="is not a rule of an ONNX file; decorate a function"):
+    with pytest.raises(qfx.ExportError, match="is not an ONNX rule; decorate a function"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx", rules=[print])
     assert not list(tmp_path.iterdir())
 

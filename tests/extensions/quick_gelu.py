@@ -10,7 +10,7 @@ from onnxscript.rewriter.pattern import RewriteRuleClassBase
 
 
 class FuseQuickGelu(RewriteRuleClassBase):  # type: ignore[misc]
-    """Take `x * sigmoid(a * x)` for one node where `a` is a single number."""
+    """Replace `x * sigmoid(a * x)` with one node if `a` is a single number."""
 
     def pattern(self, op: Any, x: Any, factor: Any) -> Any:
         return op.Mul(x, op.Sigmoid(op.Mul(x, factor)))
@@ -18,9 +18,9 @@ class FuseQuickGelu(RewriteRuleClassBase):  # type: ignore[misc]
     def check(self, context: Any, x: ir.Value, factor: ir.Value, **_: Any) -> MatchResult:
         number = ir.convenience.get_const_tensor(factor)
         if number is None:
-            return MatchResult().fail("its factor is no constant", factor)
+            return MatchResult().fail("its factor is not a constant", factor)
         if number.size != 1:
-            return MatchResult().fail(f"it has {number.size} factors, and the kernel one", factor)
+            return MatchResult().fail(f"it has {number.size} factors, and the kernel takes one", factor)
         return MatchResult()
 
     def rewrite(self, op: Any, x: ir.Value, factor: ir.Value, **_: Any) -> ir.Value:

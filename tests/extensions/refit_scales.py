@@ -1,4 +1,4 @@
-"""A solver of one file: least-squares scales for the codes there are."""
+"""A solver of one file: least-squares scales for the current codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 @solver
 @dataclass(frozen=True, kw_only=True)
 class RefitScales(Solver):
-    """Choose, for the codes there are, the scales with which each operator's output is nearest.
+    """Choose the scales that bring each operator's output nearest to the float output; keep the codes.
 
     For one output, `|sum_b s_b q_b X - w X|^2` is quadratic in the scales `s_b` of its blocks: one small linear
     system, `A s = c` with `A_bc = q_b H q_c'` and `c_b = q_b H w'`.
