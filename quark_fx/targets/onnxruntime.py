@@ -18,7 +18,7 @@ class Mover(NamedTuple):
 
     Attributes:
         crossed: Whether runtimes move quantizers across the operator.
-        on_codes: Whether ONNX Runtime runs the operator on 8-bit codes, as `format="qoperator"` requires.
+        on_codes: Whether ONNX Runtime runs the operator on 8-bit codes; `format="qoperator"` requires it.
     """
 
     crossed: bool = False
