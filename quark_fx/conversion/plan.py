@@ -31,7 +31,6 @@ from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
-from quark_fx.plan.roles import HEAD
 from quark_fx.plan.table import Table, tuples
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.quantization import needs_data
@@ -264,16 +263,16 @@ def plan(
         )
     in_float = [name for name in reasons if role_of.get(name) != EMBEDDING]
     ignored = _left(in_float, scheme_of, source, config)
-    if HEAD not in role_of.values():
-        ignored.append(_TIED_HEAD)
+    if not any(re.match(_TIED_HEAD, name) for name in kinds):
+        ignored.append(f"re:{_TIED_HEAD}")
     configuration = schemes.configuration(ignored)
     return Conversion(source.files.path, output, tensors, configuration, notes * bool(source.method), left_out)
 
 
 _WEIGHT, _BIAS = ".weight", ".bias"
 
-_TIED_HEAD = "re:.*lm_head"
-"""Entry of `ignore` for a head that is the embedding: no tensor has its name, and a reader builds a linear layer."""
+_TIED_HEAD = r"(.*[.])?(\w*lm_head|embed_out|proj_out|decoder)$"
+"""Names of heads that are tied to the embedding: no tensor has such a name, and a reader builds a linear layer."""
 
 _TRANSPOSED = (
     "its matrix is stored as (inputs, outputs), as the biases of layers with this name show (Conv1D of GPT-2); servers "

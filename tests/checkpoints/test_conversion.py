@@ -237,16 +237,37 @@ def test_a_llama_is_what_the_export_writes(name: str, llama: tuple[Path, qfx.Ses
             assert model(input_ids=IDS).logits.isfinite().all()
 
 
-def test_a_head_that_is_the_embedding_stays_in_float(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, vocab_size=96, tie_word_embeddings=True)
-    seeded(transformers.LlamaForCausalLM(config)).save_pretrained(tmp_path / "llm")
-    assert "lm_head.weight" not in stored(tmp_path / "llm")
-    qfx.convert(tmp_path / "llm", "int8_weight_only", tmp_path / "out", progress=False)
-    loaded, told = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+TIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "lm_head": ("LlamaForCausalLM", {"intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}),
+    "proj_out": (
+        "WhisperForConditionalGeneration",
+        {
+            "d_model": 64,
+            **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
+        },
+    ),
+    "cls.predictions.decoder": ("BertForMaskedLM", {"num_hidden_layers": 1, "num_attention_heads": 2}),
+    "lm_head.decoder": ("RobertaForMaskedLM", {"num_hidden_layers": 1, "num_attention_heads": 2}),
+}
+"""Classes with a head that is the embedding, by its name."""
+
+
+@pytest.mark.parametrize("head", TIED)
+def test_a_head_that_is_the_embedding_stays_in_float(head: str, tmp_path: Path) -> None:
+    kind, sizes = TIED[head]
+    cls = getattr(transformers, kind)
+    config = cls.config_class(**{"hidden_size": 64, **sizes}, vocab_size=96, tie_word_embeddings=True)
+    seeded(cls(config)).save_pretrained(tmp_path / "source")
+    assert f"{head}.weight" not in stored(tmp_path / "source")
+    qfx.convert(tmp_path / "source", "int8_weight_only", tmp_path / "out", progress=False)
+    loaded, told = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not told["missing_keys"]
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert not hasattr(loaded.lm_head, "quantization_scheme")
+    layer = loaded.get_submodule(head)
+    assert layer.weight is loaded.get_input_embeddings().weight
+    assert not hasattr(layer, "quantization_scheme")
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
