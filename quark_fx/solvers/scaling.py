@@ -59,7 +59,7 @@ class MeasuredSite:
     that follow from the others.
 
     Attributes:
-        statistics: Statistics of all calibration data, on the host, from which the applied scale follows.
+        statistics: Statistics of all calibration data, from which the applied scale follows.
         error: Function that returns relative squared errors on calibration data, shape (n,); the search minimizes their
             mean.
         validation_errors: Function that returns such errors alternately on validation and on calibration data. Their
@@ -269,7 +269,8 @@ def _search(
                 break
         return point
 
-    best = sum((axis * ((size - 1) // 2) for axis, size in zip(axes, sizes, strict=True) if size <= _LONG), 0 * axes[0])
+    middles = [(size - 1) // 2 if size <= _LONG else 0 for size in sizes]
+    best = torch.tensor(middles, dtype=torch.int64).to(device)
     for axis, size in zip(axes, sizes, strict=True):
         if size > _LONG or rounds:
             places = (*range(0, size - 1, (size - 1) // 5), size - 1) if size > _LONG else range(size)

@@ -20,7 +20,7 @@ from quark_fx.passes import AWQ, AdaRound, SmoothQuant
 from quark_fx.passes.awq import _TRIES
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 from quark_fx.rescale.components import largest_per_component, per_element
-from quark_fx.solvers.sampled_scaling import SampleStatistics
+from quark_fx.solvers.sampled_scaling import SampledScaling, SampleStatistics
 from quark_fx.solvers.samples import CALIBRATION, Samples
 from quark_fx.solvers.scaling import _ROUNDS, _refusal, _search, scaling_solver
 from quark_fx.solvers.solver import Bias, OutputError, Solver, solver
@@ -200,6 +200,32 @@ def test_what_is_seen_of_a_site_is_that_of_its_samples(monkeypatch: pytest.Monke
     torch.testing.assert_close(seen.largest, x.abs().amax(0))
     torch.testing.assert_close(seen.largest_weight, model[1].weight.detach().abs().amax(0))  # type: ignore[operator]
     torch.testing.assert_close(next(s for s in sites if s.without == 3).largest, x[:12].abs().amax(0))
+
+
+@scaling_solver
+@dataclass(frozen=True, kw_only=True)
+class Fixed(SampledScaling):
+    """Divide outliers by the geometric mean of activations and weights."""
+
+    @property
+    def grid(self) -> dict[str, list[float]]:
+        """Return a grid without parameters."""
+        return {}
+
+    def scale(self, statistics: SampleStatistics, values: tuple[float, ...]) -> Tensor:
+        """Return the scale."""
+        return (statistics.largest.clamp_min(1e-3) / statistics.largest_weight).sqrt()
+
+
+def test_a_formula_without_parameters_needs_no_search() -> None:
+    assert found(lambda point: 1.0, ()) == ()
+    model = seeded(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)))
+    with torch.no_grad():
+        model[0].weight[3] = 50.0
+    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, Fixed()))
+    qmodel = quantize(model, config, [rand(8, 16, seed=i) for i in range(6)])
+    (changes,) = [one.changes for one in qmodel.report().passes if one.name == "Fixed"]
+    assert [change.changed for change in changes] == [True]
 
 
 def test_components_go_to_elements_and_back() -> None:
