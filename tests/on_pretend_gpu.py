@@ -282,8 +282,9 @@ FORMAT_APART = (
 """Presets that run the code of others: they differ from one in number formats of one kind, or in symmetry."""
 
 
+@cache
 def configurations() -> dict[str, QuantConfig]:
-    """Return every preset but `FORMAT_APART`, and a configuration with each pass that no preset has."""
+    """Return every preset, and a configuration with each pass that no preset has."""
     static, w4 = PRESETS["int8_static"], PRESETS["w4a16_rtn"]
     few: dict[str, Any] = {"iterations": 2}
     on_static = [passes.AdaQuant(**few), passes.AdaRound(iterations=1), passes.BiasCorrection(), passes.SmoothQuant()]
@@ -292,7 +293,7 @@ def configurations() -> dict[str, QuantConfig]:
     on_w4 += [passes.NormalizeColumns(), passes.LowRank(rank=4), passes.Rotate()]
     on_w4 += [passes.AWQ(feedback=True), passes.GPTQ(asymmetry=1.0)]
     learned = passes.LearnRotations(**few)
-    found = {name: config for name, config in PRESETS.items() if name not in FORMAT_APART}
+    found = {**PRESETS}
     found |= {str(learned): PRESETS["w4a4_dynamic"].replace(passes=(learned,))}
     found |= {str(one): static.replace(passes=(*static.passes, one)) for one in on_static}
     return found | {str(one): w4.replace(passes=(one,)) for one in on_w4}
@@ -316,11 +317,14 @@ def assert_same_tensors(ours: qfx.QuantizedModel, theirs: qfx.QuantizedModel, na
         assert torch.equal(value.cpu(), other[key].cpu()), (name, key)
 
 
-def test_every_preset_and_solver_makes_the_tensors_of_the_cpu(pretend_gpu: PretendGPU) -> None:
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.whole)])
+def test_every_preset_and_solver_makes_the_tensors_of_the_cpu(apart: bool, pretend_gpu: PretendGPU) -> None:
+    assert PRESETS.keys() >= {*FORMAT_APART}
     session = qfx.Session(seeded(Net()), batches(4), resources=qfx.Resources(device=DEVICE))
-    for name, config in configurations().items():
+    chosen = {name: config for name, config in configurations().items() if (name in FORMAT_APART) == apart}
+    for name, config in chosen.items():
         assert_same_tensors(on_cpu(name), qfx.quantize(session, config, progress=False), name)
-    assert pretend_gpu.waits.total() > len(configurations())  # they ran there
+    assert pretend_gpu.waits.total() > len(chosen)  # they ran there
 
 
 def test_spilled_activations_make_the_same_tensors(pretend_gpu: PretendGPU) -> None:

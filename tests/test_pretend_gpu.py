@@ -24,13 +24,14 @@ FILES = (
 
 
 @pytest.mark.slow
-def test_on_a_pretend_gpu() -> None:
+@pytest.mark.parametrize("cells", ["not whole", pytest.param("whole", marks=pytest.mark.whole)])
+def test_on_a_pretend_gpu(cells: str) -> None:
     """Run pytest with it."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "pretend_gpu", "--tb=short"]
     own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     own |= {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS))), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "-k", "pretend", *(str(TESTS / file) for file in FILES)],
+        [*command, "-k", "pretend", "-m", cells, *(str(TESTS / file) for file in FILES)],
         cwd=TESTS.parent,
         env=own,
         capture_output=True,

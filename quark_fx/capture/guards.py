@@ -92,7 +92,7 @@ def _as_multiple(guard: Any) -> Any:
 
 def _is_of_pieces(guard: Any) -> bool:
     """Tell whether a guard is about the number of pieces of a `split` or `chunk`."""
-    return getattr(guard.sloc.framework_loc, "name", "") == "split"
+    return getattr(guard.sloc.framework_loc, "name", "") == "split" and not _place_of(guard)
 
 
 def _varies(guard: Any, limits: Mapping[Any, Any]) -> bool:

@@ -52,8 +52,11 @@ class Cached:
             part = pending.pop()
             if motion(part) in (Motion.JOIN, Motion.SCATTER):
                 pending += part.all_input_nodes
-            elif part is not self.value and len(part.all_input_nodes) == 1:
+            elif len(part.all_input_nodes) == 1:
                 sizes, before = _sizes(part), _sizes(part.all_input_nodes[0])
+                if sizes == before:  # a cast or a copy
+                    pending += part.all_input_nodes
+                    continue
                 narrower = len(sizes) == len(before) == len(whole) and sizes[self.channels] != whole[self.channels]
                 if narrower and any(before[d] == "1" != sizes[d] for d in self.heads):
                     return True

@@ -268,6 +268,19 @@ def test_generate_goes_by_what_the_export_was_told(fused: SimpleNamespace) -> No
     assert generator(exported, threads=1).generate(PROMPT).shape == (2, 12)
 
 
+@pytest.mark.whole
+def test_rounded_activations_are_multiplied_in_integers() -> None:
+    model = eager(qwen3, "int8_dynamic")
+    exported = export(model, GenerationQuantizer(), "cpu")
+    for component in exported.components.values():
+        found = operators(component.program)
+        assert found["MatMulInteger"] == 8
+        assert found["DynamicQuantizeLinear"] == 5, "one for each activation, however many weights read it"
+    assert torch.equal(
+        generator(exported, threads=1).generate(PROMPT[:1], **GREEDY), model.generate(PROMPT[:1], **GREEDY)
+    )
+
+
 def test_codes_are_appended_to_codes_and_looked_up_as_codes() -> None:
     model = eager(gpt2, "int8_weight_only")
     scales = CacheScales.measure(model, [{"input_ids": PROMPT}])
@@ -312,8 +325,8 @@ def test_rounded_activations_are_multiplied_in_integers_beside_an_int8_cache_of_
         assert found["DynamicQuantizeLinear"] == 5, "one for each activation, however many weights read it"
     inputs = exported.components["decode"].program.graph.inputs
     assert [v.dtype for v in inputs if held_in_cache(v.name)] == [ir.DataType.INT8] * 2
-    runs = generator(exported, threads=1)
-    assert torch.equal(runs.generate(PROMPT[:1], **GREEDY), model.generate(PROMPT[:1], **GREEDY))
+    runs, prompts = generator(exported, threads=1), PROMPT if shared is Granularity.CHANNEL else PROMPT[:1]
+    assert torch.equal(runs.generate(prompts, **GREEDY), model.generate(prompts, **GREEDY))
 
 
 def test_scales_of_other_caches_are_refused() -> None:

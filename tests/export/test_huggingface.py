@@ -932,7 +932,7 @@ def test_a_checkpoint_has_the_scales_of_its_cache(format: Any, shared: Any, tmp_
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         qfx.export.huggingface(qmodel, tmp_path)
-    assert any("vLLM has caches in fp8_e4m3 alone" in str(w.message) for w in caught) == (format is INT8)
+    assert any("vLLM has no caches in int8" in str(w.message) for w in caught) == (format is INT8)
     tensors = load_file(tmp_path / "model.safetensors")
     names = [f"model.layers.{i}.self_attn.{which}_scale" for i in (0, 1) for which in "kv"]
     assert {name for name in tensors if "self_attn." in name and name.count(".") == 4} == {*names}
@@ -989,7 +989,7 @@ def test_compressed_tensors_rounds_keys_with_scales_per_head_as_the_model_does(f
     spec = TensorSpec(format=format, granularity=Granularity.HEAD)
     qmodel = quantized(FP8_CACHE.replace(kv_cache=spec))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "vLLM has caches")
+        warnings.filterwarnings("ignore", "vLLM has no caches")
         qfx.export.huggingface(qmodel, tmp_path)
     loaded, prefix = load(tmp_path), "model.layers.1.self_attn."
     arguments = QuantizationArgs(**quantization(tmp_path)["kv_cache_scheme"])
@@ -1032,7 +1032,10 @@ def test_layers_with_another_number_of_heads_than_the_configuration_are_refused(
         ({"kv_cache": TensorSpec(format=INT8, symmetry=Symmetry.ASYMMETRIC)}, "values in int8 with zero points;"),
         ({"kv_cache": TensorSpec.from_dict({"format": "bf16"})}, "keys or values in torch.bfloat16;"),
         ({"kv_cache": TensorSpec(format=FP8_E5M2)}, "keys or values in fp8_e5m2 per tensor;"),
-        ({"kv_cache": NVFP4_CACHE}, "in fp4_e2m1 in groups of 16 under a calibrated scale; .* set kv_cache=TensorSpec"),
+        (
+            {"kv_cache": NVFP4_CACHE},
+            "under a calibrated scale; .*: export with format='modelopt', or set kv_cache=TensorSpec",
+        ),
         (in_second(None), "layers.1.self_attn: its keys and values"),
         (in_second(TensorSpec(format=INT8)), "fp8_e4m3 per tensor and int8 per tensor; a checkpoint has one cache"),
         (in_second(FP8_HEADS), "fp8_e4m3 per tensor and fp8_e4m3 per head; a checkpoint has one cache for all"),

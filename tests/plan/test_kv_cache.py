@@ -242,15 +242,18 @@ def test_heads_that_vary_in_number_have_one_scale_or_a_reason() -> None:
 class Latent(nn.Module):
     """Multi-head latent attention: the last channels of the keys are the same in all heads."""
 
-    def __init__(self, joined: bool) -> None:
+    def __init__(self, joined: bool, *, copied: bool = False) -> None:
         super().__init__()
-        self.q, self.up, self.joined = nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 64), joined
+        self.q, self.up = nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 64)
+        self.joined, self.copied = joined, copied
 
     def forward(self, x: Tensor) -> Tensor:
         q, kv = (p(x).unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q, self.up))
         own, v = kv.split([8, 8], -1)
         shared = x[:, None, :, :4].expand(-1, 4, -1, -1)
-        if self.joined:
+        if self.copied:
+            k = torch.cat([own, shared.clone()], -1).double().float()
+        elif self.joined:
             k = torch.cat([own, shared], -1)
         else:
             k = torch.zeros_like(q)
@@ -284,7 +287,9 @@ class Padded(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "model", [partial(Latent, True), partial(Latent, False), Merged], ids=["cat", "in place", "merged"]
+    "model",
+    [partial(Latent, True), partial(Latent, True, copied=True), partial(Latent, False), Merged],
+    ids=["cat", "copies", "in place", "merged"],
 )
 def test_without_a_dimension_of_heads_there_is_a_reason(model: Callable[[], nn.Module]) -> None:
     config = QuantConfig(kv_cache=SPECS["fp8 per head"])

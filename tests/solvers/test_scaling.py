@@ -225,7 +225,7 @@ def test_a_formula_without_parameters_needs_no_search() -> None:
     config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, Fixed()))
     qmodel = quantize(model, config, [rand(8, 16, seed=i) for i in range(6)])
     (changes,) = [one.changes for one in qmodel.report().passes if one.name == "Fixed"]
-    assert [change.changed for change in changes] == [True]
+    assert [change.before is not None for change in changes] == [True, True]
 
 
 def test_components_go_to_elements_and_back() -> None:

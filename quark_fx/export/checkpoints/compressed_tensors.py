@@ -142,7 +142,7 @@ def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     schemes.require_readable()
     scales, cache = cache_of(checkpoint)
     if cache.startswith(str(INT8)):
-        warn(f"vLLM has caches in {FP8_E4M3} alone; this checkpoint's is in {INT8}, which compressed-tensors reads")
+        warn(f"vLLM has no caches in {INT8}; compressed-tensors reads the scales of this checkpoint")
     matrices, transforms = _transforms(checkpoint)
     ignore = [
         *checkpoint.left,
@@ -208,7 +208,7 @@ def cache_of(checkpoint: Checkpoint, kinds: Sequence[str] = _CACHES) -> tuple[di
     if not checkpoint.caches:
         return {}, ""
     tensors, common, errors = dict[str, Tensor](), dict[str, None](), []
-    config = checkpoint.shell.config.get_text_config().to_dict()
+    config = checkpoint.shell.config.get_text_config(decoder=True).to_dict()
     for path, attention in checkpoint.caches.items():
         if attention.entering is None:
             errors.append(f"{path}: several attentions in one module, whose caches a checkpoint does not tell apart")
@@ -247,9 +247,10 @@ def _unheld(activation: Activation, size: Size, kind: str, kinds: Sequence[str],
     if activation.factors:
         return "a pass rotates its keys; quantize with Rotate(keys=False)"
     if kind not in kinds:
+        other = "modelopt" if kind == NVFP4_CACHE else "compressed-tensors" if kind in _CACHES else ""
         return (
-            f"keys or values in {kind}; this format holds caches in {', '.join(kinds)}: set kv_cache=TensorSpec("
-            "format='fp8_e4m3')"
+            f"keys or values in {kind}; this format holds caches in {', '.join(kinds)}: "
+            f"{other and f'export with format={other!r}, or '}set kv_cache=TensorSpec(format='fp8_e4m3')"
         )
     if config.get("kv_lora_rank") is not None:
         return "servers cache latents (kv_lora_rank) instead of its keys and values; set kv_cache=None"
