@@ -460,7 +460,9 @@ def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
         or not several
     ):
         remedy = "call it and pass the result" if callable(data) else "wrap a single batch in a list"
-        raise CalibrationError(f"{purpose}_data must be an iterable of batches, not a {type(data).__name__}; {remedy}")
+        raise CalibrationError(
+            f"{purpose}_data must be an iterable of batches, not one {type(data).__name__}; {remedy}"
+        )
     iterator = as_called(data)
     for first in iterator:
         if first is None:

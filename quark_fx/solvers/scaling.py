@@ -244,7 +244,9 @@ def _search(
     table = torch.full([math.prod(sizes)], math.nan, dtype=torch.float64) if table is None else table
     device, count = table.device, len(sizes)
     axes = torch.eye(count, dtype=torch.int64, device=device).unbind()
-    ends, strides = torch.tensor([sizes, [math.prod(sizes[i + 1 :]) for i in range(count)]]).to(device)
+    ends, strides = torch.tensor([sizes, [math.prod(sizes[i + 1 :]) for i in range(count)]], dtype=torch.int64).to(
+        device
+    )
 
     def least(points: Sequence[Tensor], tried: int = 1) -> Tensor:
         """Return the point with the smallest error, of equal ones the first; so many were tried before."""

@@ -224,7 +224,7 @@ def takes_right_values(captured: Captured, model: nn.Module, x: Tensor) -> bool:
     try:
         leaves = captured.signature.flatten((x,), {})
     except qfx.QuarkError as error:
-        if "does not hold" in str(error) or "the graph holds from" in str(error):
+        if "the captured path through" in str(error) or "the graph holds from" in str(error):
             return False
         raise
     torch.testing.assert_close(captured.module(*leaves)[0], model(x))
@@ -253,7 +253,7 @@ def test_a_refusal_says_what_is_compared_and_where(tmp_path: Path) -> None:
     line = COMPARING["equal sizes"].__code__.co_firstlineno
     for one in (qmodel, qfx.load(tmp_path / "model")):
         one(torch.randn(5, 3, 32, 48))
-        with pytest.raises(qfx.QuarkError, match=rf"x.shape\[2\] != x.shape\[3\] does .* at test_guards.py:{line};"):
+        with pytest.raises(qfx.QuarkError, match=rf"requires x.shape\[2\] != x.shape\[3\] at test_guards.py:{line};"):
             one(torch.randn(2, 3, 32, 32))
     with pytest.warns(UserWarning, match=r"the file agrees with the model where x.shape\[2\] != x.shape\[3\]"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")

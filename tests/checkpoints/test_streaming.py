@@ -407,7 +407,7 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "quantized": (lambda d: configured(d, quantization_config={"bits": 4}), "is quantized by .*; pass the float"),
     "quantized part": (
         lambda d: configured(d, text_config={"quantization_config": {"quant_method": "fp8"}}),
-        "is quantized by fp8 .*says in text_config.quantization_config.* holds no codes",
+        "holds no codes of fp8, which config.json names in text_config.quantization_config; fetch",
     ),
     "result": (lambda d: (d / "graph.json").write_text("{}"), "holds graph.json, so .*; read it with qfx.load"),
     "versions": (lambda d: configured(d, configuration_files=["config.1.0.json"]), "leaves the configuration to"),

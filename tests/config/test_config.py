@@ -405,7 +405,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown format": (lambda: TensorSpec.from_dict({"format": "nt8"}), "unknown number format 'nt8'; choose one of"),
     "unknown granularity": (
         lambda: TensorSpec.from_dict({"format": "int8", "granularity": "row"}),
-        "unknown Granularity 'row'; choose one of tensor, channel, group, token",
+        "unknown Granularity 'row'; choose one of tensor, channel, group, head, token",
     ),
     "unknown symmetry": (
         lambda: TensorSpec.from_dict({"format": "int8", "symmetry": "odd"}),

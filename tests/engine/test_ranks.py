@@ -453,11 +453,13 @@ class FailOnSecond(Solver):
 
 def disagree(folder: Path) -> None:
     ranks = Ranks.current()
-    with pytest.raises(qfx.ConfigError, match="they have another model each"):
+    with pytest.raises(
+        qfx.ConfigError, match="the ranks must agree, but differ in model; give all of them the same model"
+    ):
         quantize(
             seeded(Blocks(), seed=ranks.index), CONFIGS["gptq"], batches(), resources=qfx.Resources(distributed=True)
         )
-    with pytest.raises(qfx.ConfigError, match="they have another data each"):
+    with pytest.raises(qfx.ConfigError, match="the ranks must agree, but differ in data;"):
         quantize(seeded(Blocks()), CONFIGS["gptq"], batches(4 + ranks.index), resources=qfx.Resources(distributed=True))
     quantize(seeded(Blocks(), seed=ranks.index), CONFIGS["gptq"], batches())  # each for itself
     # What one rank fails at, all do, and go on together.

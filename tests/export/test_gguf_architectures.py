@@ -153,9 +153,9 @@ def test_positions_scaled_as_in_llama_3_are_divisors_of_frequencies(tmp_path: Pa
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "window": ("Mistral", {"sliding_window": 8}, "llama .*sliding_window"),
-    "positions": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], **DEEP}, "smollm3 .*no_rope_layers"),
-    "kind of layers": ("Cohere2", {"layer_types": ["full_attention"] * 4, **DEEP}, "cohere2 .*layer_types"),
+    "window": ("Mistral", {"sliding_window": 8}, "llama, .*sliding_window"),
+    "positions": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], **DEEP}, "smollm3, .*no_rope_layers"),
+    "kind of layers": ("Cohere2", {"layer_types": ["full_attention"] * 4, **DEEP}, "cohere2, .*layer_types"),
     "other scaling": (
         "Granite",
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},

@@ -830,7 +830,7 @@ def test_a_full_disk_for_temporary_files_is_named_before_anything_is_run(
     def asked(size: str) -> None:
         run(mlp(), [INT4, INT8], [], budget=Budget(size=size, output="onnx"))
 
-    said = r"where a model is written .*{}.*; make room, or set TMPDIR"
+    said = r"cannot be written to the temporary directory .*{}.*; free space there, or set TMPDIR"
     with pytest.raises(QuarkError, match=said.format("bytes are free, 1,.* needed")):
         asked("1000000GiB")
     with pytest.raises(QuarkError, match="search compares outputs on data"):

@@ -219,9 +219,10 @@ class Fixed(SampledScaling):
 
 def test_a_formula_without_parameters_needs_no_search() -> None:
     assert found(lambda point: 1.0, ()) == ()
-    model = seeded(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)))
+    norm = nn.LayerNorm(16)
+    model = seeded(nn.Sequential(norm, nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)))
     with torch.no_grad():
-        model[0].weight[3] = 50.0
+        norm.weight[3] = 50.0
     config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, Fixed()))
     qmodel = quantize(model, config, [rand(8, 16, seed=i) for i in range(6)])
     (changes,) = [one.changes for one in qmodel.report().passes if one.name == "Fixed"]

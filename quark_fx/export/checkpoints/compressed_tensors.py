@@ -218,7 +218,7 @@ def cache_of(checkpoint: Checkpoint, kinds: Sequence[str] = _CACHES) -> tuple[di
                 errors.append(f"{path}: {why}")
                 continue
             common[kind] = None
-            scale = torch.tensor(unit) if activation.scale is None else activation.scale
+            scale = torch.tensor(unit, dtype=torch.float32) if activation.scale is None else activation.scale
             tensors[f"{path}.{name}_scale"] = scale.reshape(-1, 1, 1) if scale.dim() else scale.reshape(1)
     errors += [
         f"{path}: its keys and values stay in float; a checkpoint has one cache for all"

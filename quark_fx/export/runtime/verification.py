@@ -220,7 +220,9 @@ def verify(
     if runtime is not None and runtime not in (runtimes := (*RUNNERS, "transformers", "torch")):
         raise unknown("runtime", runtime, runtimes)
     if isinstance(batches, Tensor | Mapping):
-        raise ExportError(f"batches must be an iterable of batches, not a {type(batches).__name__}; wrap it in a list")
+        raise ExportError(
+            f"batches must be an iterable of batches, not one {type(batches).__name__}; wrap it in a list"
+        )
     if isinstance(qmodel, QATModel):
         qmodel = qmodel.convert()
     if is_generation_folder(Path(path)):
