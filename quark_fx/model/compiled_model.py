@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class CompiledModel(nn.Module):
-    """A quantized graph of operators with kernels in torch, compiled by `torch.compile` at the first call.
+    """A quantized graph with torch's kernels, which `torch.compile` compiles at the first call.
 
     Inference only. Save the original QuantizedModel, not this one.
 
     Attributes:
-        graph_module: Graph without operators on codes; it also runs without being compiled.
+        graph_module: Graph without `quantize` and `dequantize` operators; it also runs uncompiled.
         signature: Call signature of the model.
     """
 
@@ -67,18 +67,18 @@ class CompiledModel(nn.Module):
         return cls(graph_module, qmodel.signature, report, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; inputs and outputs have the structure of the original model's.
+        """Run the model; inputs and outputs have the same structure as in the original model.
 
         Raises:
             QuarkError: If the inputs differ in structure, rank, fixed dimensions, or dtype.
         """
-        # One memory layout, and no gradients: torch compiles again for each.
+        # torch would compile again for another memory layout, and for inputs that require gradients.
         leaves = [
             leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf
             for leaf in self.signature.flatten(args, kwargs)
         ]
-        # Packed weights are constants of the kernels, which torch reads when it compiles a call with new sizes.
-        pre_pass = inductor.post_grad_custom_pre_pass or self._pre_pass  # the user's pass stays
+        # torch reads these settings when it compiles a call with new sizes; packed weights must be frozen constants.
+        pre_pass = inductor.post_grad_custom_pre_pass or self._pre_pass  # a pass that the user set takes precedence
         with torch.no_grad(), inductor.patch(freezing=self._freezing, post_grad_custom_pre_pass=pre_pass):
             try:
                 return self.signature.unflatten(self._run(*leaves))
@@ -113,12 +113,12 @@ class CompiledModel(nn.Module):
         )
 
     def report(self) -> KernelReport:
-        """Return one row per operator whose weight is in codes: its kernel, or the reason why it has none."""
+        """Return one row per operator with a quantized weight: its kernel, or the reason why it lacks one."""
         return self._report
 
 
 def _guards(entries: Sequence[Any]) -> list[bool]:
-    """Select the assumptions that torch checks at every call: all but those about the graph's constant tensors."""
+    """Select the guards that torch checks at every call: all guards except the ones on the graph's tensors."""
     return [not entry.name.startswith("self.") for entry in entries]
 
 

@@ -28,9 +28,9 @@ class Constant:
     """The form of a parameter in the quantized graph.
 
     Attributes:
-        names: Names of its tensors in the quantized graph; operators share a constant if they share the names.
-        stored: Values, possibly in another floating-point dtype, or the quantized tensor.
-        dtype: Dtype of the values.
+        names: Names of the constant's tensors in the quantized graph; constants with equal names are the same constant.
+        stored: Quantized tensor, or values, possibly in a floating-point dtype that differs from `dtype`.
+        dtype: Dtype of the dequantized or cast values.
     """
 
     names: tuple[str, ...]
@@ -39,21 +39,21 @@ class Constant:
 
     @property
     def quantized(self) -> QuantizedTensor | None:
-        """The quantized tensor, `None` for stored or cast values."""
+        """The quantized tensor; `None` if the constant is not quantized."""
         return self.stored if isinstance(self.stored, QuantizedTensor) else None
 
     @property
     def tensor(self) -> Tensor:
-        """The values, or the codes."""
+        """The codes of a quantized constant, or the values in their stored dtype."""
         return self.stored.codes if isinstance(self.stored, QuantizedTensor) else self.stored
 
     @property
     def is_float(self) -> bool:
-        """True if the values are stored as they are: not quantized, and not in another dtype."""
+        """True if the values are stored in `dtype`, neither quantized nor cast."""
         return isinstance(self.stored, Tensor) and self.stored.dtype == self.dtype
 
     def value(self) -> Tensor:
-        """Return the values."""
+        """Return the values in `dtype`."""
         if isinstance(self.stored, QuantizedTensor):
             return self.stored.dequantize(self.dtype)
         return self.stored.to(self.dtype)
@@ -78,13 +78,13 @@ def _codes(gm: GraphModule, *args: Any) -> Constant:
 
 
 def parameter_name(gm: GraphModule, codes: str) -> str:
-    """Return the captured model's parameter for codes that `gm` stores under the name `codes`."""
+    """Return the name of the captured model's parameter whose codes `gm` stores under the name `codes`."""
     codes = tensor_names(gm).get(codes, codes)
     return codes.removesuffix("_codes") if codes.endswith("_codes") else codes.rpartition("_codes_")[0] or codes
 
 
 def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
-    """Return the embedding of codes, and its table, for a node that dequantizes or casts its rows; else `None`."""
+    """Return the embedding lookup and its table for a node that dequantizes or casts the rows; else `None`."""
     codes: Any = node.args[0] if target_name(node) in (DEQUANTIZE, CAST) else None
     if codes is None or target_name(codes) != EMBEDDING or not is_parameter(codes.args[0]):
         return None

@@ -1,8 +1,8 @@
 """Correspondence between the original model's modules and the operands of a quantized graph.
 
 It is derived from the notes that capture, passes, and conversion left on the graph (`quark_fx.graph.provenance`).
-Anything that the notes do not explain is rejected, so a model with these constants and quantizers computes the same as
-the graph.
+A computation that the notes do not explain raises an error, so a model with the resulting constants and quantizers
+computes the same as the graph.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Correspondence:
     """The changes that make the original model compute the quantized graph.
 
     Attributes:
-        constants: Parameters and buffers, by their names, in the form they have in the quantized graph.
+        constants: Forms of parameters and buffers in the quantized graph, keyed by path.
         rounding: Modules that round their inputs or outputs.
         identities: Paths of modules that no longer compute anything, such as batch norms folded into operators.
-        slices: The call and piece of the graph for modules that a pass rewrote, keyed by path.
-        attentions: Rounding of keys and values, keyed by path of the module with the attention.
-        borrowed: Names of parameters that operators outside of their module read.
-        computed: For modules in `slices` whose parameters cannot hold their operands, keyed by path: the parameters
-            that their weights are computed from; none if the module's code computes the maps folded into the weights.
-        parts: Names of parameters that are several constants in the graph.
+        slices: Call of each module that a piece of the quantized graph replaces, and that piece, keyed by module path.
+        attentions: Rounding of keys and values, keyed by the path of the attention module.
+        borrowed: Names of parameters that are read by operators outside of their module.
+        computed: Names of the parameters that weights are computed from, keyed by the path of a module in `slices`
+            whose parameters cannot hold the quantized weights; empty if a folded map or a new bias is the reason.
+        parts: Names of parameters that the graph stores as several constants.
         stored: Computed parameters that the model must store, keyed by path; see `quark_fx.model.stored_weights`.
-        maps: Affine maps that are folded into the one operator of a module, and that the model's code applies again:
-            the path of the module, the operator, and the map, in the order of folding.
+        maps: Affine maps that are folded into the only operator of a module but that the model's code still applies:
+            module path, operator, and map, in the order of folding.
     """
 
     constants: dict[str, Constant] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Correspondence:
 
 
 def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a model in which weights that the quantized graph has are on the meta device.
+    """Return a copy of a model in which parameters that the quantized graph stores are on the meta device.
 
     Args:
         model: The float model.
@@ -79,7 +79,7 @@ def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> n
         if id(p) in parameter_ids
     }
     for module in model.modules():
-        # Weights computed by the older parametrizations of torch.nn.utils: torch does not copy results of autograd.
+        # The older parametrizations of torch.nn.utils store computed weights; torch cannot deepcopy non-leaf tensors.
         memo |= {id(t): t.detach() for t in vars(module).values() if isinstance(t, Tensor) and t.grad_fn is not None}
     return copy.deepcopy(model, memo)
 
@@ -93,10 +93,10 @@ def correspond(
         model: The original model, or one with the same architecture.
         gm: The quantized graph.
         kept: See `QuantizedModel.kept`.
-        at_readers: Argument of `place_rounding`.
+        at_readers: See `place_rounding`.
 
     Raises:
-        QuarkError: If the graph contains a computation of no module; the message names the operator.
+        QuarkError: If the graph contains a computation that no module performs; the message names the operator.
     """
     view = FloatView(gm)
     _name_modules_once(model, view)
@@ -116,7 +116,7 @@ def correspond(
 
 
 def _name_modules_once(model: nn.Module, view: FloatView) -> None:
-    """Give all calls of a module with parameters and several names its first name: one module has several calls."""
+    """Give all calls of a module that has parameters and several names the first of the names."""
     first: dict[int, str] = {}
     names = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -128,7 +128,7 @@ def _name_modules_once(model: nn.Module, view: FloatView) -> None:
 
 
 def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, changes: Correspondence) -> None:
-    """Find the modules that passes rewrote, or that are rounded inside."""
+    """Find the modules that passes rewrote, and modules with rounding between their operators."""
     paths: dict[str, dict[str, None]] = {}  # the calls of each module
     for node in view.graph.nodes:
         for key, path in module_calls(node).items():
@@ -157,9 +157,9 @@ def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, changes:
 
 
 def _folded_codes(model: nn.Module, view: FloatView) -> tuple[dict[str, tuple[Node, Constant]], list[Node]]:
-    """Return the parameters whose parts are quantized constants, with a consumer, and the other constants that changed.
+    """Return the parameters that can be assembled from constants, each with a consumer, and other changed constants.
 
-    The other constants are computed from parameters; no parameter values produce them.
+    The other constants are computed from parameters, and no parameter values would produce them.
     """
     parts: dict[str, list[tuple[Node, Part]]] = {}
     computed: list[Node] = []
@@ -185,7 +185,7 @@ def _folded_codes(model: nn.Module, view: FloatView) -> tuple[dict[str, tuple[No
 
 
 def _place_computed(view: FloatView, computed: list[Node], changes: Correspondence) -> None:
-    """Find the calls of modules with quantized weights that no parameter of the model can hold.
+    """Find the module calls to replace because no parameter of the model can hold their quantized weights.
 
     Raises:
         QuarkError: If a call has several inputs or results, or its module has several calls.
@@ -208,7 +208,7 @@ def _place_computed(view: FloatView, computed: list[Node], changes: Corresponden
 
 
 def _compute_around(view: FloatView, node: Node, changes: Correspondence, outermost: int | None = None) -> bool:
-    """Find a module around a node that can compute a piece of the quantized graph; record it, and return true."""
+    """Record the innermost module around `node` that a piece of the quantized graph can replace; false if none."""
     for call in calls_around(view.graph, node, outermost):
         piece = slice_of(view.originals[call.result], call.path)
         if piece is not None and view.value_of(piece.entry) is call.entry:
@@ -252,7 +252,7 @@ def _place_constants(
     changes: Correspondence,
     wholes: Mapping[str, tuple[Node, Constant]],
 ) -> None:
-    """Find the parameters that hold the constants; tied parameters are separated if their consumers differ."""
+    """Assign each constant to a parameter; untie tied parameters if their consumers read different constants."""
     tensors: dict[str, Tensor | None] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     readers: dict[str, dict[Node, Constant]] = {}
@@ -325,7 +325,7 @@ def _place_constants(
 
 
 def _place_maps(model: nn.Module, view: FloatView, changes: Correspondence) -> None:
-    """Find the modules that undo the maps folded into their operators, or that compute a piece of the graph.
+    """Find the modules that undo the maps folded into their operators, or that a piece of the graph replaces.
 
     Raises:
         QuarkError: If no such module exists for a map.
@@ -349,7 +349,7 @@ def _place_maps(model: nn.Module, view: FloatView, changes: Correspondence) -> N
     pending = True
     while pending:
         changes.maps, pending = [], False
-        for linear in linears:  # nodes from conversion have the notes of the values they round
+        for linear in linears:  # not all nodes with notes: quantizers inherit the notes of the values they round
             paths = list(module_calls(linear.node).values())
             around = next((path for path, (call, _) in changes.slices.items() if linear.node in call.nodes), None)
             depth = len(paths) if around is None else paths.index(around)
@@ -384,11 +384,11 @@ def _takes_bias(model: nn.Module, reader: Node) -> bool:
 
 
 def _require_same(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Raise `QuarkError` if a tensor that is not a parameter of the model has changed since the graph was made."""
+    """Raise `QuarkError` if a tensor that is not a parameter of the model has changed since the graph was created."""
     owner, _, leaf = name.rpartition(".")
     try:
         attribute = getattr(model.get_submodule(owner), leaf)
-    except AttributeError:  # a number that the code turns into a tensor
+    except AttributeError:  # a number that the model's code turns into a tensor
         return
     if isinstance(attribute, Tensor) and not torch.equal(attribute.to(tensor.device), tensor):
         raise QuarkError(
@@ -402,7 +402,7 @@ def _as_it_was(name: str, tensor: Tensor) -> Constant:
 
 
 def _place_unread(model: nn.Module, aliases: list[str], changes: Correspondence) -> None:
-    """Give tied parameters of modules without calls the form in a module of the same class, or in any module."""
+    """Give each tied parameter without a consumer the constant of an alias, if possible in a module of its class."""
     kinds = {alias: type(model.get_submodule(alias.rpartition(".")[0])) for alias in aliases}
     read = [alias for alias in aliases if alias in changes.constants]
     for alias in (alias for alias in aliases if alias not in read):
@@ -433,7 +433,7 @@ def _require_unchanged(node: Node, constant: Constant) -> None:
 
 
 def _shaped(constant: Constant, like: Tensor | None, reader: Node) -> Constant:
-    """Return the constant in the parameter's shape: a scaled one may have additional leading dimensions of size 1."""
+    """Return the constant in the parameter's shape: a rescaled constant may have more leading dimensions of 1."""
     if like is None or constant.tensor.shape == like.shape:
         return constant
     extra = constant.tensor.dim() - like.dim()
@@ -472,7 +472,7 @@ def _unfolded(node: Node, reader: Node, constant: Constant, kept: Mapping[str, T
             )
         return {name: _as_it_was(name, kept[name]) for name in folded.tensors}
     value = folded.undone(constant.tensor)
-    assert value is not None  # other constants are parts or computed
+    assert value is not None  # `_folded_codes` returns all other constants
     return {folded.tensors[0]: Constant((f"{folded.tensors[0]} of {constant.names[0]}",), value, value.dtype)}
 
 

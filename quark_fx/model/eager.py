@@ -1,4 +1,4 @@
-"""The original model in a form that computes its quantized graph."""
+"""Conversion of the original model to a form that computes its quantized graph."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Dequantize(nn.Module):
 
 
 class _Multiply(nn.Module):
-    """Multiply by buffers in the way of a pass."""
+    """A module that multiplies its input by the factor of a pass, whose tensors are buffers."""
 
     def __init__(self, factor: Factor) -> None:
         super().__init__()
@@ -83,20 +83,19 @@ class _Multiply(nn.Module):
             self.register_buffer(f"factor{i}", _own(tensor))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` multiplied."""
+        """Return `x` multiplied by the factor."""
         return Factor(self.operator, tuple(tensor.to(x.dtype) for tensor in self.buffers())).apply(x)
 
 
 class Round(nn.Module):
-    """Round the floating-point input or result of a module with `quantize` and `dequantize`, as a hook.
+    """A module whose hooks round the floating-point input or result of another module.
 
-    Factors that a pass inserted before are also applied here.
-
-    If gradients are recorded, both become one operator with a straight-through gradient.
+    It first multiplies by the factors of a pass, then calls `quantize` and `dequantize`. If gradients are recorded, one
+    operator with a straight-through gradient replaces these two.
 
     Args:
-        activation: The rounding; a static scale and zero point become buffers.
-        trained: Trained module that rounds instead.
+        activation: Description of the rounding; a static scale and zero point become buffers.
+        trained: Module that rounds during training, in place of these operators.
     """
 
     scale: Tensor | None
@@ -113,7 +112,7 @@ class Round(nn.Module):
         self.layout, self.measurement = activation.layout, activation.measurement
 
     def forward(self, x: Tensor, again: bool = False) -> Tensor:
-        """Return `x` rounded, in its dtype; with `again`, values that were already multiplied are only rounded."""
+        """Return `x`, multiplied by the factors and rounded, in its dtype; with `again`, only rounded."""
         for factor in () if again else self.factors:
             x = factor(x)
         if not self.rounds:
@@ -148,15 +147,15 @@ class Round(nn.Module):
 
 
 class Branched(nn.Module):
-    """Multiply directions of a module's input in float, and add them to the module's result for the rest.
+    """A branch in float for a module: it multiplies some directions of the input and is added to the module's result.
 
     Args:
         path: Path of the module.
-        before: Factors of the input.
-        directions: Directions that are split off, shape (rank, inputs).
-        back: The same directions, shape (inputs, rank).
-        after: Rounding of the rest.
-        result: Rounding of the module's result.
+        before: Module that applies the factors before the split.
+        directions: Directions that are split off the input, shape (rank, inputs).
+        back: Transposed directions, shape (inputs, rank).
+        after: Module that rounds the rest of the input.
+        result: Module that rounds the module's result before the sum.
         columns: Weights of the directions, shape (outputs, rank).
     """
 
@@ -174,7 +173,7 @@ class Branched(nn.Module):
         self.register_buffer("columns", _own(columns))
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `forward` for the rounded rest, plus the branch."""
+        """Return the result of `forward` for the rounded rest of the input, plus the branch's product."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         index = _floating(leaves, f"{self.path} was quantized for one input")
         x = self.before(leaves[index])
@@ -191,11 +190,11 @@ class Branched(nn.Module):
 
 
 class Rewritten(nn.Module):
-    """Compute the piece of the quantized graph that replaces a module.
+    """A module that computes the piece of the quantized graph that replaces another module.
 
     Args:
         graph_module: Graph with one input, the module's floating-point input; other arguments are fixed at capture.
-        floating: Whether that input is floating-point; otherwise it is the only tensor.
+        floating: Whether that input is floating-point; if false, it must be the only tensor.
     """
 
     def __init__(self, graph_module: GraphModule, *, floating: bool = True) -> None:
@@ -203,7 +202,7 @@ class Rewritten(nn.Module):
         self.graph_module, self.floating = graph_module, floating
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result for the one floating-point tensor among the arguments."""
+        """Return the result for the one floating-point tensor among the arguments, or for all tensors."""
         leaves = pytree.tree_leaves((args, kwargs))
         if not self.floating:
             return self.graph_module(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
@@ -219,10 +218,10 @@ class Rewritten(nn.Module):
 
 
 class Undo(nn.Module):
-    """Undo an affine map that an operator also computes, for code that applies the map again.
+    """A module that inverts an affine map that is folded into an operator, because the model's code still applies it.
 
     Args:
-        absorbed: The map.
+        absorbed: Affine map to invert.
         kernel: Number of dimensions after the channel dimension.
     """
 
@@ -240,16 +239,16 @@ class Undo(nn.Module):
         return (x - self.offset.to(x.dtype)) / self.factor.to(x.dtype)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Undo the map of the input of `module`: a forward pre-hook."""
+        """Apply the inverse map to the input of `module`: a forward pre-hook."""
         return _with_floating(self, (args, kwargs), f"{type(module).__name__} was quantized for one input")
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """Undo the map of the result of `module`: a forward hook."""
+        """Apply the inverse map to the result of `module`: a forward hook."""
         return _with_floating(self, result, f"{type(module).__name__} was quantized for one result")
 
 
 def _with_floating(change: Callable[[Tensor], Tensor], values: Any, expected: str) -> Any:
-    """Return `values` with the one floating-point tensor in them changed."""
+    """Apply `change` to the only floating-point tensor in `values`, and return the new values."""
     leaves, spec = pytree.tree_flatten(values)
     index = _floating(leaves, expected)
     leaves[index] = change(leaves[index])
@@ -274,22 +273,22 @@ def eager(
     trained: Trained | None = None,
     kernels: bool = False,
 ) -> nn.Module:
-    """Return the original model of `qmodel`, with its class, in a form that computes the same as `qmodel`.
+    """Return a model of the original class that computes the same as `qmodel`.
 
-    Its quantized parameters are parametrizations of codes, and hooks of modules round their inputs or results. A module
-    without parameters that a pass rewrote is replaced by a module with the rewritten computation.
-    `torch.nn.utils.parametrize.cached()` keeps the values of the weights while it is active.
+    Parametrizations dequantize the codes of quantized parameters, and hooks round the inputs or results of modules. A
+    module without parameters that a pass rewrote is replaced by a module with the rewritten computation.
+    `torch.nn.utils.parametrize.cached()` keeps the dequantized weights while it is active.
 
     Args:
         qmodel: Model from `quantize` or `load`.
         model: Float model with the same class and configuration, for a `qmodel` that was loaded or made from an
             `ExportedProgram`; the values of its parameters do not matter, and do not change.
         trained: Parameters of `qmodel` during training, and the modules that round them; the result shares them.
-        kernels: Whether to replace linear layers by modules with the kernels of `compile()`, and embeddings by modules
-            that look up codes. The result has a `kernel_report`, and is for inference.
+        kernels: Whether to replace linear layers with modules that use the kernels of `compile()`, and embeddings with
+            modules that look up codes. The result has a `kernel_report`, and is for inference.
 
     Raises:
-        QuarkError: If the graph contains a computation of no module; the message names the operator.
+        QuarkError: If the graph contains a computation that no module performs; the message names the operator.
     """
     source, changes = placed(qmodel, model)
     if trained and (changes.parts or changes.computed):
@@ -418,7 +417,7 @@ def eager(
 
 
 def _compute_with(module: nn.Module, rewritten: Rewritten) -> None:
-    """Let a module call a piece of the quantized graph, which includes its hooks, without parameters of the piece."""
+    """Make a module run `rewritten`, and remove its hooks and the parameters that the quantized graph stores."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         hooks.clear()
     for inner in module.modules():
@@ -444,7 +443,7 @@ def _branched(
 def _attention_rounding(
     path: str, attention: RoundedAttention, rounds: Callable[[Activation], Round]
 ) -> AttentionRounding:
-    """Return the module that rounds keys and values; the same modules round them when they enter a cache."""
+    """Return the module that rounds the keys and values of an attention, when they enter a cache or at its products."""
     modules: dict[int, Round] = {}
 
     def rounding(activation: Activation) -> Round:
@@ -462,7 +461,7 @@ def _attention_rounding(
 
 
 def is_eager(model: nn.Module) -> bool:
-    """Tell whether the model is from `eager`."""
+    """Tell whether `eager` returned the model."""
     return any(isinstance(module, _EAGER) for module in model.modules())
 
 
@@ -484,9 +483,9 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 def placed(
     qmodel: QuantizedModel, model: nn.Module | None = None, *, at_readers: bool = False
 ) -> tuple[nn.Module, Correspondence]:
-    """Return the original model, without weights that the graph has, and the changes of its modules.
+    """Return the original model, without the weights that the graph stores, and the changes to its modules.
 
-    Arguments and errors have the meaning in `eager`; for `at_readers`, see `place_rounding`.
+    See `eager` for the arguments and errors, and `place_rounding` for `at_readers`.
     """
     if model is None:
         if qmodel.source is None:
@@ -537,7 +536,7 @@ def _require_same_modules(qmodel: QuantizedModel, model: nn.Module) -> None:
 
 
 def _part(paths: Collection[str], model: nn.Module) -> None:
-    """Give each of `paths` a separate copy of its module if a module without parameters has several names."""
+    """Give each of `paths` a separate copy of its module if the module has several names and lacks parameters."""
     names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for path in paths:
         module = model.get_submodule(path)
@@ -572,7 +571,7 @@ def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple
     if constant.names not in shared:
         shared[constant.names] = nn.Parameter(constant.tensor.clone(), learns)
     if not constant.is_float and constant.tensor.is_floating_point():
-        # transformers uses the dtype of the first floating-point parameter for the dtype of the model.
+        # transformers takes the dtype of the first floating-point parameter as the dtype of the model.
         del owner._parameters[leaf]
         owner.register_buffer(leaf, shared[constant.names].data)
     else:
@@ -582,7 +581,7 @@ def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple
 
 
 def _install_trained(owner: nn.Module, leaf: str, constant: Constant, trained: Trained) -> bool:
-    """Make a trained parameter, or a buffer of the trained model, `leaf` of `owner`; return whether there is one."""
+    """Set the attribute `leaf` of `owner` to a trained parameter or buffer; return whether there is one."""
     weight, value = trained.weights.get(constant.names[0]), trained.floats.get(constant.names[0])
     if leaf in owner._buffers:
         if shares := constant.is_float and constant.names[0] in trained.buffers:
@@ -600,7 +599,7 @@ def _install_trained(owner: nn.Module, leaf: str, constant: Constant, trained: T
 
 def _parametrize(owner: nn.Module, leaf: str, computes: nn.Module) -> None:
     parametrize.register_parametrization(owner, leaf, computes, unsafe=True)
-    # The class belongs to this module alone. Torch's own error suggests a state_dict, which lacks the specs.
+    # Only this module has this class. torch's own error would suggest a state_dict, which lacks the specs.
     type(owner).__getstate__ = _refuse_to_pickle  # type: ignore[method-assign]
 
 
@@ -612,7 +611,7 @@ def _refuse_to_pickle(_: Any) -> NoReturn:
 
 
 def _with_quantizers(gm: GraphModule, quantizers: Mapping[str, FakeQuantize]) -> GraphModule:
-    """Let trained modules round in `gm`, keyed by the names of their scales."""
+    """Replace quantizers of `gm` with the trained modules in `quantizers`, keyed by the names of their scales."""
     for node in list(gm.graph.nodes):
         pair = quantize_of(node)
         scale: Any = pair.args[1] if pair is not None else None
@@ -629,7 +628,7 @@ def _with_quantizers(gm: GraphModule, quantizers: Mapping[str, FakeQuantize]) ->
 
 
 def _gather_weights(module: Any, *_: Any) -> None:
-    """Give a recurrent layer the current values of its parameters: its list refers to the original ones."""
+    """Update a recurrent layer's list of weights, which refers to the original parameters."""
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 

@@ -1,4 +1,4 @@
-"""Modules that round keys and values of attention, either when they enter a cache, or at the products."""
+"""Modules that round keys and values of attention, either when they enter a cache, or when products read them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _FACTORS: dict[Any, tuple[str, ...]] = {
 
 
 def wrap_forward(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Call `run` instead of the forward of a module, with that forward as the first argument.
+    """Replace the forward of a module with `run`, which gets the original forward as its first argument.
 
-    A pair of hooks would not end at a keyboard interrupt.
+    With a pair of hooks, a keyboard interrupt would skip the second hook.
     """
     module.forward = update_wrapper(partial(run, module.forward), module.forward)
 
 
 class RoundedArgument(nn.Module):
-    """Round an argument of a product.
+    """A module that rounds an argument of a product.
 
     Args:
         rounding: Module that rounds keys, values, or queries in the layout of a cache.
-        position: Position of the argument.
-        transposed: Whether the product reads it with its last two dimensions exchanged.
-        cached: Whether a cache may have rounded it.
-        heads: Number of heads with separate scales, 0 for none: the product reads each once per query of its group.
+        position: Position of the argument in the call of the product.
+        transposed: Whether the product reads the argument with its last two dimensions exchanged.
+        cached: Whether the argument may come from a cache, already rounded.
+        heads: Number of heads with separate scales; 0 if heads share scales. Each head may be repeated in the argument.
     """
 
     def __init__(self, rounding: nn.Module, position: int, transposed: bool, cached: bool, heads: int) -> None:
@@ -61,13 +61,13 @@ class RoundedArgument(nn.Module):
 
 
 class AttentionRounding(nn.Module):
-    """Rounding in a module with attention while its forward runs.
+    """The rounding inside an attention module while its forward runs.
 
     Args:
         path: Path of the module.
         products: Rounded arguments of each product that its code calls, in order.
         entering: Modules that round keys and values when they enter a cache; `None` if the products round them.
-        sizes: Heads and channels of keys, and of values, at capture; `None` for a dynamic size.
+        sizes: Numbers of heads and channels of keys, and of values, at capture; `None` for a dynamic size.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class AttentionRounding(nn.Module):
         """Check that rounding cached keys or values again does not change them.
 
         Raises:
-            QuarkError: If they change by more than the rounding of their dtype.
+            QuarkError: If they change by more than rounding errors in their dtype.
         """
         for factor, x in read:
             if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
@@ -133,7 +133,7 @@ class AttentionRounding(nn.Module):
         self.trusts_cache |= len(read) > 1
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise `QuarkError`: keys and values cannot be rounded when they enter the cache.
+        """Raise `QuarkError`, because keys and values cannot be rounded when they enter the cache.
 
         Args:
             why: Clause that follows the module's path in the message.
@@ -146,14 +146,14 @@ class AttentionRounding(nn.Module):
 
 
 class _Call(TorchFunctionMode):
-    """A running call of a module."""
+    """A mode during a call of an attention module; it rounds the arguments of products and the inputs of caches."""
 
     def __init__(self, owner: AttentionRounding, caches: list[Any]) -> None:
         super().__init__()
         self.owner, self.caches, self.count = owner, caches, 0
         self.read: list[tuple[RoundedArgument, Tensor]] = []  # values from a cache, until it is trusted
         self.replaced: list[tuple[Any, Any]] = []
-        # Values in a cache were rounded when they entered, and so were all values moved from there to a product.
+        # Values in a cache were rounded when they entered it; values computed from them before a product count, too.
         self.held = WeakTensorKeyDictionary({x: None for cache in caches for x in _tensors(cache)})
 
     def __enter__(self) -> _Call:

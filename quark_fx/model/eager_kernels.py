@@ -1,4 +1,4 @@
-"""Modules of the original model that run kernels: linear layers that compute one product each, and embeddings."""
+"""Kernel modules for `eager()`: replacements for linear layers that compute one product each, and for embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quark_fx.model.kernels.row_graphs import RowGraphs
 def kernel_modules(
     gm: GraphModule, model: nn.Module, changes: Correspondence
 ) -> tuple[dict[str, KernelModule], KernelReport]:
-    """Return the replacements of modules, keyed by path, and one row for each operator whose weight is in codes.
+    """Return replacements for modules, keyed by path, and a report with a row per operator with a quantized weight.
 
     Args:
         gm: The quantized graph.

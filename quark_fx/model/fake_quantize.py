@@ -17,18 +17,18 @@ _SMALLEST_SHARE = 0.1
 
 
 class FakeQuantize(nn.Module):
-    """Round a float tensor to the values of its codes, with a straight-through gradient.
+    """A module that rounds a float tensor to the values of its codes, with a straight-through gradient.
 
     Args:
-        scale: Scale, float32, in the shape of its granularity in `quark_fx.numbers.ops`; learned if it is a parameter.
-        zero_point: Zero point, int32, or float32 offsets, with the shape of `scale` or `()`; it does not change. The
-            buffer is float32, because averages of integer buffers truncate.
-        scheme: Scheme that defines the codes in use.
+        scale: Scale, float32, in the shape that `quark_fx.numbers.ops` takes; learned if it is a parameter.
+        zero_point: Zero point, int32, or float32 offsets, with the shape of `scale` or `()`; never learned. The
+            buffer is float32, because averaging integer buffers truncates.
+        scheme: Scheme that defines the range of codes.
         axis: See `quark_fx.numbers.ops`.
         block_size: See `quark_fx.numbers.ops`.
         dtype: Dtype of the result.
-        pairs: Pairs of codes that the target adds in 16 bits; pairs that would saturate are lowered.
-        factors: Modules of an activation and a weight whose scales multiply to the scale of an int32 bias.
+        pairs: Bound for pairs of codes whose products the target adds in 16 bits; codes above the bound are lowered.
+        factors: Fake quantizers of an activation and a weight whose scales multiply to the scale of an int32 bias.
     """
 
     scale: Tensor
@@ -59,7 +59,7 @@ class FakeQuantize(nn.Module):
         self.dtype, self.pairs, self.factors = dtype, pairs, factors
 
     def step(self) -> Tensor:
-        """Return the scale in use: a product of others for an int32 bias; a learned scale is kept away from zero."""
+        """Return the current scale, a product of two for an int32 bias; a learned scale is kept away from zero."""
         if self.factors is not None:
             one, other = self.factors
             return (one.step() * other.step()).detach()
@@ -71,11 +71,11 @@ class FakeQuantize(nn.Module):
         return ops.straight_through(step, self.scale)
 
     def point(self) -> Tensor:
-        """Return the zero point in use, in the dtype that graphs store."""
+        """Return the zero point in the dtype that graphs store: float32 for offsets, otherwise int32."""
         return self.zero_point if self._offsets else self.zero_point.round().to(torch.int32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the values of the codes of `x`; its gradient is 1 within the clip range, 0 outside of it."""
+        """Return the values of the codes of `x`; the gradient is 1 within the clip range, 0 outside of it."""
         step, (low, high), layout = self.step(), self.scheme.limits, (self.axis, self.block_size)
         point = self.point()
         value: Tensor = ops.fake_quantize(x.float(), step, point, str(self.scheme.format), *layout, low, high)
@@ -107,7 +107,7 @@ class FakeQuantize(nn.Module):
 
 
 class Cast(nn.Module):
-    """Round a float32 tensor to the 16-bit float in which it is stored.
+    """A module that rounds a float32 tensor to the 16-bit dtype in which it is stored.
 
     Args:
         stored: The 16-bit dtype.
@@ -119,7 +119,7 @@ class Cast(nn.Module):
         self.stored, self.dtype = stored, dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` rounded."""
+        """Return `x`, rounded to the stored dtype, in `dtype`."""
         return x.to(self.stored).to(self.dtype)
 
     @torch.no_grad()
@@ -130,7 +130,7 @@ class Cast(nn.Module):
 
 @dataclass(frozen=True)
 class Trained:
-    """Tensors and modules that a quantized graph and its eager model share during training, by names in the graph.
+    """Tensors and modules that a quantized graph and its eager model share in training, keyed by names in the graph.
 
     Attributes:
         weights: Float values and the modules that round them, keyed by the names of the codes.

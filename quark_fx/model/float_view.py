@@ -1,7 +1,7 @@
-"""The float graph of a quantized one: the computations of the model's modules, without codes and quantizers.
+"""The float graph of a quantized graph: the computations of the model's modules, without codes and quantizers.
 
-Conversion marks the nodes it adds (`quark_fx.graph.provenance`), so the view is a copy of the others. It records the
-added nodes separately: the parameter of each constant, and the rounding of a value for each consumer.
+Conversion marks the nodes it adds (`quark_fx.graph.provenance`), so the view copies all other nodes. It records the
+effect of the added nodes separately: the parameter of each constant, and the rounding of a value for each consumer.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class FloatView:
     """A quantized graph without the nodes added by conversion.
 
     Attributes:
-        graph: The copy.
-        constants: Constants of its `get_attr` nodes; the node has the notes on the parameter.
-        rounded: Rounding of a value for a consumer, both nodes of the copy.
-        branches: Branch that is added to the result of an operator, a node of the copy that reads a split value.
+        graph: Copy of the quantized graph without these nodes.
+        constants: Constants, keyed by `get_attr` nodes of the copy, which have the notes on the parameters.
+        rounded: Rounding of a value for a consumer, keyed by both nodes of the copy.
+        branches: Branch that is added to the result of an operator, keyed by the operator's node in the copy.
         originals: Nodes of the quantized graph, keyed by nodes of the copy.
 
     Raises:
@@ -113,7 +113,7 @@ class FloatView:
             elif (stored := constant_of(self._gm, node)) is not None:
                 self._values[node] = self._constant(node, stored), None
             elif name == DEQUANTIZE or (_is_cast_by_conversion(node.args[0]) and node.args[0] not in self._values):
-                self._values[node] = self._rounded(node)  # the second cast of two; the first yields no value
+                self._values[node] = self._rounded(node)  # the second of two casts; the first one is not recorded
             return True
         if node.meta.get("factor"):
             value, *factors = node.all_input_nodes
@@ -122,7 +122,7 @@ class FloatView:
         if BRANCH in node.meta and name in (_REST, _SUM, _PRODUCT):
             self._undo_branch(node)
             return True
-        # Codes without a look-up kernel are dequantized first: the look-up is the model's operator.
+        # If codes lack a lookup kernel, the table is dequantized before the lookup, which is the model's operator.
         is_lookup = name == EMBEDDING and target_name(node.args[0]) == DEQUANTIZE  # type: ignore[arg-type]
         return (converted and not is_lookup) or name == QUANTIZE
 
@@ -139,7 +139,7 @@ class FloatView:
             self.branches[operator] = Branch(parameter(self._gm, operand.args[1]), rounded)
 
     def _multiplied(self, node: Node, value: Node, factor: Factor) -> tuple[Node, Activation]:
-        """Return the source and factors of a product with a value that is not rounded before."""
+        """Return the source and the factors of a multiplied value, which must not be rounded before the product."""
         source, before = self._values[value]
         if before is not None and before.rounds:
             raise _rounded_differently(node)
@@ -154,7 +154,7 @@ class FloatView:
         while tensor.op != "get_attr":
             tensor = tensor.all_input_nodes[0]
         copy = self.graph.get_attr(str(tensor.meta.get("parameter", tensor.target)))
-        copy.meta = tensor.meta | {"val": node.meta.get("val")}  # the fake value of the values, not of the codes
+        copy.meta = tensor.meta | {"val": node.meta.get("val")}  # the fake tensor of the values, not of the codes
         self.constants[copy] = constant
         return copy
 

@@ -1,4 +1,4 @@
-"""Side effects of module calls outside of `forward`: hooks, patched forwards, and captured modules."""
+"""Detection of hooks, patched forwards, and references to modules that a copy of a model would share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REBUILT_BY = ("torch", "transformers")
 
 
 def hooks_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return the hooks of a module, such as accelerate's, keyed by their description."""
+    """Return the hooks of a module, such as accelerate's, keyed by a description."""
     by_description: dict[str, Callable[..., Any]] = {}
     for kind, hooks in (("forward hook", module._forward_hooks), ("forward pre-hook", module._forward_pre_hooks)):
         by_description |= {f"{kind} {_name(hook)}": hook for hook in hooks.values()}
@@ -34,13 +34,13 @@ def hooks_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def _imports(file: str, function: Any) -> bool:
-    """Return whether a file has imported a function itself; an import of its module does not count."""
+    """Return whether a Python module has imported a function itself, not only the function's module."""
     variables = vars(sys.modules.get(file, ModuleType(file))).values()
     return any(value is function for value in list(variables))
 
 
 def foreign_hooks(model: nn.Module) -> list[str]:
-    """Describe the hooks of a model that it will lack after its checkpoint is loaded."""
+    """Describe the hooks that a model will lack when it is loaded from its checkpoint."""
     hooks = [
         f"{name or '(the model)'}: {kind}"
         for name, module in model.named_modules()
@@ -51,7 +51,7 @@ def foreign_hooks(model: nn.Module) -> list[str]:
 
 
 def hooks_within(model: nn.Module, paths: Iterable[str]) -> list[str]:
-    """Describe the hooks of the modules at `paths`, and of the modules inside these, that users registered."""
+    """Describe the hooks that users registered on the modules at `paths` and on their submodules."""
     inner = {f"{path}.{name}".strip("."): m for path in paths for name, m in model.get_submodule(path).named_modules()}
     return [
         f"{_name(hook)} of {path or 'the model'}"
@@ -62,7 +62,7 @@ def hooks_within(model: nn.Module, paths: Iterable[str]) -> list[str]:
 
 
 def _foreign_attention(model: nn.Module) -> Iterator[str]:
-    """Describe the function that computes attention if it was registered outside of transformers."""
+    """Describe the attention function of a model if it was registered outside of transformers."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     functions = vars(sys.modules.get("transformers.modeling_utils", ModuleType("none"))).get("ALL_ATTENTION_FUNCTIONS")
     function = None if name is None or functions is None else functions.get(name)
@@ -71,7 +71,7 @@ def _foreign_attention(model: nn.Module) -> Iterator[str]:
 
 
 def _replaced_definitions(model: nn.Module) -> Iterator[str]:
-    """Describe the functions and classes that were replaced in files of transformers that define classes of a model."""
+    """Describe replaced functions and classes in the files of transformers that define a model's modules."""
     for file in sorted({type(module).__module__ for module in model.modules()}):
         if file.partition(".")[0] != "transformers":
             continue
@@ -85,14 +85,14 @@ def _replaced_definitions(model: nn.Module) -> Iterator[str]:
 
 def _is_of_packages(defined: Any) -> bool:
     owner = _owner(defined)
-    return owner in _REBUILT_BY or owner in sys.stdlib_module_names  # transformers takes some functions from there
+    return owner in _REBUILT_BY or owner in sys.stdlib_module_names  # transformers imports functions from the latter
 
 
 def bound_elsewhere(model: nn.Module, original: nn.Module) -> list[str]:
     """Describe the attributes through which a copy of a model refers to modules or parameters of the original.
 
-    `copy.deepcopy` copies modules, bound methods, and the contents of lists, but not functions: variables of an outer
-    function or of a file that a function reads still hold the modules of the original model.
+    `copy.deepcopy` copies modules, bound methods, and the contents of lists, but not functions: closure variables and
+    globals that a function reads still hold the modules of the original model.
     """
     theirs = {id(part) for part in (*original.modules(), *original.parameters())}
     theirs |= {id(part) for _, part in _reached(original)}
@@ -123,9 +123,9 @@ def _held(
 
     Args:
         value: Attribute of a module, or a part of one.
-        registered: Identities of registered modules, which are left out.
-        visited: Identities of values that were visited.
-        file: Python module of the function that refers to the value; functions and objects of others are skipped.
+        registered: Identities of registered modules, which are skipped.
+        visited: Identities of values that were visited before.
+        file: Python module of the function that refers to the value; functions and objects from elsewhere are skipped.
     """
     if id(value) in visited or id(value) in registered:
         return

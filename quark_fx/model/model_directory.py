@@ -1,7 +1,8 @@
-"""A directory with a stored model: a graph, and tensors in a file named by its digest. One rename replaces a model.
+"""A directory with a stored model: a graph, and tensors in a file named after its digest.
 
-The directory always holds the old model or the new one: the new tensors are stored next to the old until `graph.json`,
-which names its tensors by their SHA-256, is replaced. Several processes may save at once; the last rename wins.
+One rename replaces a model, so the directory always holds the old model or the new one: the new tensors are stored next
+to the old ones until `graph.json`, which contains the SHA-256 of its tensor file, is replaced. Several processes may
+save at once; the last rename wins.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PIECE = 1 << 24
 
 
 def is_model_file(name: str) -> bool:
-    """Tell whether `save` writes files with this name, finished or not."""
+    """Tell whether `save` writes a file with this name, finished or unfinished."""
     return name == GRAPH_FILE or bool(_TENSORS.fullmatch(name) or _UNFINISHED.fullmatch(name))
 
 
@@ -50,8 +51,8 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str,
 
     Args:
         directory: Directory; created if it does not exist.
-        tensors: Tensors with their names, in the order in which they are written, one at a time.
-        model: Plain data; the digest of the tensor file is added.
+        tensors: Tensors, keyed by their names; written one at a time.
+        model: Graph as plain data, to which the digest of the tensor file is added.
 
     Raises:
         OSError: If there is not enough space, or another file is in the way.
@@ -70,7 +71,7 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str,
             os.fsync(file.fileno())
         with locked(directory):
             for file in (tensors_file, graph_file):
-                file.close()  # releases its lock; Windows renames closed files only
+                file.close()  # closing releases the lock, and Windows renames only closed files
             stale = _stale_names(directory) - {_tensor_name(digest)}
             tensors_path.replace(directory / _tensor_name(digest))
             sync_directory(directory)

@@ -1,8 +1,8 @@
 """Modules that passes rewrote, and the piece of the quantized graph that computes each of their calls.
 
 A call of a module with one floating-point input and one result is a piece of the graph between two nodes. Nodes that
-passes put in its place carry the module's path, so the piece of the quantized graph that ends with the result and
-begins where that path begins computes the same call.
+passes put in its place carry the module's path, so the nodes of the quantized graph that carry the path and lead to the
+result compute the same call.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ModuleCall:
 
     Attributes:
         path: Path of the module.
-        entry: Its only input, a node outside of the call.
-        result: Its only result.
+        entry: Only input of the call, a node outside of it.
+        result: Only result of the call.
         nodes: All nodes of the call.
     """
 
@@ -39,9 +39,9 @@ class ModuleSlice:
     """The nodes of a quantized graph that compute a call.
 
     Attributes:
-        entry: Their only input other than constants, a node outside of the slice.
-        result: Their result.
-        nodes: The nodes in graph order, including constants.
+        entry: Only input of the slice other than constants, a node outside of it.
+        result: Node of the slice with the result of the call.
+        nodes: Nodes of the slice in graph order, including constants.
     """
 
     entry: Node
@@ -62,9 +62,9 @@ class ModuleSlice:
 
 
 def calls_without_parameters(graph: Graph) -> dict[Node, ModuleCall]:
-    """Return the innermost calls of modules with one floating-point input and one result, keyed by that result.
+    """Return the innermost calls of modules with one floating-point input and one result, keyed by the result.
 
-    Calls with parameters of the model are left out.
+    Calls that use parameters of the model are skipped.
     """
     calls = (_call_of(key, nodes, parameters=False) for key, nodes in _nodes_by_call(graph).items())
     return {call.result: call for call in calls if call is not None and _innermost(call)}
@@ -73,12 +73,12 @@ def calls_without_parameters(graph: Graph) -> dict[Node, ModuleCall]:
 def calls_around(graph: Graph, node: Node, outermost: int | None = None) -> Iterator[ModuleCall]:
     """Yield the calls with one tensor as input and one result that contain `node`, innermost first.
 
-    They may read parameters. A module with several calls is left out.
+    The calls may read parameters. Modules with several calls are skipped.
 
     Args:
         graph: Float graph.
         node: Any node.
-        outermost: Number of calls to consider, starting with the whole model's.
+        outermost: Number of calls to consider, counted from the outermost one; all by default.
     """
     calls = _nodes_by_call(graph)
     paths = Counter(module_calls(nodes[0])[key] for key, nodes in calls.items())
@@ -97,9 +97,9 @@ def _nodes_by_call(graph: Graph) -> dict[str, list[Node]]:
 
 
 def _call_of(key: str, nodes: list[Node], *, parameters: bool) -> ModuleCall | None:
-    """Return a call with one input, floating-point unless it may read parameters, and one result; otherwise `None`."""
+    """Return a call if it has one input, floating-point unless `parameters` is true, and one result; else `None`."""
     inside = frozenset(nodes)
-    # Constants that are not parameters of the model belong to a pass.
+    # Constants that are not parameters of the model were added by a pass.
     read = {n for node in nodes for n in node.all_input_nodes if not is_made_up(n)} - inside
     if parameters:
         read = {n for n in read if n.op != "get_attr"}
@@ -117,7 +117,7 @@ def _innermost(call: ModuleCall) -> bool:
 
 
 def is_made_up(node: Node) -> bool:
-    """Tell whether a node reads a tensor of a pass, not of the model."""
+    """Tell whether a node reads a tensor that a pass added."""
     return node.op == "get_attr" and "parameter" not in node.meta
 
 

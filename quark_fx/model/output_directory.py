@@ -21,25 +21,25 @@ _UNFINISHED = "unfinished"
 """Folder for the temporary data of a run."""
 
 _REMOVED = "unfinished.removed"
-"""Name of that folder during its removal: a result next to it is complete."""
+"""Name of that folder during its removal; the result next to it is complete."""
 
 _BLOCKS = "blocks"
-"""Folder in it for finished blocks."""
+"""Subfolder for finished blocks."""
 
 _LOCK = "lock"
-"""File in it that a run keeps locked; its contents identify the folder."""
+"""File in the folder for temporary data that a run keeps locked; its contents identify the folder."""
 
 _OURS = b"a run of quark_fx keeps its finished blocks here\n"
-"""Contents of that file; a folder with the same name and other contents is not touched."""
+"""Contents of the lock file; a folder whose lock file has other contents is not touched."""
 
 
 @contextmanager
 def work_directory(
     output: str | Path | None, checkpoint: str | Path | None, ranks: Ranks
 ) -> Iterator[tuple[Path | None, str | Path | None]]:
-    """Yield the directory for the tensors of a run with an output directory, and the one for finished blocks.
+    """Yield the directories for a run's tensors, `None` without an output directory, and for finished blocks.
 
-    A run that fails before its first finished block leaves nothing.
+    A run that fails before its first finished block leaves no files.
 
     Raises:
         ConfigError: If the directory has other contents, or belongs to another run; or if the ranks do not share it.
@@ -79,7 +79,7 @@ def clear(output: str | Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of ours, the identifying file last, so that an interrupted removal can be identified, too."""
+    """Remove a folder of a run, its lock file last, so that a partly removed folder can be identified."""
     for path in folder.iterdir():
         if path.name != _LOCK:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -96,7 +96,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def kept_blocks(checkpoint: str | Path) -> Path | None:
-    """Return the output directory that has `checkpoint` for its finished blocks; `None` for a directory of the user."""
+    """Return the output directory that contains `checkpoint`; `None` if the user chose `checkpoint`."""
     path = Path(checkpoint)
     return path.parent.parent if (path.name, path.parent.name) == (_BLOCKS, _UNFINISHED) else None
 
@@ -137,7 +137,7 @@ def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
         raise ConfigError(f"checkpoint and output_dir are both {output}; choose another directory for finished blocks")
     if checkpoint is not None and Path(checkpoint).parent == output:
         run_files.add(Path(checkpoint).name)
-    if _is_ours(output / _UNFINISHED):  # an interrupted run, possibly while it saved
+    if _is_ours(output / _UNFINISHED):  # from an interrupted run, which may have been saving
         run_files |= {file.name for file in output.iterdir() if is_model_file(file.name)}
     elif (output / GRAPH_FILE).exists():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Parameters whose parts are quantized constants in a graph, assembled again."""
+"""Assembly of parameters from their parts, which are separate constants of a quantized graph."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Part:
     """A constant that data movement extracted from a parameter.
 
     Attributes:
-        constant: Its codes or values.
-        view: Its place in the parameter.
+        constant: Codes or values of the part.
+        view: Size, stride, and offset of the part in the parameter.
     """
 
     constant: Constant
@@ -34,7 +34,7 @@ def whole_of(shape: Sequence[int], parts: Sequence[Part]) -> Constant | None:
 
     Args:
         shape: Shape of the parameter.
-        parts: All of its parts, in any order.
+        parts: All parts of the parameter, in any order.
     """
     shape, parts = tuple(shape), sorted(parts, key=lambda part: part.view[2])
     if len(parts) == 1 and math.prod(parts[0].view[0]) == math.prod(shape):
@@ -78,7 +78,7 @@ def _strides(size: Sequence[int]) -> tuple[int, ...]:
 
 
 def _as_rows(constant: Constant, shape: tuple[int, ...]) -> QuantizedTensor | Tensor | None:
-    """Return a constant in a new shape, with scales that vary along dimension 0, so that it can be concatenated."""
+    """Reshape a constant so that it can be concatenated along dimension 0; return `None` if its scales prevent that."""
     codes = constant.quantized
     if codes is None:
         return constant.tensor.reshape(shape)
@@ -99,7 +99,7 @@ def _as_rows(constant: Constant, shape: tuple[int, ...]) -> QuantizedTensor | Te
 
 
 def _rearranged(shape: tuple[int, ...], part: Part) -> Constant | None:
-    """Return a parameter that is one constant in another order, or `None` if its scales cannot be rearranged."""
+    """Return the parameter whose elements `part` has in another order; `None` if the scales cannot be rearranged."""
     size, stride, offset = part.view
 
     def moved(x: Tensor) -> Tensor:

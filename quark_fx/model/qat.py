@@ -1,7 +1,7 @@
 """Quantization-aware training: a quantized graph whose weights are float parameters again.
 
-Every forward pass rounds them in the way that `convert` stores them, so the trained model is the stored model, bit for
-bit.
+Every forward pass rounds the parameters exactly as `convert` does, so the trained and the converted model compute the
+same, bit for bit.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def prepare_qat(qmodel: QuantizedModel, *, scales: bool = False) -> QATModel:
     Args:
         qmodel: Model from `quantize` or `load`; it does not change.
         scales: Whether to learn the scales of weights and static activations, too, if any float32 scale is allowed.
-            Their gradients are the gradients of LSQ; they need a separate learning rate, about a hundredth of their
-            size.
+            The scales have the gradients of LSQ and need a separate learning rate, about a hundredth of their size.
 
     Raises:
         QuarkError: If `qmodel` is not a quantized model.
@@ -83,15 +82,15 @@ def prepare_qat(qmodel: QuantizedModel, *, scales: bool = False) -> QATModel:
 
 
 class QATModel(nn.Module):
-    """A quantized model that can be trained: `prepare_qat` creates one, `convert` turns it back.
+    """A quantized model that can be trained: `prepare_qat` creates it, and `convert` returns a quantized model again.
 
-    It has the parameters of the original model: quantized weights and biases as float32 values, the others unchanged.
-    Learned scales are also parameters. The graph is the inference graph: batch norms are folded or keep their
-    statistics, dropout is removed, and `train()` changes nothing. `eager()` trains the same parameters in the original
-    code.
+    It has the parameters of the original model: quantized weights and biases as float32 values, all others
+    unchanged. Learned scales are also parameters. The graph is the inference graph: batch norms are folded or keep
+    their statistics, dropout is removed, and `train()` changes nothing. `eager()` trains the same parameters in the
+    original code.
 
     Attributes:
-        quantized: Quantized model from which this one was created; training does not change it.
+        quantized: Quantized model from which this model was created; training does not change it.
         graph_module: Graph with flat inputs and outputs.
         signature: Call signature of the model.
     """
@@ -108,7 +107,7 @@ class QATModel(nn.Module):
         self.graph_module = prepared.gm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph; inputs and outputs have the structure of the original model's.
+        """Run the graph; inputs and outputs have the same structure as in the original model.
 
         Raises:
             QuarkError: If the inputs differ in structure, rank, fixed dimensions, or dtype.
@@ -117,10 +116,10 @@ class QATModel(nn.Module):
 
     @torch.no_grad()
     def convert(self) -> QuantizedModel:
-        """Return the quantized model of the current state; it computes the same as this model, bit for bit.
+        """Return the quantized model for the current state; it computes the same as this model, bit for bit.
 
-        The state is the state of this object: parameters, scales, zero points, and buffers, also after
-        `load_state_dict`, in a copy, or in an average of several models.
+        The state consists of this object's parameters, scales, zero points, and buffers, including values from
+        `load_state_dict`, from a copy, or from an average of several models.
 
         Raises:
             CalibrationError: If a parameter is not finite; the message names it.
@@ -150,7 +149,7 @@ class QATModel(nn.Module):
         return result.to(device_of(self.graph_module))
 
     def eager(self, model: nn.Module | None = None) -> nn.Module:
-        """Return the original model, with its class and the parameters of this one, which `convert` stores.
+        """Return a model of the original class that shares the parameters of this model, which `convert` stores.
 
         In training mode its dropout is active, and so are other features of its code, such as gradient checkpointing.
 
@@ -158,7 +157,7 @@ class QATModel(nn.Module):
             model: Float model with the same architecture, if the quantized model was loaded.
 
         Raises:
-            QuarkError: If the graph contains a computation of no module; the message names the operator.
+            QuarkError: If the graph contains a computation that no module performs; the message names the operator.
         """
         from quark_fx.model.eager import eager
 
@@ -197,7 +196,7 @@ class _Weight:
         constant: The constant in the quantized graph.
         name: Name of the tensor in reports.
         parameter: Name of the parameter.
-        quantizer: Path of the module that rounds it.
+        quantizer: Path of the module that rounds the parameter.
     """
 
     constant: Constant
@@ -206,7 +205,7 @@ class _Weight:
     quantizer: str
 
     def is_of(self, row: Row) -> bool:
-        """Tell whether a row of the report is about it."""
+        """Tell whether a row of the report describes this constant."""
         stored = self.constant.quantized
         return stored is not None and row.parameter == self.name and row.weight.split(" ")[0] == str(stored.format)
 
@@ -221,14 +220,14 @@ def _require_finite(model: nn.Module) -> None:
 
 
 def _measured(value: Tensor, quantizer: nn.Module) -> Measured:
-    """Return the current noise and scale of a weight."""
+    """Return the current quantization noise and scale of a weight."""
     noise = value.float() - quantizer(value).float()
     norms = [torch.linalg.vector_norm(x) for x in (value.float(), noise)]
     return Measured.of(norms, quantizer.step() if isinstance(quantizer, FakeQuantize) else None)
 
 
 class _Preparation:
-    """Rewrite a quantized graph as a graph of parameters and fake quantizers."""
+    """The rewrite of a quantized graph to a graph of parameters and fake quantizers."""
 
     def __init__(self, qmodel: QuantizedModel, scales: bool) -> None:
         self.config, self.scales = qmodel.config, scales
@@ -271,7 +270,7 @@ class _Preparation:
         erase_dead(self.gm)
 
     def _read_as_is(self) -> frozenset[str]:
-        """Return the names of tensors with consumers other than casts, also after a look-up of rows."""
+        """Return the names of tensors that a consumer reads without a cast, directly or after a lookup of rows."""
         names: set[str] = set()
         for node in self.gm.graph.nodes:
             if node.op == "get_attr":
@@ -305,7 +304,7 @@ class _Preparation:
         return {weight.parameter: weight for weight in self.weights.values()}
 
     def _pair_bounds(self) -> dict[str, PairBound]:
-        """Return the pairs that the target adds in 16 bits, keyed by the name of the codes."""
+        """Return bounds for pairs of codes whose products the target adds in 16 bits, keyed by the codes' names."""
         bounds: dict[str, PairBound] = {}
         by_parameter = self._by_parameter()
         for node in self.gm.graph.nodes if self.config.target.limits_pairs else ():
@@ -316,13 +315,13 @@ class _Preparation:
                     continue
                 activation = _activation_spec(argument(node, row.activations[0]))
                 bound = pair_bound(row.kind, Linear.of(node), _spec_of(stored), activation)
-                # Codes that exceed the bound are for another kernel.
+                # Codes that exceed the bound were computed for another kernel.
                 if bound is not None and not bool(bound.exceeded(stored.codes).any()):
                     bounds[weight.constant.names[0]] = bound
         return bounds
 
     def _bias_factors(self) -> dict[str, tuple[str, str]]:
-        """Return the names of scale and codes that determine the scale of an int32 bias, keyed by the bias's codes."""
+        """Return the activation scale and the weight codes that determine an int32 bias's scale, keyed by its codes."""
         factors: dict[str, tuple[str, str]] = {}
         by_parameter = self._by_parameter()
         for node in self.gm.graph.nodes:
@@ -341,7 +340,7 @@ class _Preparation:
         return factors
 
     def _round_values(self, bounds: dict[str, PairBound], factors: dict[str, tuple[str, str]]) -> None:
-        """Insert the modules that round parameters after them."""
+        """Insert a rounding module after each parameter."""
         modules: dict[str, FakeQuantize | Cast] = {}
         for codes, weight in sorted(self.weights.items(), key=lambda item: item[0] in factors):
             constant, quantizers = weight.constant, None
@@ -382,7 +381,7 @@ class _Preparation:
     # Activations
 
     def _round_activations(self) -> None:
-        """Replace each `quantize` and `dequantize` by one operator with a gradient."""
+        """Replace each pair of `quantize` and `dequantize` with one operator that has a gradient."""
         config, graph = self.config, self.gm.graph
         specs = [config.input, config.output, *(s for o in config.overrides for s in (o.input, o.output))]
         for node in list(graph.nodes):
@@ -414,7 +413,7 @@ class _Preparation:
         axis: int | None = None,
         block_size: int = 0,
     ) -> str:
-        """Return the path of the module that rounds with a stored scale."""
+        """Return the path of the module that rounds with the stored scale `scale`; add the module if it is missing."""
         if scale not in self.activations:
             path = fresh_name(
                 self.gm, scale.removesuffix("_scale") if scale.endswith("_scale") else f"{scale}_quantizer"
@@ -426,7 +425,7 @@ class _Preparation:
         return self.activations[scale]
 
     def _step(self, name: str, fmt: str, specs: Iterable[Any]) -> Tensor:
-        """Return a scale, a parameter if it is learned; all users of a scale share one tensor."""
+        """Return the tensor of a scale, which all its users share; a learned scale is a parameter."""
         if name not in self.steps:
             alike = [s for s in specs if isinstance(s, TensorSpec) and str(s.format) == fmt]
             free = bool(alike) and all(s.scale == FLOAT32 and s.group_rows == 1 for s in alike)
@@ -441,7 +440,7 @@ class _Preparation:
             if node.op != "get_attr" or name in self.buffers or isinstance(tensor_of(self.gm, name), nn.Parameter):
                 continue
             value = tensor_of(self.gm, name)
-            made_up = any(u.meta.get("factor") or BRANCH in u.meta for u in node.users)  # eager() has no such parameter
+            made_up = any(u.meta.get("factor") or BRANCH in u.meta for u in node.users)  # eager() lacks such parameters
             if value.is_floating_point() and not made_up and not any(u.target in _WITH_CODES for u in node.users):
                 _register(self.gm, name, nn.Parameter(value))
                 self.floats.append(name)
@@ -451,7 +450,7 @@ _WITH_CODES = (ops.quantize.default, ops.dequantize.default)
 
 
 def _register(gm: GraphModule, name: str, parameter: nn.Parameter) -> None:
-    """Replace the tensor of `gm` with a dotted `name` by `parameter`."""
+    """Register `parameter` in place of the tensor of `gm` with the dotted name `name`."""
     set_parameter(gm, name, parameter)
     path, _, leaf = name.rpartition(".")
     owner = gm.get_submodule(path)
@@ -460,7 +459,7 @@ def _register(gm: GraphModule, name: str, parameter: nn.Parameter) -> None:
 
 
 def _scheme(stored: QuantizedTensor, specs: Iterable[TensorSpec | Any]) -> Scheme:
-    """Return the scheme of a constant's codes: the narrowest scheme with its format that contains all of them."""
+    """Return the narrowest scheme of `specs` that contains all codes of a constant; the whole format if none does."""
     fmt = stored.format
     whole = Scheme(format=fmt, symmetry=Symmetry.SYMMETRIC_FULL)
     if not fmt.is_integer:
@@ -480,7 +479,7 @@ def _spec_of(stored: QuantizedTensor) -> TensorSpec:
 
 
 def _activation_spec(read: Node) -> TensorSpec | None:
-    """Return a spec with the format and granularity of an operator's activation, `None` for float."""
+    """Return a spec with the format and granularity of an operator's activation; `None` if it is in float."""
     pair = quantize_of(read)
     if pair is None:
         return None

@@ -32,16 +32,16 @@ class QuantizedModel(nn.Module):
     """A quantized graph, called like the model it was captured from.
 
     Attributes:
-        graph_module: Graph with `quark_fx::quantize` and `dequantize`, and flat inputs and outputs.
+        graph_module: Graph with the operators `quark_fx::quantize` and `dequantize`, and flat inputs and outputs.
         signature: Call signature of the model.
-        config: Configuration it was quantized with.
-        source: Original module for `eager`, without the weights that the graph has; `None` if it was loaded.
-        kept: Parameters and buffers that the graph contains only as sources of constants, keyed by path.
+        config: Configuration of the quantization.
+        source: Original module for `eager`, without the weights that the graph stores; `None` in a loaded model.
+        kept: Parameters and buffers from which constants of the graph were computed, keyed by path.
         parameter_names: Names of all parameters of the model, `None` if unknown.
         sample: Flat inputs with which an exported file is run once: the first samples of the first batch. `None` if the
             model was loaded, since stored models contain no data.
         data: Description of the calibration data, for the report; empty without data.
-        rounded_by: Method that had quantized the checkpoint of the model before; empty if there was none.
+        rounded_by: Method with which the model's checkpoint had been quantized before; empty if it was in float.
     """
 
     source: nn.Module | None
@@ -77,13 +77,13 @@ class QuantizedModel(nn.Module):
             about["source"] = f"rounded before, by {method}: both errors add up"
         self.rounded_by: str = method
         draws = random_draws(graph_module, signature.output_names)
-        # Rows of one weight that are equal are one; equal products of activations are several.
+        # Equal rows of a weight are merged; equal rows without a parameter belong to different products of activations.
         unique = {row if row.parameter else number: row for number, row in enumerate(rows)}.values()
         self._report = Report(tuple(unique), tuple(passes), tuple(histograms), about, draws)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the quantized graph; inputs and outputs have the structure of the original model's.
+        """Run the quantized graph; inputs and outputs have the same structure as in the original model.
 
         Gradients of inputs are straight-through: rounding counts as the identity within the clip range of an
         activation. For gradients of weights, see `quark_fx.prepare_qat`.
@@ -103,7 +103,7 @@ class QuantizedModel(nn.Module):
             return self(*args, **kwargs)
 
     def report(self) -> Report:
-        """Return one row per weight and use: its quantization, or the reason why it stays in float."""
+        """Return a report with a row per weight and use: its quantization, or the reason why it stays in float."""
         return self._report
 
     @checked_call
@@ -120,18 +120,18 @@ class QuantizedModel(nn.Module):
         save_model(self, Path(directory))
 
     def eager(self, model: nn.Module | None = None, *, kernels: bool = False) -> nn.Module:
-        """Return the original model, with its class, in a form that computes the same as this one; `generate` works.
+        """Return a model of the original class that computes the same as this one; its `generate` works.
 
         Args:
             model: Float model with the same class and configuration and any weights, if this model was loaded.
-            kernels: Whether to run linear layers on the kernels that `compile()` uses, and look up codes of embeddings.
-                The result is for inference, on a CPU or an NVIDIA GPU; its attribute `kernel_report` has one row per
-                operator, like the report of a compiled model: its kernel, or the reason for simulating it. Results
-                differ from simulated ones by the order of sums, and in bfloat16 by its rounding. On a CPU the first
-                call with one row, a decoding step, compiles. `torch.compile` works on it.
+            kernels: Whether linear layers use the kernels of `compile()`, and embeddings look up codes. Such a model is
+                for inference, on a CPU or an NVIDIA GPU; its attribute `kernel_report` has one row per operator, like
+                the report of a compiled model: its kernel, or the reason for simulating it. Results differ from
+                simulated ones in the order of sums and, in bfloat16, in rounding. On a CPU, the first decoding step (a
+                call with one row) compiles. `torch.compile` accepts the model.
 
         Raises:
-            QuarkError: If the graph contains a computation of no module; the message names the operator.
+            QuarkError: If the graph contains a computation that no module performs; the message names the operator.
         """
         from quark_fx.model.eager import eager
 
@@ -150,7 +150,7 @@ class QuantizedModel(nn.Module):
 
         Operators without a kernel are computed in float, as in this model; `report()` of the result gives the reason
         for each. The result is a snapshot: later changes of this model do not affect it. The first call, and the first
-        one with a new batch size, compile, which takes about a minute for a network of 50 layers.
+        call with a new batch size, compile, which takes about a minute for a network of 50 layers.
 
         Args:
             mode: Argument of `torch.compile`, such as `"max-autotune"`.
@@ -196,7 +196,7 @@ class QuantizedModel(nn.Module):
     def with_graph(
         self, graph_module: GraphModule, rows: Sequence[Row] | None = None, passes: Sequence[PassRecord] | None = None
     ) -> QuantizedModel:
-        """Return a model of another graph with the same names; rows and passes default to this model's."""
+        """Return a model with another graph that has the same names; rows and passes default to this model's."""
         return type(self)(
             graph_module,
             self.signature,

@@ -1,7 +1,7 @@
 """The modules of the original model that round the keys and values of their attention.
 
-Keys and values are not the input or result of a module: they exist within one. So the modules round the operands of
-their products, product by product, in the order in which their code calls them.
+Keys and values are neither inputs nor results of a module: they exist inside a module. So each module rounds the
+operands of its products, product by product, in the order in which its code calls the products.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class RoundedFactor:
     """A rounded operand of a product.
 
     Attributes:
-        position: Position among the arguments.
-        activation: The rounding.
-        transposed: Whether it is rounded with its last two dimensions exchanged, the layout of a cache.
-        cached: Whether a cache holds it.
+        position: Position of the operand among the arguments of the product.
+        activation: Rounding of the operand.
+        transposed: Whether the operand is rounded with its last two dimensions exchanged, the layout of a cache.
+        cached: Whether a cache holds the operand.
     """
 
     position: int
@@ -36,13 +36,13 @@ class RoundedFactor:
     cached: bool = False
 
     def same_as(self, other: RoundedFactor) -> bool:
-        """Tell whether both are equal."""
+        """Tell whether both round the same operand in the same way."""
         layout, other_layout = ((f.position, f.transposed, f.cached) for f in (self, other))
         return layout == other_layout and self.activation.same_as(other.activation)
 
 
 Size = tuple[int | None, int | None]
-"""Heads and channels; `None` for a number that is dynamic or unknown."""
+"""Numbers of heads and channels; `None` for a number that is dynamic or unknown."""
 
 Entering = tuple[tuple[Activation, Activation], tuple[Size, Size]]
 """Rounding of keys and values when they enter a cache, and their sizes."""
@@ -53,12 +53,12 @@ Product = tuple[RoundedFactor, ...]
 
 @dataclass(frozen=True)
 class RoundedAttention:
-    """A module with attention.
+    """The rounding of keys and values in a module with attention.
 
     Attributes:
         products: Fused attentions and products of activations, in the order in which its code calls them.
         entering: Rounding of keys and values when they enter a cache; `None` for a module with several attentions.
-        sizes: Heads and channels of keys, and of values; `None` for a number that is dynamic or unknown.
+        sizes: Numbers of heads and channels of keys, and of values; `None` for a number that is dynamic or unknown.
     """
 
     products: tuple[Product, ...]
@@ -74,10 +74,10 @@ class RoundedAttention:
 
 
 def place_attentions(graph: Graph, rounded: Rounded) -> tuple[dict[str, RoundedAttention], set[tuple[Node, Node]]]:
-    """Return the modules that round keys and values, keyed by path, and their (value, consumer) pairs in `rounded`.
+    """Return the rounding of keys and values, keyed by module path, and its (value, consumer) pairs in `rounded`.
 
     Raises:
-        QuarkError: If calls of a module differ, or round an operand in another layout than the product reads.
+        QuarkError: If calls of a module differ, or round an operand in a layout that the product does not read.
     """
     factors: dict[Node, list[RoundedFactor]] = {}
     calls: dict[str, dict[str, list[Entering]]] = {}
@@ -107,7 +107,7 @@ def place_attentions(graph: Graph, rounded: Rounded) -> tuple[dict[str, RoundedA
         inner = [key for key in module_calls(node) if key in owners]
         if inner and target_name(node) in (FUSED, *PRODUCTS):
             products.setdefault(inner[-1], []).append(tuple(factors.get(node, ())))
-    # The values that enter a cache are known if there is only one attention, including unquantized ones.
+    # The values that enter a cache are known if the module has only one attention, quantized or not.
     entries = {path: {k: e if count[k] < 2 else [] for k, e in keys.items()} for path, keys in calls.items()}
     return {path: _alike(path, keys, products, graph) for path, keys in entries.items()}, edges
 
@@ -136,7 +136,7 @@ def _call_of(attention: Attention, mix: Node) -> tuple[str, str]:
 
 
 def _sizes(cached: Cached) -> Size:
-    """Return the heads and channels of keys or values."""
+    """Return the numbers of heads and channels of keys or values."""
     shape = cached.value.meta["val"].shape
     heads = [static_size(shape[d]) for d in cached.heads]
     return heads[0] if len(heads) == 1 else None, static_size(shape[cached.channels])
@@ -146,7 +146,7 @@ def _is_transposed(cached: Cached, activation: Activation) -> bool:
     """Tell whether a product reads the value with its last two dimensions exchanged.
 
     Raises:
-        QuarkError: If it reads it in another layout, and the rounding depends on it.
+        QuarkError: If the product reads the value in another layout, and the rounding depends on the layout.
     """
     rank = cached.value.meta["val"].dim()
     tokens, channels = cached.tokens - rank, cached.channels - rank

@@ -1,4 +1,4 @@
-"""The modules of the original model that round activations: their consumers, or their producers."""
+"""The modules of the original model that round activations: modules that consume or produce them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from quark_fx.graph.operators import KEEPS_ORDER, motion, moves
 from quark_fx.numbers.ops import Measurement
 
 SPLIT = "split"
-"""Operator of a `Factor` that takes directions out of an activation."""
+"""Operator of a `Factor` that splits directions off an activation."""
 
 UNROTATED = "set overhead=0 in the pass that rotates (Rotate, LearnRotations)"
-"""Advice for a value that cannot be multiplied at run time."""
+"""Advice in errors about a value that cannot be multiplied at run time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,8 @@ class Factor:
 
     Attributes:
         operator: Name of the operator in `quark_fx.graph.provenance.FACTORS`, or `SPLIT`.
-        tensors: Its constants; for `SPLIT`, the matrices of `LowRank`, shapes (rank, channels) and (channels, rank).
+        tensors: Constants of the operator; for `SPLIT`, the matrices of `LowRank`, shapes (rank, channels) and
+            (channels, rank).
     """
 
     operator: str
@@ -40,7 +41,7 @@ class Factor:
         return self.operator != "aten.mul.Tensor"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return `x` multiplied; the branch of a module applies splits."""
+        """Return `x` multiplied by the factor; not for `SPLIT`, which the branch of a module applies."""
         if self.operator == "aten.mul.Tensor":
             return x * self.tensors[0]
         rotated: Tensor = torch.ops.quark_fx.rotate(x, *self.tensors)
@@ -67,8 +68,8 @@ class Activation:
         scale_type: Format of measured scales.
         group_size: Group size of measured scales, see `quark_fx.numbers.ops.dynamic_qparams`.
         ratio: Fraction of the measured range, see `quark_fx.numbers.ops.dynamic_qparams`.
-        cast: The 16-bit dtype to which it is cast and back.
-        factors: Factors that are applied before, in order.
+        cast: The 16-bit dtype to which the activation is cast and back; `None` without a cast.
+        factors: Factors that are applied before the rounding, in order.
     """
 
     format: str = ""
@@ -85,17 +86,17 @@ class Activation:
 
     @property
     def rounds(self) -> bool:
-        """True if the activation is rounded: a pass may only multiply."""
+        """True if the activation is rounded, not only multiplied by factors."""
         return bool(self.format) or self.cast is not None
 
     @property
     def split(self) -> int | None:
-        """Index of the factor that splits off directions; a branch of their module multiplies them."""
+        """Index of the factor that splits off directions for a branch of the module; `None` without such a factor."""
         return next((i for i, factor in enumerate(self.factors) if factor.operator == SPLIT), None)
 
     @property
     def is_fixed(self) -> bool:
-        """True if rounding twice equals rounding once: it has neither a measured range nor factors."""
+        """True if rounding twice equals rounding once, without a measured range and without factors."""
         return not self.factors and (self.scale is not None or self.cast is not None)
 
     @property
@@ -110,7 +111,7 @@ class Activation:
 
     @property
     def per_token(self) -> bool:
-        """True if each row of the last dimension is measured."""
+        """True if each row of the last dimension has a measured scale."""
         return self.axis == -1 and self.block_size < 0
 
     def same_as(self, other: Activation) -> bool:
@@ -127,7 +128,7 @@ class Activation:
 
 
 Rounded = Mapping[tuple[Node, Node], Activation]
-"""Rounding of a value for a consumer, keyed by both, which are nodes of the float graph."""
+"""Rounding of a value for a consumer, keyed by the nodes of both in the float graph."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +146,7 @@ class Branch:
 
 @dataclass
 class RoundedModules:
-    """The places of rounding.
+    """The modules that round their input or result, or have a branch.
 
     Attributes:
         inputs: Rounding of the floating-point input of modules, keyed by path.
@@ -165,14 +166,14 @@ def place_rounding(
 
     Args:
         graph: The float graph.
-        rounded: Its activations that are rounded or multiplied.
+        rounded: Activations of the graph that are rounded or multiplied.
         branches: Branches that are added to the products of operators.
-        at_readers: Whether an activation that is only multiplied is multiplied by each consumer module (checkpoints
-            need that), or, if that is impossible, by the module that computes it; otherwise the order is reversed,
-            which multiplies once.
+        at_readers: Whether the factors of an activation that is not rounded are applied by each consumer module, as
+            checkpoints need, or, if that is impossible, by the module that computes the activation. If false, that
+            module comes first, which multiplies only once.
 
     Raises:
-        QuarkError: If an activation is neither; the message names the operator that reads it.
+        QuarkError: If an activation is neither an input nor a result of a module; the message names its consumer.
     """
     places = _Places(graph, rounded, at_readers=at_readers)
     modules = places.find()
@@ -182,7 +183,7 @@ def place_rounding(
 
 
 class _Places:
-    """The module calls of a graph, and the rounding found for them."""
+    """The module calls of a graph, and the rounding assigned to them."""
 
     def __init__(self, graph: Graph, rounded: Rounded, *, at_readers: bool) -> None:
         self.rounded, self.at_readers = rounded, at_readers
@@ -214,7 +215,7 @@ class _Places:
         return self.modules
 
     def _place_factors(self, value: Node) -> None:
-        """Multiply the result of a module if all consumers apply the same factors, and some do not round it."""
+        """Apply factors to the result of a module if all consumers apply the same factors and some do not round."""
         edges = {edge: activation for edge, activation in self.rounded.items() if edge[0] is value}
         plain = [reader for (_, reader), activation in edges.items() if activation.factors and not activation.rounds]
         if not plain or len(plain) == len(edges):
@@ -231,7 +232,7 @@ class _Places:
         )
 
     def _place_input(self, value: Node, reader: Node, activation: Activation) -> bool:
-        """Round the input of the module that reads a value, if its only input is that value with that rounding."""
+        """Round the input of the module that reads `value`, if it is the only input and always rounded equally."""
         key, path = next(reversed(module_calls(reader).items()), ("", ""))
         entry = value
         while key in module_calls(entry) and _commutes(entry, activation) and len(entry.all_input_nodes) == 1:
@@ -248,9 +249,9 @@ class _Places:
     def _place_output(self, value: Node, reader: Node, activation: Activation) -> bool:
         """Round the result of a module that computes a value for `reader`, if all other consumers round it equally.
 
-        The module must have one call, since equal rounding in several calls would be a coincidence. Consumers that also
-        round their input get rounded values, which changes nothing for a range that does not depend on the values.
-        Directions are split off at the operator that multiplies them.
+        The module must be called once, since equal rounding in several calls would be a coincidence. Consumers that
+        also round their input get rounded values, which gives the same result if the range does not depend on the
+        values. Directions are split off at the operator that multiplies them.
         """
         placed = activation.split is None and (activation.is_fixed or not activation.rounds)
         calls = module_calls(value) if placed else {}
@@ -271,7 +272,7 @@ class _Places:
         """Add a branch to the result of the module that only computes `node`.
 
         Raises:
-            QuarkError: If there is none.
+            QuarkError: If the module computes something else, too.
         """
         key, path = next(reversed(module_calls(node).items()), ("", ""))
         activation = self.modules.inputs.get(path)
@@ -290,7 +291,7 @@ class _Places:
         self.modules.branches[path] = branch
 
     def _all_round(self, value: Node, activation: Activation, users: Iterable[Node] | None = None) -> bool:
-        """Tell whether all `users`, by default all consumers, read `value` with this rounding, or move it before."""
+        """Tell whether all `users`, by default all consumers, read `value` with this rounding, or move it first."""
         users = value.users if users is None else users
         return bool(users) and all(
             self.rounded[value, user].same_as(activation)

@@ -2,8 +2,8 @@
 
 The contents of a file are never unpickled, imported, or compiled. The graph calls operators from a list
 (`stored_operators`) with arguments of the types they take; its tensors are `t0`, `t1`, …, and their original names are
-stored separately in the form of text. Shapes are not stored but computed: a graph whose operators do not fit together
-is rejected before it runs.
+stored separately as text. Shapes are not stored but computed: a graph whose operators do not fit together is rejected
+before it runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from quark_fx.system.writable import require_possible, writing
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}", re.ASCII)
 """Pattern of names of nodes and inputs: identifiers in the code that torch generates for a graph."""
 _SHORT = 256
-"""Length of the longest stored name of a node: torch does not limit its names for nested modules."""
+"""Maximum length of a stored node name; torch does not limit the names it generates for nested modules."""
 _LARGEST = 1 << 42
 """Size in bytes of the largest value that a stored graph may compute."""
 _ON_SIZES = frozenset(function for name, function in PYTHON.items() if name != "getitem")
@@ -70,7 +70,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
     """Write `qmodel` to `directory`, creating it, or replace the model there; equal models produce equal files.
 
     Raises:
-        QuarkError: If the directory cannot be written or holds a checkpoint, or the graph has a call without a name.
+        QuarkError: If the directory cannot be written or holds a checkpoint, or the graph has an unregistered operator.
     """
     require_possible(directory)
     gm = qmodel.graph_module
@@ -145,7 +145,7 @@ def load(
             hint = "; transformers' from_pretrained reads checkpoints"
         raise QuarkError(f"{directory} holds no readable quantized model: {why}{hint}") from error
     try:
-        config = QuantConfig.from_dict(document["config"], stored=True)  # names a missing format before a node does
+        config = QuantConfig.from_dict(document["config"], stored=True)  # reports a missing format before a node does
         provenance = Provenance.of(document["provenance"], tensors)
         gm = _graph_from_data(document, provenance.graph_tensors, provenance, place, frozenset(namespaces))
         return QuantizedModel(
@@ -193,7 +193,7 @@ def _read_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def _node_names(graph: Graph) -> dict[Node, str]:
-    """Return a name for each node that `load` accepts: its name, or the start of a long one and a number."""
+    """Return a name that `load` accepts for each node: the node's name, or the start of a long name and a number."""
     taken = {node.name for node in graph.nodes if len(node.name) <= _SHORT}
     names: dict[Node, str] = {}
     for index, node in enumerate(graph.nodes):
@@ -256,7 +256,7 @@ def _decode(value: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
 
 
 class _Symbols:
-    """Dynamic sizes: a number for each, and one example size."""
+    """The dynamic sizes of a graph; each has a number and an example size."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -356,7 +356,7 @@ def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -
         if data is not None and math.prod(example) > _LARGEST:
             raise QuarkError(f"the stored graph has an input of shape {brief(example)}")
         dtype = None if data is None else DTYPES[data["dtype"]]
-        # On the meta device nothing is allocated; its fake tensor is on `device`.
+        # The meta device allocates no memory; the fake tensor of the example is on `device`.
         examples.append(None if dtype is None else torch.empty(example, dtype=dtype, device="meta"))
         dynamic.append({i: size["symbol"] for i, size in enumerate(shape) if not isinstance(size, int)})
     if len(examples) != sum(node.op == "placeholder" for node in gm.graph.nodes):
@@ -378,11 +378,11 @@ def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -
 
 
 class _LimitError(QuarkError):
-    """A graph whose values take unlimited memory or time, or whose kernels would read memory out of bounds."""
+    """An error for graphs that take unlimited memory or time, or whose kernels would read memory out of bounds."""
 
 
 def _require_computable(node: Node, values: Sequence[Any]) -> None:
-    """Reject computations of no real model: tensors of terabytes, sums or powers of non-sizes, biases of wrong size."""
+    """Reject tensors of terabytes, huge integers, tensors in place of sizes, and recurrent weights of wrong shapes."""
     if node.target in _ON_SIZES and any(isinstance(value, Tensor) for value in values):
         raise _LimitError(f"the stored graph uses tensors as sizes at %{node.name}")
     try:
@@ -493,26 +493,26 @@ def _constant(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the contents of dictionaries of a configuration or report in the form of JSON."""
+    """Return a value from a configuration or report as data that JSON can store."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
-    # Options of the user's passes may have any type; they are only for reading.
+    # Options of the user's passes may have any type; only their text is stored.
     return value if value is None or isinstance(value, bool | int | float | str) else {"repr": repr(value)[:LONGEST]}
 
 
 def _restored(value: Any) -> Any:
-    """Inverse of `_plain` for a mapping whose values are plain or not finite."""
+    """Undo `_plain` for a mapping whose values are plain data or floats that are not finite."""
     return {key: _constant(item) for key, item in mapping(value).items()}
 
 
 def _record_to_data(record: PassRecord) -> dict[str, Any]:
     data = _plain(asdict(record))
     for part in (data, *data["changes"]):
-        del part["seconds"]  # equal models are equal files, independent of run time
+        del part["seconds"]  # equal models produce equal files, whatever their run time
     return data  # type: ignore[no-any-return]
 
 

@@ -8,14 +8,14 @@ from quark_fx.errors import QuarkError
 from quark_fx.system.untrusted import brief
 
 LONGEST = 1 << 16
-"""Length of the longest name of a tensor or module."""
+"""Maximum length of the name of a tensor or module."""
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a list.
+    """Return `value` if it is a list.
 
     Raises:
-        QuarkError: If it has another type; also for the functions below.
+        QuarkError: If the value has another type; the functions below raise it, too.
     """
     if not isinstance(value, list):
         raise QuarkError(f"the stored model holds {brief(value)} in place of a list")
@@ -23,21 +23,21 @@ def listed(value: Any) -> list[Any]:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Return a mapping."""
+    """Return `value` if it is a mapping."""
     if not isinstance(value, dict):
         raise QuarkError(f"the stored model holds {brief(value)} in place of a mapping")
     return value
 
 
 def text(value: Any) -> str:
-    """Return a name of bounded length."""
+    """Return `value` if it is a string that is not too long for a name."""
     if not isinstance(value, str) or len(value) > LONGEST:
         raise QuarkError(f"the stored model holds {brief(value)} in place of a name")
     return value
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """Return a list of names."""
+    """Return a list of names as a tuple."""
     return tuple(text(name) for name in listed(value))
 
 

@@ -1,4 +1,4 @@
-"""Integer divisions of a stored graph, rewritten so that no values can end the process."""
+"""Rewriting of integer divisions in a stored graph, so that no values can crash the process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from quark_fx.model.stored_operators import arguments_of
 
 _DIVISIONS = frozenset({"div", "divide", "floor_divide", "fmod", "lcm", "remainder"})
 _OVERFLOWING = (torch.int32, torch.int64)
-"""Dtypes that processors divide directly; narrower ones are divided in 32 bits."""
+"""Dtypes that processors divide directly; narrower dtypes are divided in 32 bits."""
 
 
 def guard_divisions(gm: GraphModule) -> None:
     """Clamp dividends so that no integer division overflows.
 
-    The most negative integer divided by -1 does not fit its dtype, and the processor ends the process. Dividends are
-    clamped to the most negative integer plus 1; other dividends do not change, and neither do divisions by constants
-    other than -1. Kernels raise an error for a divisor of 0.
+    The most negative integer divided by -1 does not fit its dtype, and the division crashes the process. Dividends are
+    clamped to at least the most negative integer plus 1, except in divisions by constants other than -1. Kernels raise
+    an error for a divisor of 0.
 
     Args:
         gm: Graph whose nodes have their fake values in `meta["val"]`.

@@ -122,8 +122,8 @@ _OPERATORS: dict[str, frozenset[str]] = {
     "aten": _ATEN,
     "quark_fx": frozenset({"quantize", "dequantize", "dynamic_qparams", "grouped_mm", "rotate"}),
     "transformers": frozenset({"grouped_mm_fallback"}),
-    # Excluded: operators on regions of interest do not check the image index of a region; deform_conv2d uses NaN
-    # offsets.
+    # Excluded: operators on regions of interest, which do not check the image index of a region, and deform_conv2d,
+    # which uses NaN offsets.
     "torchvision": frozenset({"nms"}),
 }
 
@@ -133,12 +133,12 @@ _DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 DTYPES = {name: getattr(torch, name) for name in _DTYPES if hasattr(torch, name)}
-"""Dtypes and their names."""
+"""Dtypes, keyed by their names."""
 
 MEMORY_FORMATS = {
     name: getattr(torch, name) for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 }
-"""Memory formats and their names."""
+"""Memory formats, keyed by their names."""
 
 _LIMIT = 1 << 63
 
@@ -151,7 +151,7 @@ def resolve(name: Any, namespaces: Collection[str] = ()) -> Callable[..., Any]:
         namespaces: Libraries from which any functional operator may be called.
 
     Raises:
-        QuarkError: If a stored graph may not call it, or it is not registered.
+        QuarkError: If a stored graph may not call the function, or it is not registered.
     """
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) == 2 and parts[0] == "python" and parts[1] in PYTHON:
@@ -180,7 +180,7 @@ def resolve(name: Any, namespaces: Collection[str] = ()) -> Callable[..., Any]:
 
 
 _WRITTEN: dict[Any, Callable[..., Any]] = {
-    # Fake tensors keep the results of these, and real kernels would run on them while shapes are computed.
+    # Fake tensors keep the results of `lift` operators as constants, so computing shapes would run real kernels.
     torch.ops.aten.lift.default: torch.ops.aten.alias.default,
     torch.ops.aten.lift_fresh.default: torch.ops.aten.alias.default,
     torch.ops.aten.lift_fresh_copy.default: torch.ops.aten.clone.default,
@@ -193,7 +193,7 @@ _WRITTEN: dict[Any, Callable[..., Any]] = {
 def written(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return an equivalent call that initializes all memory it returns, and computes nothing while shapes are computed.
+    """Return an equivalent call that initializes all memory it returns, and runs no kernel while shapes are computed.
 
     Uninitialized memory can hold another user's data.
 
@@ -242,7 +242,7 @@ def _is_dispatched(namespace: str, packet: str, overload: str) -> bool:
 
 
 def operator_name(target: Any) -> str | None:
-    """Return the name of a call in a stored graph, or `None`."""
+    """Return the name of a function in stored graphs; `None` if they cannot call the function."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return next((f"python.{name}" for name, function in PYTHON.items() if function is target), None)
@@ -276,7 +276,7 @@ def require_fitting(target: Callable[..., Any], args: Sequence[Any], kwargs: Map
     # Memory with booleans other than 0 and 1 makes kernels read out of bounds.
     if target._opname in ("view", "view_copy") and torch.bool in [*args, *kwargs.values()]:
         raise QuarkError(f"the stored graph calls {target} with dtype=torch.bool, which is not allowed")
-    # Kernels compare the number of a mode with the modes they know, and write nothing for others.
+    # Kernels write no result for the number of an unknown mode.
     if target.namespace == "aten" and target._opname.startswith("grid_sampler"):
         bound = arguments_of(target, args, kwargs)
         modes = {"interpolation_mode": range(2 if target._opname.endswith("3d") else 3), "padding_mode": range(3)}
@@ -296,8 +296,8 @@ def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[st
 
     Args:
         target: Any function; only recurrent operators are checked.
-        args: Its arguments, nodes with their values in `meta["val"]`.
-        kwargs: Its keyword arguments.
+        args: Positional arguments; nodes have their values in `meta["val"]`.
+        kwargs: Keyword arguments.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._opname not in _GATES:
         return
@@ -344,7 +344,7 @@ def _shape(value: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Tell whether a node or constant may be an argument with a schema's type."""
+    """Tell whether a node or constant may be an argument of type `kind`, in the spelling of schemas."""
     if kind.startswith("Optional["):
         return value is None or _fits(value, kind[9:-1])
     if kind.startswith("List["):

@@ -1,6 +1,7 @@
 """The provenance notes of a graph in a stored model.
 
-They are names for messages and for lookups in a model that the user passes; the graph runs without them.
+The notes name modules and tensors, for messages and for lookups in a model that the user passes; the graph runs without
+them.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from quark_fx.model.stored_operators import DTYPES
 from quark_fx.system.untrusted import brief
 
 _DEEPEST = 256
-"""Limit of nested module calls."""
+"""Maximum depth of nested module calls."""
 
 Stack = dict[str, tuple[str, str]]
 
 
 class Stacks:
-    """Numbered module calls: each has the number of the call around it, the path of the module, and its class."""
+    """Numbered module calls, each with the number of the call around it, the path of the module, and its class."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, str, str]] = []
         self._numbers: dict[tuple[int, str], int] = {}
 
     def number(self, stack: Mapping[str, tuple[str, Any]] | None) -> int | None:
-        """Return the number of the innermost call of a stack, `None` for an empty one."""
+        """Return the number of the innermost call of a stack; `None` for an empty stack."""
         number = -1
         for key, (path, kind) in (stack or {}).items():
             if key.startswith("_empty"):
@@ -74,10 +75,10 @@ def provenance_to_data(
     """Return the notes on tensors and modules.
 
     Args:
-        qmodel: The model.
-        ids: Names of its tensors in the file.
-        kept_ids: Names of the tensors of `qmodel.kept` in the file.
-        stacks: All calls that nodes refer to.
+        qmodel: Quantized model.
+        ids: Names in the file, keyed by the names of the graph's tensors.
+        kept_ids: Names in the file, keyed by the names in `qmodel.kept`.
+        stacks: Module calls that nodes refer to.
     """
     gm = qmodel.graph_module
     tensors: dict[str, dict[str, Any]] = {}
@@ -129,7 +130,7 @@ class Provenance:
         """Read the notes of a stored model.
 
         Raises:
-            QuarkError: If their form differs from the written one.
+            QuarkError: If the notes do not have the form that `provenance_to_data` writes.
         """
         data = mapping(data)
         kept_ids = {text(name): number for number, name in mapping(data["kept"]).items()}

@@ -1,8 +1,9 @@
-"""Replace the parametrizations of modules by the weights that they compute.
+"""Replace the parametrizations of modules with the weights that they compute.
 
-A parametrization of `torch.nn.utils`, new or old, replaces a parameter by a computed value, and the forward of a torch
-module reads that value like the parameter. So the module without the parametrization computes the same with the value
-in the quantized graph. `eager()` keeps codes there, and checkpoints contain the weights of the plain class.
+A parametrization of `torch.nn.utils`, new or old, replaces a parameter with a computed value, which the forward of a
+torch module reads like the parameter. So the module computes the same without the parametrization if the parameter
+holds the value from the quantized graph. `eager()` stores codes in that parameter, and checkpoints contain the weights
+of the plain class.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class ComputedParameter:
     """A computed parameter that a module can store.
 
     Attributes:
-        sources: Names of the tensors from which it is computed.
-        like: Tensor with its shape and dtype on the meta device.
+        sources: Names of the tensors from which the parameter is computed.
+        like: Tensor on the meta device with the shape and dtype of the parameter.
     """
 
     sources: tuple[str, ...]
@@ -42,7 +43,7 @@ def storable(model: nn.Module, view: FloatView) -> dict[str, ComputedParameter]:
     A module keeps its parametrization if other operators read the sources or the computed value.
 
     Returns:
-        Computed parameters, keyed by path.
+        Computed parameters, keyed by the parameter's path.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     by_module: dict[str, dict[str, list[Node]]] = {}
@@ -78,7 +79,7 @@ def storable(model: nn.Module, view: FloatView) -> dict[str, ComputedParameter]:
 
 
 def _common(view: FloatView, nodes: Sequence[Node]) -> Constant | None:
-    """Return the constant that several calls of a module read; `None` if they read different ones."""
+    """Return the constant that several calls of a module read; `None` if they read different constants."""
     first, *rest = (_as_read(view.constants[node], node) for node in nodes)
     alike = all(c is not None and first is not None and torch.equal(c.value(), first.value()) for c in rest)
     return first if alike else None
@@ -101,7 +102,7 @@ def _transposed(node: Node) -> Node:
 
 
 def _as_read(constant: Constant, node: Node) -> Constant | None:
-    """Transpose a constant to the layout that its consumers read; return `None` if its scales cannot follow."""
+    """Transpose a constant to the layout that its consumers read; return `None` if its scales cannot be transposed."""
     shape, value = tuple(constant.tensor.shape), torch.empty(constant.tensor.shape, dtype=torch.float32, device="meta")
     steps = list[tuple[int, ...]]()
     last = _transposed(node)
@@ -121,9 +122,9 @@ def _as_read(constant: Constant, node: Node) -> Constant | None:
 
 
 def with_stored_weights(model: nn.Module, stored: Mapping[str, ComputedParameter]) -> nn.Module:
-    """Return a copy of a model, with the same tensors, whose modules have parameters for the stored weights.
+    """Return a copy of a model whose modules have parameters for the stored weights, and share all other tensors.
 
-    The parameters are on the meta device. Without stored weights, the model itself is returned.
+    The new parameters are on the meta device. If `stored` is empty, the model itself is returned.
     """
     if not stored:
         return model
@@ -159,7 +160,7 @@ def _computed_by(hook: object) -> str:
 
 
 def _place_of(modules: Mapping[str, nn.Module], value: Node, reader: Node) -> tuple[str, str] | None:
-    """Return the module and name of a computed parameter that an operator reads; `None` for other operands."""
+    """Return the module path and name of a computed parameter that an operator reads; `None` for other operands."""
     row, path = row_by_target(reader), module_path(reader)
     module = modules.get(path)
     if row is None or module is None:

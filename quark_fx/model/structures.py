@@ -1,4 +1,4 @@
-"""The structure of a model's inputs and outputs as plain data, and back, without importing types that the data name.
+"""Conversion of the structure of inputs and outputs to plain data and back, without importing types that it names.
 
 Tuples, lists, mappings, and named tuples of torch are rebuilt from their description. A `ModelOutput` of transformers
 is looked up in the modules where transformers defines such classes, and becomes a `dict` if the class does not exist.
@@ -90,7 +90,7 @@ def _keys(keys: Any) -> list[Any]:
     for key in keys:
         if not isinstance(key, str | int | float | None):
             raise QuarkError(f"{brief(key)} is a key of the model's inputs or outputs; use strings")
-    # An enum that is also a string or number becomes that, so that nothing must be imported to rebuild it.
+    # An enum member that is also a string becomes a plain string, so that loading imports nothing.
     return [str.__str__(key) if isinstance(key, str) else key for key in keys]
 
 
@@ -105,10 +105,10 @@ def _plain(value: Any) -> Any:
 
 
 def structure_from_data(data: Any, depth: int = MAX_DEPTH) -> pytree.TreeSpec:
-    """Inverse of `structure_to_data`.
+    """Rebuild a structure from the result of `structure_to_data`.
 
     Raises:
-        QuarkError: If the data do not describe a structure, or name a type that is not registered in this process.
+        QuarkError: If the data does not describe a structure, or names a type that is not registered in this process.
     """
     if data is _LEAF:
         return pytree.tree_structure(0)
@@ -182,7 +182,7 @@ def _registered(name: str, context: Any, items: list[pytree.TreeSpec], *, named_
 
 
 def children_of(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """Return the structures one level below, for every version of torch."""
+    """Return the child structures, which versions of torch store under different names."""
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 

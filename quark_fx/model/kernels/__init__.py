@@ -1,1 +1,1 @@
-"""A quantized graph in operators with kernels in torch: a table of rules (`lowering.py`), and their common parts."""
+"""Lowering of a quantized graph to torch's kernels: a table of rules (`lowering.py`), and their common parts."""

@@ -1,4 +1,4 @@
-"""Products of torch for NVIDIA GPUs: a table of the weights and activations they multiply, and the GPUs they need."""
+"""torch's product kernels for NVIDIA GPUs: a table of weights and activations they multiply, and GPUs they need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLAIN, _TILED = SwizzleType.NO_SWIZZLE.value, SwizzleType.SWIZZLE_32_4_4.value
 
 
 def scaled_linear(product: Product) -> None:
-    """Multiply codes in E4M3 with a scale for the tensor, or for each token and output."""
+    """Multiply E4M3 codes that have one scale per tensor, or one per token and one per output."""
     weight, rounded = product.matrix(), product.read
     if weight.axis not in (None, 0) or weight.block_size:
         raise Declined("its weight has a scale for each group, and its activation one for each token or for all")
@@ -49,10 +49,10 @@ def scaled_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor
     """Return `(x * scale) @ (codes * weight_scale).T + bias`, bfloat16, with sums in float32.
 
     Args:
-        x: Codes, float8_e4m3fn, `(..., inputs)`.
-        scale: Scales, float32, one, or one per row, `(..., 1)`.
+        x: Codes of the activation, float8_e4m3fn, `(..., inputs)`.
+        scale: Scales of the activation, float32: one number, or one per row, `(..., 1)`.
         codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`.
-        weight_scale: Scales, float32, `()` where `scale` is one number, otherwise `(1, outputs)`.
+        weight_scale: Scales of the weight, float32: `()` if `scale` is one number, otherwise `(1, outputs)`.
         bias: Bias, bfloat16, `(outputs,)`.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -64,7 +64,7 @@ def scaled_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor
 
 
 def block_linear(product: Product) -> None:
-    """Multiply codes in E4M3 with a scale for each 128 inputs of a token, and of an output or of 128 outputs."""
+    """Multiply E4M3 codes that have a scale per 128 inputs of a token, and per 128 inputs of 1 or 128 outputs."""
     weight, rounded = product.matrix(), product.read
     outputs, inputs = weight.codes.shape
     if (weight.axis, weight.block_size, rounded.block_size) != (1, 128, 128):
@@ -73,7 +73,7 @@ def block_linear(product: Product) -> None:
             "the product of blocks takes 128"
         )
     bias, scale = product.bias(), weight.scale.float()
-    # For scales of 128x128, the strides must be multiples of 16 bytes.
+    # For scales of 128x128 blocks, the strides must be multiples of 16 bytes.
     rows = scale.reshape(-1, 128, scale.shape[1]) if outputs % 128 == inputs % 512 == 0 else None
     if rows is not None and bool((rows == rows[:, :1]).all()):
         scale = rows[:, 0].contiguous().t()
@@ -84,18 +84,18 @@ def block_linear(product: Product) -> None:
 
 
 def block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor) -> Tensor:
-    """Return the product of codes with their scales, bfloat16, with sums in float32.
+    """Return the product of activation and weight, bfloat16, with sums in float32.
 
     Args:
-        x: Codes, float8_e4m3fn, `(..., inputs)`.
-        scale: Scales, float32, `(..., inputs / 128)`.
+        x: Codes of the activation, float8_e4m3fn, `(..., inputs)`.
+        scale: Scales of the activation, float32, `(..., inputs / 128)`.
         codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`.
-        weight_scale: Scales, float32, `(inputs / 128, outputs)`, contiguous, or `(inputs / 128, outputs / 128)`,
-            transposed.
+        weight_scale: Scales of the weight, float32, `(inputs / 128, outputs)`, contiguous, or
+            `(inputs / 128, outputs / 128)`, transposed.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     row_count = rows.shape[0]
-    count = max(-(-row_count // 16), 1) * 16  # a multiple of 16 scales
+    count = max(-(-row_count // 16), 1) * 16  # the kernel takes multiples of 16 scales
     step = at_least(scale.reshape(-1, scale.shape[-1]).contiguous(), count).t().contiguous().t()
     rows = at_least(rows, count)
     y: Tensor = aten._scaled_mm.default(rows, codes.t(), step, weight_scale, None, None, torch.bfloat16)
@@ -103,7 +103,7 @@ def block_product(x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor)
 
 
 def small_block_linear(product: Product, *, packs: bool = False) -> None:
-    """Multiply codes in E4M3, or E2M1 packed in 4 bits, with an 8-bit scale for 16 or 32 inputs."""
+    """Multiply E4M3 codes, or E2M1 codes packed in 4 bits, that have an 8-bit scale per 16 or 32 inputs."""
     weight, rounded, bias = product.matrix(), product.read, product.bias()
     if weight.axis != 1:
         raise Declined("its weight is not in groups of inputs")
@@ -124,7 +124,7 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
         raise Declined(f"scales of its activation are not {needs}, measured at run time")
     unit = None if kind.unit is None else torch.tensor(kind.unit, dtype=torch.float32, device=codes.device)
     constants = (_pairs(codes) if packs else codes, _tiled(scale), whole, unit)
-    try:  # a build of torch may lack a kernel of its version
+    try:  # a build of torch may lack a kernel that other builds of its version have
         small_block_product(codes[:1], weight.scale[:1], *constants)
     except RuntimeError as error:
         raise Declined(f"torch refuses it: {str(error).splitlines()[0]}") from error
@@ -134,16 +134,17 @@ def small_block_linear(product: Product, *, packs: bool = False) -> None:
 def small_block_product(
     x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor, whole: Tensor | None, unit: Tensor | None
 ) -> Tensor:
-    """Return the product of codes with their scales, bfloat16, with sums in float32.
+    """Return the product of activation and weight, bfloat16, with sums in float32.
 
     Args:
-        x: Codes, float8_e4m3fn, `(..., inputs)`.
-        scale: Scales, float32, `(..., groups)`; powers of two, or E4M3 floats times a number.
-        codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`, or uint8, `(outputs, inputs / 2)`, two E2M1
-            floats in each.
-        weight_scale: Scales, uint8, in the layout of `_tiled`: exponents, or bits of E4M3 floats.
-        whole: Factor of the E4M3 floats, float32, `()`; `None` for exponents.
-        unit: Factor of the activation's E4M3 floats, float32, `()`; `None` for exponents, or if the largest is 448.
+        x: Codes of the activation, float8_e4m3fn, `(..., inputs)`.
+        scale: Scales of the activation, float32, `(..., groups)`; powers of two, or E4M3 floats times a number.
+        codes: Codes of the weight, float8_e4m3fn, `(outputs, inputs)`, or uint8, `(outputs, inputs / 2)`, with two
+            E2M1 floats per byte.
+        weight_scale: Scales of the weight, uint8, in the layout of `_tiled`: exponents, or bits of E4M3 floats.
+        whole: Factor of the weight's E4M3 scales, float32, `()`; `None` for exponents.
+        unit: Factor of the activation's E4M3 scales, float32, `()`; `None` for exponents, or if the largest scale is
+            448 times the factor.
     """
     rows, step = (part.reshape(-1, part.shape[-1]).contiguous() for part in (x, scale))
     row_count = rows.shape[0]
@@ -151,7 +152,7 @@ def small_block_product(
     scales, weight_scales, recipe, kind = [_exponents(step)], [weight_scale], [_BLOCKS_OF_32], torch.float8_e8m0fnu
     if whole is not None:
         if unit is None:
-            unit = FLOAT20.nearest(step.amax() / like(step, FP8_E4M3.max))  # a factor of the largest scale: no rounding
+            unit = FLOAT20.nearest(step.amax() / like(step, FP8_E4M3.max))  # scales are E4M3 floats times this number
         scales = [(step / unit).to(torch.float8_e4m3fn).view(torch.uint8), unit]
         weight_scales, recipe, kind = [weight_scale, whole], [_BLOCKS_OF_16, _TENSOR], torch.float8_e4m3fn
     scales[0], weight_scales[0] = _tiled(scales[0]).view(kind), weight_scale.view(kind)
@@ -165,7 +166,7 @@ def small_block_product(
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Pack E2M1 floats stored as E4M3, `(rows, inputs)`, into 4 bits each, the first of two in the low bits."""
+    """Pack E2M1 floats stored as E4M3, `(rows, inputs)`, into 4 bits each, the first of each pair in the low bits."""
     # The exponent bias of E4M3 is larger by 6: without it, the bits equal the bits of E2M1, at other positions.
     bits = (codes.float() * 2.0**-6).to(torch.float8_e4m3fn).view(torch.uint8)
     bits = ((bits >> 2) & 7) | ((bits >> 4) & 8)
@@ -173,14 +174,14 @@ def _pairs(codes: Tensor) -> Tensor:
 
 
 def _exponents(scale: Tensor) -> Tensor:
-    """Return powers of two, float32, or NaN, as E8M0, uint8."""
+    """Return the E8M0 bits, uint8, of powers of two or NaN, float32."""
     return (scale.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def _tiled(scale: Tensor) -> Tensor:
-    """Return scales, uint8, `(rows, groups)`, in tiles of 128 rows and 4 groups, padded with zeros.
+    """Rearrange scales, uint8, `(rows, groups)`, into tiles of 128 rows and 4 groups, padded with zeros.
 
-    A tile has 32 rows of 16 bytes: 4 groups of a row, then 4 groups each of the rows 32, 64, and 96 below it.
+    A tile has 32 rows of 16 bytes: 4 groups of one row, then 4 groups each of the rows 32, 64, and 96 below it.
 
     Source:
         https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
@@ -191,7 +192,7 @@ def _tiled(scale: Tensor) -> Tensor:
 
 
 def int4_linear(product: Product) -> None:
-    """Multiply bfloat16 by codes of at most 4 bits with scales for up to 256 inputs (tinygemm)."""
+    """Multiply a bfloat16 activation by codes of at most 4 bits, with a scale per up to 256 inputs (tinygemm)."""
     if not product.weight.format.is_integer or product.weight.format.bits > 4:
         raise Declined(
             f"its weight is {product.weight.format}; torch multiplies floats only by integers of at most 4 bits on GPUs"
@@ -210,27 +211,27 @@ def int4_linear(product: Product) -> None:
 
 
 def _replace(product: Product, call: Node, bias: Tensor | None) -> None:
-    """Replace a product by a node that computes it without its bias, and add the bias."""
+    """Replace a product with `call`, which computes it without its bias, and add the bias."""
     call = call if bias is None else product.insert(aten.add.Tensor, call, bias.to(product.dtype))
     product.node.replace_all_uses_with(call)
 
 
 @dataclass(frozen=True)
 class GPUKernel:
-    """One product of torch on GPUs.
+    """A product kernel of torch for GPUs.
 
     Attributes:
         name: Name in the report.
         codes: Dtypes that store codes of the weight, and of a rounded activation.
         roundings: Supported roundings of the activation.
         build: Function that replaces a product; it rejects unsupported scales.
-        since: First compute capability.
-        before: Compute capability after the last.
-        multiples: Divisors of the numbers of inputs and outputs.
-        dtypes: Dtypes of the result.
-        cuda: First version of CUDA.
-        group: Inputs of the weight, and of the activation, that share a scale; 0 for any that `build` supports.
-        format: Format of both, `None` for any that is stored in `codes`.
+        since: Lowest compute capability with the kernel.
+        before: First higher compute capability without the kernel.
+        multiples: Numbers that must divide the number of inputs and the number of outputs.
+        dtypes: Supported dtypes of the result.
+        cuda: Lowest version of CUDA with the kernel.
+        group: Number of inputs that share a scale, in weight and activation; 0 for any number that `build` supports.
+        format: Format of weight and activation; `None` for any format that is stored in `codes`.
     """
 
     name: str
@@ -246,7 +247,7 @@ class GPUKernel:
     format: Format | None = None
 
     def takes(self, product: Product) -> bool:
-        """Return whether the codes and the rounding of a product match."""
+        """Return whether the kernel supports the codes and the rounding of a product."""
         rounded, weight = product.rounded, product.weight
         codes = [weight.codes] if rounded is None else [weight.codes, rounded.codes.meta["val"]]
         formats = [(one.format, one.block_size) for one in (weight, rounded) if one is not None]
@@ -257,7 +258,7 @@ class GPUKernel:
         )
 
     def require(self, product: Product) -> None:
-        """Reject a product that does not fit, or a GPU that does not have this kernel.
+        """Reject a product that the kernel does not support, or a GPU without the kernel.
 
         Raises:
             Declined: If the kernel cannot be used; the message is the reason.
@@ -317,12 +318,12 @@ KERNELS = (
     ),
     GPUKernel("aten._weight_int4pack_mm", _BYTES, (Activation.FLOAT,), int4_linear, (8, 0), (32, 8)),
 )
-"""The first that matches is used. Source: the checks of `_int_mm_out_cuda`, `_scaled_mm_out_cuda`,
+"""GPU kernels; the first match is used. Source: the checks of `_int_mm_out_cuda`, `_scaled_mm_out_cuda`,
 `_scaled_mm_cuda_v2_out`, and `int4mm.cu` in ATen's `native/cuda`, and torch's `test_scaled_matmul_cuda.py`."""
 
 
 def gpu_linear(product: Product) -> str:
-    """Multiply on a GPU.
+    """Replace a product with the first matching kernel for GPUs.
 
     Int8 sums are exact; other sums are float32, rounded to bfloat16 once, or twice if a bias is added.
     """

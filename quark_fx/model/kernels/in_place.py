@@ -12,7 +12,7 @@ from quark_fx.model.kernels.residual import CONVOLVE_ONTO, in_place_arguments, i
 
 
 class AddInPlace(CustomGraphPass):
-    """An Inductor pass that replaces `convolve_onto` by oneDNN's kernel if nothing reads the codes later."""
+    """An Inductor pass that replaces `convolve_onto` with oneDNN's kernel if nothing reads the added codes later."""
 
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
@@ -30,7 +30,7 @@ class AddInPlace(CustomGraphPass):
 
 
 def _is_last(onto: Any, reader: Node) -> bool:
-    """Tell whether `reader` only adds the codes, no other node reads them later, and they are not a view."""
+    """Tell whether `reader` uses `onto` only as the codes to add, no node reads it later, and it is not a view."""
     if onto is reader.args[0] or not _is_fresh(onto):
         return False
     return all(user is reader or (user < reader and _is_fresh(user)) for user in onto.users)

@@ -28,7 +28,7 @@ aten, onednn = torch.ops.aten, torch.ops.onednn
 def integer_linear(product: Product) -> str:
     """Multiply uint8 activations, with one calibrated or measured scale, by int8 weights.
 
-    Sums are exact in 32 bits; a result in codes can differ by one step if it is halfway between two.
+    Sums are exact in 32 bits; a quantized result can differ by one step if it is halfway between two codes.
     """
     codes, scale = channel_codes(product.matrix())
     require_exact(product, codes)
@@ -44,13 +44,13 @@ def integer_linear(product: Product) -> str:
 def integer_convolution(product: Product) -> str:
     """Convolve uint8 activations, with one calibrated or measured scale, with int8 weights.
 
-    Exact like `integer_linear`; the padding value is the zero point.
+    Sums are exact; the padding value is the zero point.
     """
     geometry = product.geometry()
     codes, scale = channel_codes(product.weight)
     require_exact(product, codes, geometry[-1])
     bias, read = product.bias(), Unsigned.of(product)
-    # A weight that is packed without a size, or for another zero point, is packed again in every call.
+    # A weight that is packed without an input size, or for another zero point, is packed again in every call.
     point = read.zero_point if isinstance(read.zero_point, int) else 128
     packed = onednn.qconv_prepack.default(codes, scale, 1.0, point, *geometry, product.sizes_read())
     residual = Residual.of(product) if isinstance(read.scale, float) else None
@@ -74,7 +74,7 @@ def _convolve_onto(
     bias: Tensor | None,
     *geometry: Any,
 ) -> str:
-    """Replace a convolution, the addition that reads it, and the quantizers of the sum."""
+    """Replace a convolution, the addition that reads its result, and the quantizers of the sum."""
     onto, (step, point, signed) = Unsigned.of(product, residual.onto), _output(product, residual.after)
     call = product.insert(
         CONVOLVE_ONTO,
@@ -111,7 +111,7 @@ def token_linear(product: Product) -> str:
 
 
 def plain_linear(product: Product) -> str:
-    """Multiply integer codes of activations, with any scales and zero points of tokens, by `torch._int_mm`."""
+    """Multiply integer codes with `torch._int_mm`; the activation has one scale and zero point, or one per token."""
     codes, scale = channel_codes(product.matrix())
     rounded, bias = product.read, product.bias()
     if not rounded.format.is_integer or rounded.format.bits > 8:
@@ -130,9 +130,9 @@ def integer_product(
     """Return `((x - zero_point) * scale) @ (codes * weight_scale).T`, float32, with exact sums.
 
     Args:
-        x: Codes, int8 or uint8, `(..., inputs)`.
-        scale: Scales, float32, one or one per row.
-        zero_point: Zero points, int32, one or one per row.
+        x: Codes of the activation, int8 or uint8, `(..., inputs)`.
+        scale: Scales of the activation, float32, one or one per row.
+        zero_point: Zero points of the activation, int32, one or one per row.
         codes: Codes of the weight, int8, `(outputs, inputs)`.
         weight_scale: Scales of the weight, float32, `(outputs,)`.
         sums: Sums of `codes` over inputs, int32, `(outputs,)`.
@@ -155,7 +155,7 @@ def _require_dtype(product: Product) -> None:
 def _multiply(
     product: Product, kernel: Any, read: Unsigned, packed: Tensor, scale: Tensor, bias: Tensor | None, *geometry: Any
 ) -> None:
-    """Replace a product, and the quantizers that are its only consumers, by a kernel."""
+    """Replace a product, and the quantizers that are its only consumers, with a kernel."""
     _require_dtype(product)
     result = Activated.of(product.node, RELU if geometry else RELU_OR_GELU)
     quantizers = quantizers_of(result.node)
@@ -174,7 +174,7 @@ def _multiply(
 
 
 def _output(product: Product, after: Rounded) -> tuple[float, int, bool]:
-    """Return scale and zero point of a kernel's codes, and true if the graph reads signed ones.
+    """Return the scale and zero point of a kernel's result, and true if the graph reads signed codes.
 
     `torch.compile` assumes that a kernel's codes are uint8.
     """
@@ -183,7 +183,7 @@ def _output(product: Product, after: Rounded) -> tuple[float, int, bool]:
 
 
 def _replace(product: Product, nodes: Sequence[Node], call: Node, signed: bool) -> None:
-    """Replace nodes by a kernel's result, converted to signed codes if the graph reads those."""
+    """Replace nodes with a kernel's result, converted to signed codes if `signed` is true."""
     call = signed_codes(product, call) if signed else call
     for node in nodes:
         call.meta["val"] = node.meta["val"]

@@ -1,4 +1,4 @@
-"""Common parts of oneDNN's integer kernels: unsigned 8-bit codes times signed ones, summed in 32 bits."""
+"""Common parts of oneDNN's integer kernels: unsigned 8-bit codes times signed 8-bit codes, summed in 32 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ cast = aten._to_copy.default
 
 
 def channel_codes(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Return codes of a weight, int8, and a scale for each output, its first dimension.
+    """Return the codes of a weight, int8, and a scale for each output (the first dimension), float32, `(outputs,)`.
 
     Raises:
         Declined: If the format or layout is not supported.
@@ -39,12 +39,12 @@ def channel_codes(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Unsigned:
-    """Codes from 0 to 255, the input of kernels, with scale and zero point; numbers if they are calibrated.
+    """Codes from 0 to 255, the input of kernels, with scale and zero point.
 
     Attributes:
         codes: Codes, uint8.
-        scale: Scale, a number or a node.
-        zero_point: Zero point, a number or a node.
+        scale: Scale, a number if it is calibrated, otherwise a node.
+        zero_point: Zero point, a number if it is calibrated, otherwise a node.
     """
 
     codes: Node
@@ -74,20 +74,20 @@ class Unsigned:
 
 
 def signed_codes(product: Product, codes: Node) -> Node:
-    """Return codes of a kernel, counted from -128; other kernels read the original codes."""
+    """Convert a kernel's uint8 codes to int8 by subtracting 128; other kernels still read the uint8 codes."""
     signed = shifted_codes(product, codes, -128, torch.int8)
     signed.meta[_UNSIGNED] = codes
     return signed
 
 
 def shifted_codes(product: Product, codes: Node, shift: int, dtype: torch.dtype) -> Node:
-    """Insert nodes that add a number to codes."""
+    """Insert nodes that add `shift` to codes and cast them to `dtype`."""
     wide = product.insert(cast, codes, dtype=torch.int32)
     return product.insert(cast, product.insert(aten.add.Scalar, wide, shift), dtype=dtype)
 
 
 def at_least(rows: Tensor, count: int) -> Tensor:
-    """Append rows of zeros to `(rows, values)`, contiguous, up to a number of rows."""
+    """Append rows of zeros to a contiguous tensor, `(rows, values)`, until it has `count` rows."""
     missing = count - rows.shape[0]
     return F.pad(rows.view(torch.uint8), (0, 0, 0, missing)).view(rows.dtype) if missing > 0 else rows
 
@@ -102,7 +102,7 @@ def has_kernels() -> bool:
 
 @cache
 def adds_pairs(packed: bool = True) -> bool:
-    """Tell whether the kernels add pairs of products in 16 bits, which saturate, by running one of them.
+    """Tell whether the kernels add pairs of products in 16 bits, which saturate, by running a kernel.
 
     They do on x64 processors without VNNI, and if `ONEDNN_MAX_CPU_ISA` requires it.
 
@@ -125,7 +125,7 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
 
     Args:
         product: Operator whose activation is rounded.
-        codes: Codes of its weight, int8, `(outputs, inputs, *kernel)`.
+        codes: Codes of the operator's weight, int8, `(outputs, inputs, *kernel)`.
         groups: Number of channel groups.
 
     Raises:

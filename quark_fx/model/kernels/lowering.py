@@ -1,4 +1,4 @@
-"""Lowering of a quantized graph to operators with kernels in torch: the table of rules for operators."""
+"""Lowering of a quantized graph to torch's kernels: the table of rules for operators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quark_fx.system.isolation import isolated
 logger = logging.getLogger(__name__)
 
 Rule = Callable[[Product], str]
-"""Replace an operator by a kernel and return its name; raise `Declined` before any change."""
+"""Function that replaces an operator with a kernel and returns the kernel's name, or raises `Declined` first."""
 
 _FOLDED = "int8 layers in this model require constant freezing, which would dequantize this weight back to float"
 
@@ -41,18 +41,18 @@ RULES: dict[tuple[str, str, Activation], Rule] = {
     ("cpu", "linear", Activation.FLOAT): weight_only_linear,
     **{("gpu", "linear", rounding): gpu_linear for rounding in Activation},
 }
-"""Rules for operator families with each rounding of the activation; integer kernels first."""
+"""Rules, keyed by device, operator family, and rounding of the activation; integer kernels first."""
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One operator whose weight is in codes.
+    """A report row for an operator with a quantized weight.
 
     Attributes:
         name: Module path.
         kind: Operator family.
         kernel: Name of the kernel; empty if the operator runs in floating point on dequantized values.
-        reason: Reason for the lack of a kernel; empty if there is one.
+        reason: Reason for the lack of a kernel; empty if the operator has a kernel.
     """
 
     name: str
@@ -62,7 +62,7 @@ class KernelRow:
 
     @property
     def integer(self) -> bool:
-        """True if it multiplies integers."""
+        """True if the kernel multiplies integers."""
         return self.packed or self.kernel == "aten._int_mm"
 
     @property
@@ -99,7 +99,7 @@ class KernelReport:
 def use_kernels(
     gm: GraphModule, traced: Traced | None = None, *, packs: bool = True
 ) -> tuple[GraphModule, KernelReport]:
-    """Return a copy of a quantized graph in operators of torch alone, and a report on its kernels.
+    """Return a copy of a quantized graph with torch's kernels and float operators, and a report on the kernels.
 
     The copy is a snapshot: it has its own tensors, and later changes of `gm` do not affect it.
 
@@ -128,7 +128,7 @@ def use_kernels(
 
 
 def rows_of_lists(gm: GraphModule) -> dict[str, KernelRow]:
-    """Return rows of operators with a list of weights, some in codes, keyed by node: recurrent layers."""
+    """Return report rows for recurrent layers with at least one quantized weight in their lists, keyed by node name."""
     rows = {}
     for node in gm.graph.nodes:
         row = row_by_target(node)
@@ -147,7 +147,7 @@ def rule_of(product: Product) -> Rule:
     """Return the rule for a product.
 
     Raises:
-        Declined: If there is none.
+        Declined: If the table lacks a rule for it.
     """
     device = product.weight.codes.device
     if not has_rules(device):
@@ -159,7 +159,7 @@ def rule_of(product: Product) -> Rule:
 
 
 def has_rules(device: torch.device) -> bool:
-    """Tell whether a kind of device has kernels."""
+    """Tell whether there are kernels for a device: a CPU or an NVIDIA GPU."""
     return device.type == "cpu" or accelerator.capability(device) is not None
 
 

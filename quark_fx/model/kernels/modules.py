@@ -17,7 +17,7 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 
 class KernelModule(nn.Module):
-    """An inference module whose tensors have the layout of kernels: their dtype and device are fixed.
+    """An inference module whose tensors are in the layout of a kernel, so their dtype and device are fixed.
 
     Attributes:
         dtype: Dtype of the computation.
@@ -65,11 +65,11 @@ class KernelModule(nn.Module):
 
 
 class ShapeOnly(Tensor):
-    """The shape, dtype, and device of a parameter, for code that asks for them; computing with it is an error."""
+    """A tensor with only the shape, dtype, and device of a parameter; computing with it raises an error."""
 
     @classmethod
     def of(cls, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> ShapeOnly:
-        """Return the replacement of a parameter that a kernel reads in another form."""
+        """Return the replacement for a parameter that a kernel reads in another form."""
         tensor: ShapeOnly = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=dtype, device=device)
         return tensor
 
@@ -104,16 +104,16 @@ _CONVERTED = "a model with kernels", "call eager(kernels=True) again"
 
 
 def require_unchanged(fn: Callable[[Tensor], Tensor], kinds: Kinds, what: str, again: str) -> None:
-    """Raise `RuntimeError` if a conversion changes tensors.
+    """Raise `RuntimeError` if a conversion changes the dtype or device of tensors.
 
     Args:
         fn: Function given to `nn.Module._apply`.
         kinds: Dtypes and devices of the tensors.
-        what: Description of the model for the message.
-        again: Next step after a conversion for the message.
+        what: Description of the model, for the message.
+        again: Next step after the conversion, for the message.
 
     Raises:
-        RuntimeError: If it changes a dtype or the device.
+        RuntimeError: If `fn` changes a dtype or the device.
     """
     for dtype, device in kinds:
         before = torch.zeros((), dtype=dtype, device=device)
@@ -125,16 +125,16 @@ def require_unchanged(fn: Callable[[Tensor], Tensor], kinds: Kinds, what: str, a
 
 
 class KernelLinear(KernelModule):
-    """Multiply by a weight in codes, with the kernel that `compile()` would use.
+    """A linear layer with a quantized weight and the kernel that `compile()` would use.
 
     Attributes:
-        weight: Shape and dtype of the weight.
-        bias: Shape and dtype of the bias.
+        weight: Tensor with only the shape and dtype of the weight.
+        bias: Tensor with only the shape and dtype of the bias.
         rounds: Whether the module rounds its input.
 
     Args:
         product: Product of a quantized graph, in a module that computes nothing else.
-        graph_module: Graph from `RowGraphs` that computes it.
+        graph_module: Graph from `RowGraphs` that computes the product.
         module: The float layer.
     """
 
@@ -153,11 +153,10 @@ class KernelLinear(KernelModule):
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product.
+        """Return the result of the layer, `(..., outputs)`, for an input `(..., inputs)`.
 
         Raises:
-            QuarkError: If the input has another dtype than the model or another size than a row, or if a gradient is
-                required.
+            QuarkError: If the input differs from the layer in dtype or number of channels, or requires a gradient.
         """
         if x.dtype != self.dtype:
             raise QuarkError(
@@ -178,10 +177,10 @@ class KernelLinear(KernelModule):
 
 
 class CodeEmbedding(KernelModule):
-    """Look up codes and dequantize the selected rows; a parametrization would dequantize the whole table.
+    """An embedding that looks up codes and dequantizes the rows; a parametrization would dequantize the whole table.
 
     Args:
-        table: Table with a row per token.
+        table: Quantized table with a row per token, `(tokens, channels)`.
         dtype: Dtype of the result.
         module: The float embedding.
     """
@@ -206,11 +205,11 @@ class CodeEmbedding(KernelModule):
 
     @staticmethod
     def takes(table: QuantizedTensor) -> bool:
-        """Tell whether a row can be dequantized alone: not with scales of blocks of rows."""
+        """Tell whether rows can be dequantized one by one, which scales for blocks of several rows prevent."""
         return not (table.axis == 0 and table.layout.block > 1)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of `input`, integers of any shape."""
+        """Return the rows, `(*input.shape, channels)`, for the indices `input`, integers of any shape."""
         rows = input.reshape(-1)
         scale, zero_point = (
             parameter.index_select(0, rows) if by_row else parameter

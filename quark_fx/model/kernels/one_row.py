@@ -1,4 +1,4 @@
-"""Computations of layers, shared by layers with equal code; the computation of one row is compiled."""
+"""Computations of linear layers, shared by layers with equal code; calls with one row are compiled."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Computation:
-    """A function of rows and constants.
+    """A function of rows of activations and of constants.
 
-    Calls with several rows run it operator by operator. The time of one row is the time to read its weight, and the
-    operators around the product would take as long as the product: Inductor compiles them all into few loops, once per
-    process for each shape of constants. Inside `torch.compile`, the function itself is traced.
+    Calls with several rows run the function operator by operator. For one row, the product takes only the time to read
+    the weight, and the operators around the product would take as long, so Inductor compiles all of them into a few
+    loops, once per process for each shape of constants. Inside `torch.compile`, the function itself is traced.
 
     Args:
         graph_module: Graph of `(rows, *constants)` without tensors.
@@ -63,7 +63,7 @@ class Computation:
         return computation, tensors
 
     def __call__(self, rows: Tensor, *constants: Tensor) -> Tensor:
-        """Return the result for rows, contiguous, `(rows, inputs)`."""
+        """Return the result for contiguous rows, `(rows, inputs)`."""
         if torch.compiler.is_compiling() or not rows.is_cpu or rows.shape[0] != 1 or not finds_compiler():
             result: Tensor = self.graph_module(rows, *constants)
             return result
@@ -73,7 +73,7 @@ class Computation:
 class Compiled:
     """A function that Inductor compiles at its first call, for tensors of equal layout.
 
-    Loops are compiled for a number of threads: the function is compiled again after `torch.set_num_threads`.
+    Compiled loops are for one number of threads: the function is compiled again after `torch.set_num_threads`.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -92,7 +92,7 @@ class Compiled:
 
 
 def compiled(function: Callable[..., Tensor], *options: Any) -> Callable[..., Tensor]:
-    """Return a function of tensors that is compiled once per process for each of their shapes; `options` come last."""
+    """Return `function`, compiled once per process for each layout of its tensors; `options` are its last arguments."""
 
     def run(*arguments: Tensor) -> Tensor:
         key = (function, options, *_layouts(arguments))
@@ -102,7 +102,7 @@ def compiled(function: Callable[..., Tensor], *options: Any) -> Callable[..., Te
 
 
 _COMPILED: dict[Any, Compiled] = {}
-"""Cache of compiled code, without tensors."""
+"""Cache of compiled functions, which hold no tensors."""
 
 
 def _layouts(tensors: Iterable[Tensor]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The view of an operator with a weight in codes for kernels: its operands, and the rounding of its activation."""
+"""The view that kernel rules get of an operator with a quantized weight: operands and rounding of the activation."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True)
 class Rounded:
-    """A value in codes that an operator reads.
+    """A quantized value that an operator reads.
 
     Attributes:
-        codes: Input of a `dequantize`.
+        codes: Node of the codes.
         scale: Node of the scale.
         zero_point: Node of the zero point.
         format: Format of the codes.
@@ -66,7 +66,7 @@ class Rounded:
 
     @property
     def kind(self) -> Activation:
-        """Number of scales, and whether they are calibrated or measured."""
+        """Kind of rounding, by the number of scales and whether they are calibrated or measured."""
         if self.axis is None:
             return Activation.STATIC if is_parameter(self.scale) else Activation.DYNAMIC
         rank = self.codes.meta["val"].dim()
@@ -75,13 +75,13 @@ class Rounded:
 
     @property
     def is_symmetric(self) -> bool:
-        """True if ranges that are measured at run time are symmetric."""
+        """True if the range is measured at run time and symmetric."""
         pair = self._measured
         return pair is not None and Symmetry(argument(pair, 2)) is not Symmetry.ASYMMETRIC
 
     @property
     def scale_type(self) -> str:
-        """Name of the format of scales that are measured at run time, `"float32"` for calibrated ones."""
+        """Name of the format of scales that are measured at run time; `"float32"` for calibrated scales."""
         return "float32" if self._measured is None else argument(self._measured, 5) or "float32"
 
     @property
@@ -93,15 +93,15 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Product:
-    """A weighted operator of a quantized graph.
+    """An operator of a quantized graph that multiplies an activation by a quantized weight.
 
     Attributes:
-        gm: The graph.
-        node: The operator.
-        row: Its row in the operator table.
-        weight: Its weight; a matrix has a row per output.
+        gm: Quantized graph.
+        node: Node of the operator.
+        row: Row of the operator in the operator table.
+        weight: Weight of the operator, in the layout that the operator reads.
         name: Module path, the name in `QuantizedModel.report`.
-        packs: Whether weights may be packed, for kernels with weights as constants of a graph.
+        packs: Whether weights may be packed, see `use_kernels`.
     """
 
     gm: GraphModule
@@ -113,7 +113,7 @@ class Product:
 
     @classmethod
     def of(cls, gm: GraphModule, node: Node, *, packs: bool = True) -> Product | None:
-        """Return the view of a node; `None` for a node that does not multiply an activation by a weight in codes."""
+        """Return the view of a node; `None` if it does not multiply an activation by a quantized weight."""
         row = row_by_target(node)
         if row is None or row.weight is None or not row.activations:
             return None
@@ -132,12 +132,12 @@ class Product:
 
     @property
     def rounded(self) -> Rounded | None:
-        """Rounding of the activation, `None` for floats."""
+        """Rounding of the activation; `None` if it is in float."""
         return Rounded.of(self.activation)
 
     @property
     def read(self) -> Rounded:
-        """Rounding of the activation; raises `Declined` for floats."""
+        """Rounding of the activation; raises `Declined` if it is in float."""
         if self.rounded is None:
             raise Declined("its activation is in float")
         return self.rounded
@@ -176,7 +176,7 @@ class Product:
         """Return the bias, float32.
 
         Raises:
-            Declined: If it is not a constant.
+            Declined: If the bias is not a constant.
         """
         bias = None if self.row.bias is None else argument(self.node, self.row.bias)
         if bias is None:
@@ -207,7 +207,7 @@ class Product:
         return [static_size(size) or 16 for size in self.activation.meta["val"].shape]
 
     def number(self, node: Node) -> float:
-        """Return the number in a constant with one element."""
+        """Return the value of a constant with one element."""
         return parameter(self.gm, node).item()
 
     def insert(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -221,12 +221,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Activated:
-    """A value after the function that a kernel applies to its sums.
+    """A value after the activation function that a kernel applies to its sums.
 
     Attributes:
         node: Result of the function, or the sums without a function.
-        function: oneDNN's name of the function.
-        algorithm: Variant of its computation, if there are several.
+        function: oneDNN's name of the function; `"none"` without a function.
+        algorithm: Variant of GELU, `"none"` or `"tanh"`; empty for any other function.
     """
 
     node: Node
@@ -235,7 +235,7 @@ class Activated:
 
     @classmethod
     def of(cls, node: Node, functions: Mapping[str, str]) -> Activated:
-        """Return a node together with the function that is its only consumer.
+        """Return the value after the function that is the only consumer of `node`, or the value of `node` itself.
 
         Args:
             node: Node that computes sums.

@@ -1,7 +1,7 @@
 """Convolutions that add the codes of a residual connection to their sums before the sums are rounded.
 
-oneDNN's kernel overwrites the codes that it adds. Compiled graphs have an operator without side effects instead; if
-nothing reads these codes later, Inductor replaces it by the kernel.
+oneDNN's kernel overwrites the codes that it adds. Compiled graphs have an operator without side effects instead;
+`AddInPlace` replaces this operator with the kernel if nothing reads the codes later.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Residual:
 
     Attributes:
         onto: Codes that the kernel adds to its sums.
-        sum: The addition, with or without ReLU.
+        sum: Result of the addition, after the ReLU if one follows.
         quantizers: Quantizers of the sum; all have one scale and format.
-        after: Codes that they return.
+        after: Codes that the quantizers return.
     """
 
     onto: Rounded
@@ -70,10 +70,10 @@ def convolve_onto(
     onto_zero_point: int,
     activation: str,
 ) -> Tensor:
-    """Return the codes, uint8, of a convolution plus the values of the codes `onto`.
+    """Return the codes, uint8, of the sum of a convolution and the values of the codes `onto`.
 
     Args:
-        x: Codes, uint8, `(batch, channels, height, width)`.
+        x: Codes of the activation, uint8, `(batch, channels, height, width)`.
         x_scale: Scale of `x`.
         x_zero_point: Zero point of `x`.
         weight: Weight packed by `onednn.qconv_prepack`.

@@ -1,4 +1,4 @@
-"""Graphs of rows, one for each product of a quantized graph, in operators with kernels in torch."""
+"""Graphs that compute one product of a quantized graph each, for a matrix of rows, with torch's kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AXES = {QUANTIZE: 4, DEQUANTIZE: 4, "quark_fx.dynamic_qparams.default": 3}
 
 
 class RowGraphs:
-    """Build graphs of rows; they share the symbol for the number of rows, so that traces can be reused."""
+    """A builder of graphs of rows, which share the symbol for the number of rows, so that traces can be reused."""
 
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -105,7 +105,7 @@ class RowGraphs:
 
 
 def loop_product(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor, packed: bool) -> Tensor:
-    """Compute `code_product` outside of compiled code: several rows multiply a weight that a loop dequantizes."""
+    """Compute `code_product`; outside of compiled code, a compiled loop dequantizes the weight for several rows."""
     if torch.compiler.is_compiling() or x.numel() == x.shape[-1]:
         return code_product(x, codes, scale, zero_point, packed)
     weight = compiled(code_values, packed)(codes, scale, zero_point)

@@ -1,4 +1,4 @@
-"""Operators without a kernel, spelled out in operators that `torch.compile` fuses with their neighbors."""
+"""Decomposition of operators without a kernel into operators that `torch.compile` fuses with their neighbors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 aten = torch.ops.aten
 
 Traced = dict[Any, Graph]
-"""Traces of functions, keyed by their arguments: shapes, distinguished by symbols, and constants."""
+"""Traces of functions, keyed by function, constant arguments, and symbolic shapes."""
 
 
 def spell_out(gm: GraphModule, traced: Traced | None = None) -> None:
-    """Replace the operators on codes by operators that compute them; constants in codes become floats.
+    """Replace `quantize`, `dequantize`, and `dynamic_qparams` with torch's operators; constants become floats.
 
     Args:
         gm: A quantized graph.
-        traced: Traces of earlier graphs with fake values of the same mode.
+        traced: Traces of earlier graphs with fake values of the same mode, which are reused.
     """
     traced = {} if traced is None else traced
     erase_dead(gm)
@@ -43,7 +43,7 @@ def spell_out(gm: GraphModule, traced: Traced | None = None) -> None:
 
 
 def _inline(gm: GraphModule, node: Node, function: Any, traced: Traced) -> None:
-    """Replace a call by the operators that a function calls for the same arguments."""
+    """Replace a call with the operators that `function` calls for the same arguments."""
     operands = [argument for argument in node.args if isinstance(argument, Node)]
 
     def of_tensors(*tensors: Tensor) -> Any:
@@ -53,7 +53,7 @@ def _inline(gm: GraphModule, node: Node, function: Any, traced: Traced) -> None:
     values = [value_of(gm, argument) for argument in operands]
     constants = [None if isinstance(a, Node) else a for a in node.args]
     shapes = [(str(tuple(v.shape)), str(v.stride()), v.dtype, v.device) for v in values]
-    same = [operands.index(argument) for argument in operands]  # an argument that is given twice is traced as one
+    same = [operands.index(argument) for argument in operands]  # an argument that is passed twice is one input
     key = (function, repr(constants), repr(node.kwargs), *same, *shapes)
     if key not in traced:
         # Without torch's Python rules for composite operators, dynamic sizes are fixed, also in the original graph.
@@ -71,7 +71,7 @@ def _inline(gm: GraphModule, node: Node, function: Any, traced: Traced) -> None:
 
 
 def _without_nan(x: Tensor, nan: float) -> Tensor:
-    """Replace `nan_to_num_` on a value that is clamped next, so that infinities may stay.
+    """Compute `nan_to_num_` for a value that is clamped next, so that infinities may stay.
 
     Inductor compiles `isnan` to a scalar loop, which can take as long as the product that follows.
     """
@@ -82,7 +82,7 @@ _VECTORIZED: Any = {aten.nan_to_num_.default: _without_nan}
 
 
 def _dequantize(*stored: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Compute `ops.dequantize` for the same arguments, all at once."""
+    """Compute `ops.dequantize` for the same arguments, for all values at once instead of in pieces."""
     *tensor, dtype = stored if len(stored) == 7 else (*stored, dtype)
     return QuantizedTensor.of(*tensor).decoded().to(dtype)
 

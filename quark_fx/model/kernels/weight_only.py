@@ -1,7 +1,7 @@
-"""Products of floats and codes: the weight stays in codes, and one row of activations is multiplied by them directly.
+"""Products of float activations and quantized weights; one row of activations is multiplied by the codes directly.
 
 torch has kernels for bfloat16 activations (`_weight_int4pack_mm_for_cpu`, `_weight_int8pack_mm`); with float32 they are
-twenty times slower than a float product. For float32, `torch.compile` makes a loop from `code_product`.
+twenty times slower than a float product. For float32, `torch.compile` compiles `code_product` to a loop.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ aten = torch.ops.aten
 
 
 def weight_only_linear(product: Product) -> str:
-    """Multiply floats by a weight in integer codes of at most 8 bits, per channel or in groups of inputs.
+    """Multiply floats by integer codes of at most 8 bits, with scales per channel or per group of inputs.
 
-    In float32, results differ by the order of sums; in bfloat16, by roundings of that dtype.
+    Results differ from simulated ones in the order of sums and, in bfloat16, in rounding.
     """
     if product.dtype not in (torch.float32, torch.bfloat16):
         raise Declined(f"it computes in {str(product.dtype).removeprefix('torch.')}")
@@ -50,7 +50,7 @@ def weight_only_linear(product: Product) -> str:
 
 
 def groups_of(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes from 0, uint8, as (outputs, groups, inputs), and scale and zero point as (outputs, groups).
+    """Return uint8 codes, `(outputs, groups, inputs of a group)`, and scales and zero points, `(outputs, groups)`.
 
     Raises:
         Declined: If groups are along outputs, or the last group is shorter.
@@ -74,15 +74,15 @@ def groups_of(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def code_product(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor, packed: bool) -> Tensor:
-    """Return `x @ ((codes - zero_point) * scale).T`, in the dtype of `x`; `torch.compile` makes one loop of it.
+    """Return `x @ ((codes - zero_point) * scale).T`, in the dtype of `x`; `torch.compile` compiles it to one loop.
 
     One row is multiplied by the codes while they are read from memory, which takes most of the time. For several rows,
     the weight is dequantized once per call for a product in floats.
 
     Args:
         x: Activations, `(..., groups * inputs of a group)`.
-        codes: Codes, uint8, `(outputs, groups, inputs of a group)`; if `packed`, half as many bytes of two 4-bit codes:
-            the first half of a group in the low bits.
+        codes: Codes, uint8, `(outputs, groups, inputs of a group)`; if `packed`, half as many bytes with two
+            4-bit codes each, the first half of a group in the low bits.
         scale: Scales, float32, `(outputs, groups)`.
         zero_point: Zero points, float32, `(outputs, groups)`.
         packed: Whether a byte holds two codes.
@@ -126,19 +126,19 @@ def int4_table(scale: Tensor, zero_point: Tensor) -> Tensor:
 
 
 def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Return `x @ (codes * scale).T` by torch's kernel; codes int8 `(outputs, inputs)`, scale `(outputs,)`."""
+    """Return `x @ (codes * scale).T` with torch's kernel; codes int8 `(outputs, inputs)`, scale `(outputs,)`."""
     y: Tensor = aten._weight_int8pack_mm.default(x.reshape(-1, x.shape[-1]), codes, scale)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def int4_product(x: Tensor, packed: Tensor, size: int, table: Tensor) -> Tensor:
-    """Return the product with 4-bit codes by torch's kernel.
+    """Multiply by 4-bit codes with torch's kernel.
 
     Args:
         x: Activations, bfloat16, `(..., inputs)`.
         packed: Codes packed by `_convert_weight_to_int4pack`, or by its variant for CPUs.
-        size: Inputs of a group.
-        table: Bfloat16, `(groups, outputs, 2)`; scale, and the number added to codes counted from 8.
+        size: Number of inputs in a group.
+        table: Result of `int4_table`, bfloat16, `(groups, outputs, 2)`.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if x.is_cpu:
