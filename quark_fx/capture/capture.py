@@ -60,7 +60,7 @@ def capture_graph(
         example_batch: A tensor, a tuple or list of positional inputs, or a dict of keyword arguments. Batch and
             sequence dimensions (`dynamic_dimensions`) become dynamic. A Hugging Face model is captured without its KV
             cache unless the batch has one or asks for it (`use_cache`). Not needed for an `ExportedProgram`.
-        dynamic_shapes: Argument of `torch.export.export` in place of those defaults.
+        dynamic_shapes: Dynamic shapes for `torch.export.export`, in place of these defaults.
 
     Raises:
         CaptureError: If the model is in training mode or on several devices, if the batch does not fit it, or if
@@ -119,7 +119,7 @@ def _pass_by_position(model: nn.Module, names: list[str]) -> Iterator[None]:
     def by_position(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # An exporter may leave an argument out; those after it keep their names.
+        # An exporter may leave an argument out; later arguments are then passed by keyword.
         leading = [*itertools.takewhile(kwargs.__contains__, names)]
         return (*args, *map(kwargs.pop, leading)), kwargs
 
@@ -127,7 +127,7 @@ def _pass_by_position(model: nn.Module, names: list[str]) -> Iterator[None]:
         return (), {**dict(zip(names, args, strict=False)), **kwargs}
 
     handles = [model.register_forward_pre_hook(by_position, prepend=True, with_kwargs=True)]
-    if _is_hugging_face(model):  # the exporter of transformers replaces `forward` by a function of keywords
+    if _is_hugging_face(model):  # the exporter of transformers replaces `forward` with a function of keywords
         handles.append(model.register_forward_pre_hook(by_name, with_kwargs=True))
     try:
         yield
@@ -149,13 +149,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _programs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> Iterator[ExportedProgram]:
-    """Yield graphs for more and more particular sizes; the last one is for the example."""
+    """Yield exported programs with fewer and fewer dynamic sizes; the last one is traced on the example itself."""
     if dynamic_shapes is not None:
         _require_dimensions(model, args, kwargs, dynamic_shapes)
         yield _export(model, args, kwargs, dynamic_shapes)
         return
-    # torch.export specializes a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
-    # dimension, or, if the model does not support that (a single channel), in the batch alone.
+    # torch.export fixes a dynamic dimension if its size in the example is 1, so the example is repeated: along every
+    # such dimension, or, if the model does not support that (a single channel), along the batch alone.
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     for dimensions in (range(3), range(1)):
         if not any(_ones(x, dimensions) for x in tensors):
@@ -193,8 +193,8 @@ def dynamic_dimensions(x: Tensor) -> dict[int, Any]:
 
 
 def _told_apart(batch: Any) -> Any:
-    # torch.export treats a tensor that is given twice (query and key of an attention) as one input; it does not accept
-    # tensors created under inference_mode.
+    # torch.export treats a tensor that is passed twice (query and key of an attention) as one input, and does not
+    # accept tensors created under inference_mode.
     ids: set[int] = set()
 
     def distinct(x: Any) -> Any:
@@ -215,7 +215,7 @@ def _ones(x: Tensor, dimensions: Collection[int]) -> list[int]:
 def _widen_ones(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], dimensions: Collection[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Repeat every tensor once along its `_ones`."""
+    """Double the size of every tensor along its `_ones`."""
 
     def widen(x: Any) -> Any:
         ones = _ones(x, dimensions) if isinstance(x, Tensor) else []
@@ -238,7 +238,7 @@ def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 def _warn_of_requests(
     signature: Signature, leaves: list[Any], dimensions: Iterable[tuple[str, Tensor, int, Any]]
 ) -> None:
-    """Warn of dimensions that should vary and that the model fixes."""
+    """Warn about dimensions that `dynamic_shapes` makes dynamic and the model fixes."""
     for name, x, dim, how in dimensions:
         shape = next((s for leaf, s in zip(leaves, signature.input_shapes, strict=True) if leaf is x), None)
         if how is Dim.AUTO and shape is not None and shape[dim] is not None:
@@ -246,7 +246,7 @@ def _warn_of_requests(
 
 
 def _named_dimensions(shapes: Any, tree: Any, name: str = "") -> Iterator[tuple[str, Tensor, int, Any]]:
-    """Yield name, tensor, dimension, and how it varies, for every dimension that `dynamic_shapes` mentions.
+    """Yield the name, tensor, dimension, and requested variation of every dimension that `dynamic_shapes` mentions.
 
     Args:
         shapes: Dynamic shapes of `tree`, or of its parts, as a mapping or in order.
@@ -284,8 +284,8 @@ def _with_tables(
 ) -> ExportedProgram:
     """Trace a model; tables that its forward computes once and stores become constants, computed from the example.
 
-    A forward that changes the model runs on the example: the graph must be right for every call. Tracing has its own
-    context, because a variable of `contextvars` without a value cannot lose it again.
+    A model whose forward changes it also runs on the example, to check that later calls return the same. Tracing runs
+    in a copied context, because a variable of `contextvars` that is set cannot become unset again.
     """
     tables: list[Tensor] = []
     changed: list[str] = []
@@ -304,14 +304,14 @@ def _with_tables(
         advanced.append(state.has_advanced())
 
     def watch() -> None:
-        # From the start to the end of the forward: torch.export swaps parameters before, and resets some attributes
-        # after.
+        # Changes count from the start to the end of the forward: torch.export swaps parameters before the start, and
+        # resets some attributes after the end.
         model.register_forward_pre_hook(note_start)
         model.register_forward_hook(note_changes)
 
     earlier: list[Any] | None = None
     with untouched(model) as state:
-        if state.holds_generators:  # they compute their tables now, not while the model is traced
+        if state.holds_generators:  # generators compute their tables now, not while the model is traced
             earlier = require_runs(model, args, kwargs, state)
     try:
         with untouched(model):
@@ -350,7 +350,8 @@ _SHAPED_LIKE = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_lik
 def _is_table(tensor: Tensor) -> bool:
     """Tell whether a tensor that the traced forward stored is the same for other batches.
 
-    A tensor that depends only on sizes is computed for each batch; one that depends on values is from the first batch.
+    A tensor that depends only on sizes is computed for each batch; a tensor that depends on values keeps the values of
+    the first batch.
     """
     if any(static_size(size) is None for size in tensor.shape):
         return False
@@ -420,7 +421,7 @@ def _silent() -> Iterator[None]:
     Also silence its warning about attributes that a forward assigns, which `untouched` restores.
     """
     names = vars(importlib.import_module("torch.export._trace"))
-    names["print"] = lambda *_, **__: None  # hides the built-in one, in that module alone
+    names["print"] = lambda *_, **__: None  # hides the built-in `print`, in that module alone
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"The tensor attributes? ")

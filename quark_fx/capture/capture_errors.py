@@ -29,7 +29,7 @@ from quark_fx.system.isolation import warn
 from quark_fx.system.memory import is_shortage
 
 _DEEPEST = 190
-"""Number of modules with numbers for names that may contain each other."""
+"""Maximum nesting depth of modules that have numbers as names."""
 
 _HERE = str(Path(__file__).parent)
 
@@ -76,7 +76,7 @@ def require_capturable(model: nn.Module) -> None:
 
 
 def _require_python(model: nn.Module) -> None:
-    """Reject TorchScript modules and hooks on all modules of the process."""
+    """Reject TorchScript modules, and hooks that are registered for all modules of the process."""
     scripted = [name or "the model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         raise CaptureError(
@@ -92,7 +92,7 @@ def _require_python(model: nn.Module) -> None:
 
 
 def _require_names(model: nn.Module) -> None:
-    """Reject modules whose names torch.fx cannot write into the code of a graph, or uses for attributes."""
+    """Reject parameters and buffers with names that torch.fx cannot write into code, or that graphs already use."""
     taken = set(dir(torch.fx.GraphModule)) - set(dir(nn.Module)) | {"graph", "meta"}
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     paths = {name: name.split(".") for name, _ in tensors}
@@ -102,7 +102,7 @@ def _require_names(model: nn.Module) -> None:
             "Python keyword, an attribute that every graph has, or quotes; give it another name in the model's "
             "__init__, and rename the keys of its checkpoint too"
         )
-    # torch.fx writes `getattr(..., "0")` for each of these, and Python nests at most 200 parentheses.
+    # torch.fx writes `getattr(..., "0")` for each numeric name, and Python nests at most 200 parentheses.
     levels = {name: sum(not part.isidentifier() for part in path) for name, path in paths.items()}
     if deep := [name for name, count in levels.items() if count > _DEEPEST]:
         raise CaptureError(
@@ -143,7 +143,7 @@ def require_inputs_fit(model: nn.Module, batch: Any) -> None:
 
 
 def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
-    """Run a model on inputs with another floating-point dtype: capture does not notice that it cannot run."""
+    """Check that a model runs on inputs in another floating-point dtype, because capture would not notice an error."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     leaves = [(path, x) for path, x in pytree.tree_flatten_with_path(batch)[0] if isinstance(x, Tensor)]
     mismatches = [
@@ -219,9 +219,9 @@ def _too_deep(error: Exception) -> str:
 def require_runs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: ModelState
 ) -> list[Any] | None:
-    """Return the outputs of a model for copies of a batch, `None` if memory is short; keep the state of random numbers.
+    """Return the outputs of a model for copies of a batch, or `None` if memory is short.
 
-    Writes of the run to the model stay until `state` is restored.
+    Random number generators keep their state. Writes of the run to the model stay until `state` is restored.
 
     Raises:
         CaptureError: If the model itself does not run on the batch.
@@ -250,18 +250,18 @@ def require_repeats(
     traced: nn.Module | None = None,
     earlier: list[Any] | None = None,
 ) -> None:
-    """Raise `CaptureError` if a model returns something else for the same batch because an earlier call changed it.
+    """Raise `CaptureError` if a model returns other values for the same batch because an earlier call changed it.
 
-    The batch runs three times, and again after a flipped one unless the model refuses that. Later calls must equal each
-    other; the first one may round differently, because some models fuse weights in it. A model that also differs
-    without earlier calls draws random numbers, which a graph may do.
+    The model runs on the batch three times, and again after a run on the flipped batch if the model accepts that. Later
+    calls must return equal values; the first call may round differently, because some models fuse weights in it. A
+    model that returns other values even without earlier calls draws random numbers, which a graph may do.
 
     Args:
-        model: Model.
+        model: Model to run.
         args: Positional inputs of the batch.
         kwargs: Keyword inputs of the batch.
-        traced: The first call as a graph, if tracing took values of an iterator, which no later call gets.
-        earlier: Outputs of a call before tracing, which are the first ones then.
+        traced: Graph of the first call, if tracing took values from an iterator, which no later call gets.
+        earlier: Outputs of a call before tracing, which replace the outputs of the first call.
     """
 
     def outputs(args: Any, kwargs: Any, run: nn.Module = model) -> list[Any] | CaptureError | None:
@@ -280,7 +280,7 @@ def require_repeats(
         if isinstance(outputs(*pytree.tree_map(_flipped, (args, kwargs))), list):
             later.append(outputs(args, kwargs))
     if not isinstance(first, list) or None in later:
-        return  # nothing is known where memory is short
+        return  # memory was short, so there is nothing to compare
     runs = [one for one in later if isinstance(one, list)]
     failed = next((one for one in later if isinstance(one, CaptureError)), None)
     if failed is None and _is_rounded(first, runs[0], _spacing(model)) and all(_is_same(runs[0], one) for one in runs):
@@ -302,7 +302,7 @@ def require_repeats(
 
 
 def _flipped(x: Any) -> Any:
-    """Return a tensor in reverse order; other values, and tensors that torch cannot flip, stay."""
+    """Return a tensor in reverse order; other values, and tensors that torch cannot flip, are returned as they are."""
     try:
         return x.flip([*range(x.dim())]) if isinstance(x, Tensor) else x
     except (NotImplementedError, RuntimeError):  # 8-bit floats and sparse tensors
@@ -330,12 +330,12 @@ def _spacing(model: nn.Module) -> float:
 
 
 def returns_the_same(model: nn.Module, expected: list[Any], outputs: list[Any]) -> bool:
-    """Tell whether flat outputs are those of a model, up to its rounding."""
+    """Tell whether flat outputs equal the expected outputs, up to rounding errors in the dtypes of a model."""
     return _is_rounded(expected, outputs, _spacing(model))
 
 
 def _is_rounded(one: list[Any], other: list[Any], spacing: float) -> bool:
-    """Tell whether outputs are equal up to rounding, in at least half of their digits; integers must be the same."""
+    """Tell whether outputs agree up to rounding, in at least half of their digits; integers must be equal."""
     return len(one) == len(other) and all(
         _is_near(a, b, spacing) if isinstance(a, Tensor) and isinstance(b, Tensor) else _has_same_bits(a, b)
         for a, b in zip(one, other, strict=True)
@@ -343,7 +343,7 @@ def _is_rounded(one: list[Any], other: list[Any], spacing: float) -> bool:
 
 
 _PIECE = 1 << 20
-"""Values that are compared at a time in float64."""
+"""Number of values that are compared at a time in float64."""
 
 
 def _is_near(a: Tensor, b: Tensor, spacing: float) -> bool:
@@ -356,7 +356,7 @@ def _is_near(a: Tensor, b: Tensor, spacing: float) -> bool:
     a, b = (x.cpu().to_dense().flatten() for x in (a, b))
     sizes = a.to(torch.float32 if a.is_floating_point() and a.itemsize < 8 else wide).abs()
     sizes = sizes[sizes.isfinite()]
-    usual = float(sizes.median()) if sizes.numel() else 0.0  # a few values of a mask say nothing about rounding
+    usual = float(sizes.median()) if sizes.numel() else 0.0  # not the maximum, which a mask may contain
     return all(
         torch.allclose(x.to(wide), y.to(wide), rtol=digits, atol=digits * usual, equal_nan=True)
         for x, y in zip(a.split(_PIECE), b.split(_PIECE), strict=True)
@@ -388,7 +388,7 @@ def _first_varies(tree: Any) -> str:
 
 
 def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the error in the requested `dynamic_shapes`, or an empty string if capture failed for another reason."""
+    """Describe the error in the requested `dynamic_shapes`; return "" if capture failed for another reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines)
     last = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
@@ -449,7 +449,7 @@ def _advice(message: str, model: nn.Module, inside: nn.Module) -> str:
 
 
 def warn_of_fixed_batch(program: ExportedProgram) -> None:
-    """Warn of inputs whose first dimension should be dynamic, but the model's code fixes it to the example's size."""
+    """Warn about inputs whose first dimension should be dynamic but is fixed by the model's code."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     inputs = [nodes[str(name)] for name in program.graph_signature.user_inputs if str(name) in nodes]
     values = [(node, node.meta.get("val")) for node in inputs]
@@ -466,7 +466,7 @@ def warn_of_fixed_batch(program: ExportedProgram) -> None:
 
 
 def warn_of_fixed(name: str, size: int, where: str = "", dim: int = 0) -> None:
-    """Warn that the model's code fixes a dimension of an input; `where` says in which line."""
+    """Warn that the model's code fixes a dimension of an input; `where` names the line."""
     cause = "A comparison with a number, a table, or a size of 1 in the example does that"
     if not dim:
         cause = (

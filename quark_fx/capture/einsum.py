@@ -1,4 +1,4 @@
-"""Rewrite of `einsum` with a parameter as `matmul`, so that the parameter is a weight, or as `mul`."""
+"""Rewrite of `einsum` with a parameter to `matmul`, so that the parameter is a weight, or to `mul`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _product(gm: GraphModule, node: Node, constants: Collection[Node]) -> Node |
         return None
     input_sizes = dict(zip(inputs, map(static_size, x.meta["val"].shape), strict=True))
     if any(input_sizes[i] != sizes[i] for i in (*summed, *stacked)):
-        return None  # an operand is broadcast along it
+        return None  # an operand is broadcast along this index
     outer = [*rows[:-1], *stacked, *rows[-1:]]
     x = ordered(x, inputs, [*outer, *summed])
     if len(summed) > 1:

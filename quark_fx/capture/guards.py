@@ -1,4 +1,4 @@
-"""Sizes of inputs for which the comparisons in a model's code have the same results as for the example.
+"""Sizes of inputs for which the comparisons in a model's code have the same results as in the example.
 
 `torch.export` turns a comparison of a dimension into a limit, or fixes the dimension. It records a comparison of a size
 that is computed from dimensions, as in `int(conv(x).shape[-1])`, as a guard, which the graph does not check.
@@ -21,19 +21,19 @@ from quark_fx.system.isolation import warn
 _TORCH, _PACKAGE = Path(torch.__file__).parent, Path(__file__).parents[1]
 
 _SIZES = 64
-"""Number of sizes after the example's that are tried: a condition on multiples holds again for one of them."""
+"""Number of sizes above the example's size that are tried, so that a condition on multiples holds again."""
 
 
 def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
     """Return the comparisons of sizes that chose the captured path.
 
-    A comparison in torch's own computation of shapes counts if it asks for multiples of a number, as a division into
-    windows does, or for a number of pieces. Others choose between equal paths, or an operator of the graph raises the
-    error.
+    A comparison in torch's own computation of shapes counts if it asks for multiples of a number, like a division into
+    windows, or for a number of pieces. Other such comparisons choose between equivalent paths, or an operator of the
+    graph raises the error.
     """
     named: dict[Any, tuple[str, Any]] = {
         size.node._expr: (f"{node.target}.shape[{dim}]", size)
-        for node in reversed(inputs)  # of equal symbols, the first one stays
+        for node in reversed(inputs)  # reversed, so that the first input with a symbol names it
         for dim, size in enumerate(sizes_of(node))
         if isinstance(size, torch.SymInt) and getattr(size.node._expr, "is_Symbol", False)
     }
@@ -49,7 +49,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
     at_one = [
         (condition, place)
         for condition, place in getattr(env, "told_from_one", {}).items()
-        if any(env.var_to_range[symbol].lower <= 2 for symbol in condition.free_symbols)  # else a limit
+        if any(env.var_to_range[symbol].lower <= 2 for symbol in condition.free_symbols)  # otherwise the limit suffices
     ]
     guards = [(guard.expr, _place_of(guard)) for guard in env.guards]
     pieces = {
@@ -62,7 +62,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
         expr = guard.xreplace(numbers)
         if not expr.free_symbols or not expr.free_symbols <= names.keys():
             continue
-        # Even one of strides: torch does not record a later comparison in the model that follows from it.
+        # Guards on strides count, too: torch does not record later comparisons in the model that follow from them.
         simple = _as_multiple(expr)
         if place or simple is not None or expr in pieces:
             text = PythonPrinter().doprint((expr if simple is None else simple).xreplace(names))
@@ -79,7 +79,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
 
 
 def _as_multiple(guard: Any) -> Any:
-    """Return `x % number == 0` if a guard of one size means that, else `None`."""
+    """Return `x % number == 0` if a guard on one size is equivalent to that, else `None`."""
     import sympy
 
     if isinstance(guard, sympy.Eq) and len(guard.free_symbols) == 1:
@@ -106,7 +106,7 @@ def _varies(guard: Any, limits: Mapping[Any, Any]) -> bool:
 
 
 def place_in_model(file: str, line: int | None) -> str:
-    """Return the name of a file and a line in it, empty for lines of torch, up to its modules, and of quark_fx."""
+    """Return `file:line`; empty for lines of quark_fx, and of torch except for `torch.nn` and `torch.functional`."""
     path = Path(file)
     if _PACKAGE in path.parents:
         return ""
@@ -124,7 +124,7 @@ def fixed_dimensions(program: ExportedProgram) -> dict[tuple[tuple[int, ...], in
     """Return the dimensions that the model's code fixes by converting a size computed from them to a number.
 
     Returns:
-        The name of an input, keyed by its shape in the example and the dimension.
+        Names of inputs, keyed by the input's shape in the example and the dimension.
     """
     shapes = {str(node.target): sizes_of(node) for node in program.graph.nodes if node.op == "placeholder"}
     example = {size.node.expr: _in_example(size) for sizes in shapes.values() for size in sizes if _is_symbol(size)}
@@ -159,7 +159,7 @@ def _in_example(size: Any) -> int:
 
 
 def _guards(size: Any) -> Iterator[Any]:
-    """Yield the conditions on a dynamic size, without numbers of pieces, which stay the same for many sizes."""
+    """Yield the conditions on a dynamic size, except for numbers of pieces, which are equal for many sizes."""
     for guard in getattr(size.node.shape_env, "guards", ()):
         if size.node.expr in guard.expr.free_symbols and not _is_of_pieces(guard):
             yield guard.expr
@@ -198,7 +198,7 @@ def _fixes(guard: Any, symbol: Any, example: Mapping[Any, int], limits: Mapping[
 
 
 def _relates(guard: Any, example: Mapping[Any, int]) -> bool:
-    """Tell whether an equality is a relation of dimensions: it holds again where all of them grow together."""
+    """Tell whether an equality relates dimensions, so that it holds again if all of them grow together."""
     if not any(side.is_number and side > 0 for side in guard.args):
         return True
     sizes = {symbol: example[symbol] for symbol in guard.free_symbols}

@@ -1,4 +1,4 @@
-"""Conversion of in-place operators to functional ones in one walk, including writes to views and tensors with views.
+"""Conversion of in-place operators to functional ones in one walk, including writes to views and their sources.
 
 An overwritten value gets a new node; later reads through other views of the same memory are recomputed from that node.
 Retracing the program has the same effect, but takes longer than the first trace.
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 
 
 def make_functional(gm: GraphModule) -> None:
-    """Replace the in-place operators of `gm` by functional ones.
+    """Replace the in-place operators of `gm` with functional operators.
 
     Raises:
         Declined: If a write goes through an operator without a known inverse; the graph is then incomplete.
@@ -114,17 +114,17 @@ _FILLS = frozenset({"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tenso
 
 @dataclass
 class _Walk:
-    """The state of the walk.
+    """The state of the walk over the nodes of a graph.
 
     Attributes:
         gm: Module of the graph.
         order: Position of every node in the captured graph.
-        sources: For each view, the value whose memory it shares.
+        sources: Value whose memory a view shares, keyed by view.
         doubtful: Views that may be copies.
-        versions: For each value with separate memory, the number of times it was overwritten.
-        current: For each node, a version, and the node with the value of that version.
-        renamed: For each value whose shape was changed in place, the view that replaces it.
-        results: Calls that were in-place; each represents the value that it overwrote.
+        versions: Number of times that a value with separate memory was overwritten, keyed by value.
+        current: Latest computed version of a value, and the node that computes it, keyed by the value's node.
+        renamed: View that replaces a value whose shape was changed in place, keyed by value.
+        results: Calls of in-place operators; each represents the value that it overwrote.
     """
 
     gm: GraphModule
@@ -226,7 +226,7 @@ class _Walk:
                 continue
             visited.add(node)
             ahead += node.users
-            if node in self.results or _is_mutation(node):  # later consumers may use another name of this memory
+            if node in self.results or _is_mutation(node):  # later consumers may read this memory through another node
                 ahead.append(self._memory(node))
         return any(node.op == "output" for node in visited)
 
@@ -312,7 +312,7 @@ class _Walk:
         if name == "aten.narrow.default":
             dim, start, length = (arguments[key] for key in ("dim", "start", "length"))
             now, end = self._now(source), start + length
-            end = None if isinstance(start, int) and start < 0 and end == 0 else end  # the last element, not the first
+            end = None if isinstance(start, int) and start < 0 and end == 0 else end  # 0 would be the first element
             return self._like(_aten.slice_scatter.default, view, like, now, value, dim, start, end)
         scatter = _SCATTERS.get(name)
         if scatter is None:

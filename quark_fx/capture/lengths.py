@@ -1,8 +1,9 @@
-"""Comparisons of positions as comparisons of sizes.
+"""Conversion of comparisons of positions to comparisons of sizes.
 
-Code that switches tables by length asks for the largest position, `positions.max() + 1 > 4096`: a value of a tensor,
-on which `torch.export` cannot branch. If the positions are an `arange`, the value depends on sizes alone, so the branch
-becomes a guard on a size like any other, and the captured graph rejects lengths that take the other branch.
+Code that switches tables by length compares the largest position, `positions.max() + 1 > 4096`, which is a value of a
+tensor, and `torch.export` cannot branch on values. If the positions are an `arange`, the value depends on sizes alone,
+so the branch becomes a guard on a size like any other, and the captured graph rejects lengths that take the other
+branch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 class KnownLengths(TorchFunctionMode):
-    """Track the largest value of each tensor of positions, and use it to decide comparisons of single values."""
+    """A mode that tracks the largest value of each tensor of positions, and decides comparisons of single values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class KnownLengths(TorchFunctionMode):
             return bool(self._known[id(args[0])][1])
         result = func(*args, **kwargs)
         if _writes(func, kwargs):
-            self._known.clear()  # the written tensor may be a view of a known one
+            self._known.clear()  # the written tensor may be a view of a tracked tensor
         value = self._value(func, args, kwargs, result) if isinstance(result, Tensor) else None
         if value is not None:
             self._known[id(result)] = result, value

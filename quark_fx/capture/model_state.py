@@ -27,7 +27,7 @@ _LARGEST_COPY = 64 * 2**20
 """Size in bytes of the largest array that is copied, in case a forward writes to it in place."""
 
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
-"""Folders of installed packages."""
+"""Folders in which packages are installed."""
 
 _OF_PROCESS = ("builtins", "logging", "quark_fx", "torch")
 """Packages whose objects may change for reasons other than the model."""
@@ -35,10 +35,10 @@ _OF_PROCESS = ("builtins", "logging", "quark_fx", "torch")
 _DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 
 _OF_PROCESS_DRAWS: tuple[tuple[str, Any], ...] = (("random", random.random), ("numpy.random", np.random.random))
-"""Functions that draw from the generators of the process, with the names of their modules."""
+"""Functions that draw from the global random number generators, with the names of their modules."""
 
 _OF_ITERATORS = ("builtins", "itertools", "_collections", "array")
-"""Modules of the iterators of Python."""
+"""Modules that define Python's iterators."""
 
 _REACH_VARIABLES = frozenset(("globals", "modules", "setattr", "import_module"))
 """Names in the code of functions that may write any variable of their file."""
@@ -50,17 +50,17 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """Names of the containers that every module has."""
 
 _UNSET = object()
-"""The value of a variable or attribute that is not set yet."""
+"""Placeholder for the value of a variable or attribute that is not set yet."""
 
 
 class ModelState:
     """The attributes of a model, and the contents of the dicts, lists, and sets that can be reached from them.
 
-    Methods of the model's classes, and functions that the model holds, such as its hooks, are followed to the variables
-    that they read and write, to objects and classes in these, and to functions of their file that cache results. Files
-    of installed packages are left only for objects; other files also for the functions, classes, and variables of files
-    that they import. The generators of random numbers of Python and NumPy count as variables, too. Those of the
-    process, which other threads use, and iterators are not restored.
+    The search starts at methods of the model's classes and at functions that the model holds, such as its hooks. It
+    visits the variables that they read and write, objects and classes in these variables, and functions of their file
+    that cache results. From files of installed packages, it visits only objects of other files; from other files, it
+    also visits the functions, classes, and variables of files that they import. Random number generators of Python and
+    NumPy count as variables, too. The global generators, which other threads use, and iterators are not restored.
 
     Attributes:
         tensors: Tensors of the model, keyed by identity.
@@ -156,8 +156,8 @@ class ModelState:
     def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
         """Record the variables that a function writes, and return those it reads.
 
-        Of the variables of a file, functions and classes of other files are not the function's own state, unless
-        neither file is of an installed package.
+        Functions and classes from another file are not state of the function, unless neither file belongs to an
+        installed package.
         """
         if not _is_followed(function):
             return []
@@ -190,7 +190,7 @@ class ModelState:
             put_back()
 
     def changed(self) -> list[str]:
-        """Return the names of the attributes and variables that hold something else now."""
+        """Return the names of the attributes and variables that changed."""
         attributes = [item for _, items in self._dicts for item in items if item[0] not in _OF_MODULES]
         holders = self._names | {id(value): str(key) for key, value in attributes}
         named = (
@@ -203,7 +203,7 @@ class ModelState:
         return {key: memory_of(x) for key, x in self.tensors.items() if x.layout == torch.strided}
 
     def has_advanced(self) -> bool:
-        """Tell whether an iterator or a generator of the process has made values, which cannot be undone."""
+        """Tell whether an iterator or a global random number generator has advanced, which cannot be undone."""
         return any(_position(iterator) != position for iterator, position in self._positions)
 
     @property
@@ -212,7 +212,7 @@ class ModelState:
         return any(isinstance(iterator, types.GeneratorType) for iterator, _ in self._positions)
 
     def _changes(self) -> Iterator[tuple[Any, list[str], Callable[[], object]]]:
-        """Yield each container with other contents now, the names in it, and a function that restores them."""
+        """Yield each container whose contents changed, the changed names, and a function that restores the contents."""
         for mapping, items in self._dicts:
             now = list(dict.items(mapping))
             if not _same(now, items):
@@ -238,7 +238,7 @@ class ModelState:
                 yield owner, [name], functools.partial(_set, owner, name, value)
         for variable, value in self._contexts:
             if (now := variable.get(_UNSET)) is not value and now is not _UNSET:
-                # A variable without a value cannot lose it; callers of `isolated` and traced code have own contexts.
+                # A variable that is set cannot become unset; callers of `isolated` and traced code have own contexts.
                 restore = functools.partial(variable.set, value)
                 yield variable, [variable.name], restore if value is not _UNSET else lambda: None
         for namespace, variables in self._files.values():
@@ -270,7 +270,7 @@ def _refill(container: Any, contents: Any) -> None:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Tell whether a value is a generator or another iterator of Python, whose position no attribute shows."""
+    """Tell whether a value is a generator or another built-in iterator, whose position is not an attribute."""
     return isinstance(value, Iterator) and type(value).__module__ in _OF_ITERATORS
 
 
@@ -281,7 +281,7 @@ def _variables_of(iterator: Any) -> list[Any]:
 
 
 def _position(source: Any) -> Any:
-    """Return a value that differs once an iterator or a generator of random numbers has made another value."""
+    """Return a value that changes when an iterator or a random number generator advances."""
     if isinstance(source, _DRAWING):
         return pickle.dumps(_random_state(source))
     if isinstance(source, types.GeneratorType):
@@ -296,7 +296,7 @@ def _position(source: Any) -> Any:
 
 
 def _identity(part: Any) -> Any:
-    """Return a number, the length of a list, which iterators of dicts make anew, or the identity of another value."""
+    """Return a number or string, the length of a list, which dict iterators create anew, or the identity of a value."""
     return part if isinstance(part, int | float | str) else len(part) if isinstance(part, list) else id(part)
 
 
@@ -325,7 +325,7 @@ def _is_followed(defined: type | types.FunctionType) -> bool:
 
 
 def _is_own(value: Any, function: types.FunctionType) -> bool:
-    """Tell whether a function's variable may hold state: an object, or a definition of a file that is followed."""
+    """Tell whether a function's variable may hold state: an object, or a definition from a file that is searched."""
     if not isinstance(value, types.FunctionType | types.ModuleType | type | _Cached):
         return True
     file = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
@@ -334,7 +334,7 @@ def _is_own(value: Any, function: types.FunctionType) -> bool:
 
 @functools.cache
 def _is_installed(module: str) -> bool:
-    """Tell whether a module is of Python or of an installed package."""
+    """Tell whether a module belongs to Python or to an installed package."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     package = module.partition(".")[0]
     return package in _OF_PROCESS or package in sys.stdlib_module_names or file.startswith(_INSTALLED)
@@ -350,7 +350,7 @@ def _slots(kind: type) -> list[str]:
 def _value(owner: Any, name: str) -> Any:
     try:
         return owner[name] if isinstance(owner, dict) else object.__getattribute__(owner, name)
-    except (AttributeError, KeyError, ValueError):  # the last for a variable of an outer function
+    except (AttributeError, KeyError, ValueError):  # ValueError for a variable of an outer function
         return _UNSET
 
 
@@ -358,7 +358,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, dict):
         owner.pop(name) if value is _UNSET else owner.update({name: value})
     else:
-        kind: Any = type if isinstance(owner, type) else object  # not the class's own: also of frozen dataclasses
+        kind: Any = type if isinstance(owner, type) else object  # frozen dataclasses override these methods
         kind.__delattr__(owner, name) if value is _UNSET else kind.__setattr__(owner, name, value)
 
 

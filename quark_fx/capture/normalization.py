@@ -1,7 +1,7 @@
 """Conversion of an exported program to a functional graph with one spelling for every operator.
 
-Eval mode, no in-place operators, no asserts, no no-op casts, copies, or dropout; parameters are `get_attr` nodes under
-their original names; inputs and outputs are flat (their structure is the `Signature`).
+The graph computes in eval mode, without in-place operators, asserts, no-op casts, copies, or dropout; parameters are
+`get_attr` nodes under their original names; inputs and outputs are flat (their structure is the `Signature`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured model: the graph (flat inputs, tuple of flat outputs) and its call signature."""
+    """A captured model: the graph (flat inputs, tuple of flat outputs) and the model's call signature."""
 
     module: GraphModule
     signature: Signature
 
 
 def normalize(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured:
-    """Turn a fresh `ExportedProgram` into a `Captured`."""
+    """Convert a fresh `ExportedProgram` to a `Captured`."""
     _require_operators(program)
     gm = _functional_module(program)
     _drop_no_ops(gm)
@@ -98,7 +98,7 @@ _REGIONS = {
     "quantize the branches as separate models",
     "flex_attention": "attention is a function of a function: load the model with attn_implementation='sdpa'",
 }
-"""Advice for operators that contain graphs; the keys are names."""
+"""Advice for operators that contain graphs, keyed by operator name."""
 
 
 def _require_operators(program: ExportedProgram) -> None:
@@ -151,7 +151,7 @@ def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, in
 def _functional_module(program: ExportedProgram) -> GraphModule:
     """Return the program as a module without in-place operators.
 
-    Torch resolves the operators that `make_functional` cannot follow; it traces the program once more.
+    If `make_functional` cannot follow an operator, torch replaces the in-place operators and traces the program again.
     """
     mutated = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
     if mutated:
@@ -223,7 +223,7 @@ _SPELLINGS = {
         for overload in overloads.split()
     },
 }
-"""Operators with two names, and the name that is used."""
+"""Operators to use in place of other spellings, keyed by the name of the other spelling."""
 
 _TRANSPOSITIONS = frozenset(
     f"aten.{name}" for name in ("permute.default", "transpose.int", "t.default", "numpy_T.default")
@@ -268,7 +268,7 @@ def _drop_no_ops(gm: GraphModule) -> None:
             order = list(permutation(node) or ())
             node.target, node.args, node.kwargs = _aten.permute.default, (node.args[0], order), {}
         elif name == "aten.sort.default":
-            # The order of equal values is undefined; a runtime must not choose another order than torch.
+            # The order of equal values is undefined; a runtime must choose the same order as torch.
             arguments = dict(zip(("dim", "descending"), node.args[1:], strict=False))
             node.target, node.args = _aten.sort.stable, node.args[:1]
             node.kwargs = {"stable": True, **arguments, **node.kwargs}
@@ -286,7 +286,7 @@ def _drop_no_ops(gm: GraphModule) -> None:
 
 
 def _count_floats(gm: GraphModule, node: Node) -> None:
-    """Let `histc` count floats instead of integers, which no CPU does.
+    """Make `histc` count floats, because on CPUs it does not count integers.
 
     On a GPU, transformers counts the rows of each expert as integers.
     """
@@ -301,8 +301,8 @@ def _count_floats(gm: GraphModule, node: Node) -> None:
 def _drop_undone_reshapes(gm: GraphModule) -> None:
     """Remove reshapes that undo earlier ones: their consumers get the original value.
 
-    A function that takes the kernel of a depthwise convolution as a matrix adds the dimension that its caller removed;
-    with these reshapes, the kernel would not be the weight of an operator.
+    A function that takes the kernel of a depthwise convolution as a matrix adds back the dimension that its caller
+    removed; with these reshapes, the kernel would not be the weight of an operator.
     """
     for node in list(gm.graph.nodes):
         if motion(node) not in KEEPS_ORDER or (shape := _fixed_shape(node)) is None:

@@ -1,4 +1,4 @@
-"""Comparison of a graph with the model where torch's symbol of a size may act otherwise than its number."""
+"""Comparison of a graph with its model where torch's symbol for a size may behave differently from the number."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _FORBIDS_ONE = re.compile(r"(\w+)\.shape\[(\d+)\] != 1")
 
 
 def with_confirmed_ones(captured: Captured, model: nn.Module, leaves: list[Any], kwargs: Mapping[str, Any]) -> Captured:
-    """Drop the conditions against a size of 1 for which graph and model agree.
+    """Drop the conditions that forbid a size of 1 if graph and model agree for that size.
 
     Args:
         captured: Captured model.
-        model: Model, which stays as it is.
+        model: Model, which does not change.
         leaves: Flat inputs of the example.
-        kwargs: Keyword arguments of the example, which may have more than the inputs.
+        kwargs: Keyword arguments of the example, which may include more than the inputs.
     """
     signature = captured.signature
     ones = [c for c in signature.input_conditions if _FORBIDS_ONE.fullmatch(c.text)]
@@ -44,13 +44,13 @@ def with_confirmed_ones(captured: Captured, model: nn.Module, leaves: list[Any],
 def misread_text(captured: Captured, model: nn.Module, leaves: list[Any], kwargs: Mapping[str, Any]) -> str:
     """Return file and line where the model's code writes a size as text, if the graph then disagrees with the model.
 
-    During capture the text is torch's symbol, such as `s27`: a table of layers by sizes has no such key.
+    During capture the text is torch's symbol, such as `s27`, which is not a key of a table of layers by size.
 
     Args:
         captured: Captured model.
-        model: Model, which stays as it is.
+        model: Model, which does not change.
         leaves: Flat inputs of the example.
-        kwargs: Keyword arguments of the example, which may have more than the inputs.
+        kwargs: Keyword arguments of the example, which may include more than the inputs.
     """
     sizes = (size for node in placeholders(captured.module) for size in sizes_of(node))
     env = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
@@ -70,7 +70,7 @@ def _agrees(captured: Captured, model: nn.Module, leaves: list[Any], kwargs: Map
 
 
 def _cut_to_one(captured: Captured, leaves: list[Any], condition: SizeCondition) -> list[Any]:
-    """Cut the inputs to size 1 along the dimension of a condition, and along others of the same size."""
+    """Cut the inputs to size 1 along the dimension of a condition, and along dimensions with the same symbol."""
     match = _FORBIDS_ONE.fullmatch(condition.text)
     assert match is not None
     shapes = {str(node.target): sizes_of(node) for node in placeholders(captured.module)}

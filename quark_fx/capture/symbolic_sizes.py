@@ -1,4 +1,4 @@
-"""Torch's symbolic arithmetic of sizes: chunks that it can simplify, and comparisons that it does not record.
+"""Changes to torch's symbolic arithmetic of sizes: it simplifies whole chunks, and records more comparisons.
 
 A model that pads a sequence to whole chunks computes `n + (c - n % c) % c`, or `n + -n % c`. Torch does not recognize
 that this is a multiple of `c`, so each later comparison of strides is a proof about nested remainders, and the proofs
@@ -31,7 +31,7 @@ def round_up(dividend: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
 
     Args:
         dividend: Integer expression.
-        divisor: Divisor of the expression.
+        divisor: Divisor; if it is not a positive integer, the result is `None`.
 
     Returns:
         `divisor * ((x + divisor - 1) // divisor) - x` if the dividend is `-x`, or `-(x % divisor)`, plus a multiple of
@@ -59,7 +59,7 @@ def _remainder(original: Any) -> classmethod[Any, Any, Any]:
 
 
 def _quotient_bounds(expression: Any, floor_div: Any) -> tuple[Any, ...]:
-    """Return bounds on `x` that follow from `x // divisor == number`: torch keeps bounds of sizes, not of quotients."""
+    """Return bounds on `x` that follow from `x // divisor == number`, since torch keeps no bounds of quotients."""
     if not isinstance(expression, sympy.Eq):
         return ()
     first, second = expression.args
@@ -75,7 +75,7 @@ def _quotient_bounds(expression: Any, floor_div: Any) -> tuple[Any, ...]:
 
 
 def _told_from_one(expression: Any, result: Any, example: Mapping[Any, Any]) -> Iterator[Any]:
-    """Yield conditions for sizes of 0 and 1, if a comparison has another result there, or none."""
+    """Yield conditions that exclude sizes of 0 and 1 for which a comparison has another result, or none."""
     symbols = sorted(expression.free_symbols, key=str)
     if len(symbols) == 1:
         for number in (1, 0):
@@ -91,9 +91,9 @@ def _told_from_one(expression: Any, result: Any, example: Mapping[Any, Any]) -> 
 
 @contextmanager
 def followed_sizes() -> Iterator[None]:
-    """Let torch's symbolic sizes simplify whole chunks, and note which the model's code compares with 1 or writes.
+    """Make torch simplify sizes of whole chunks, and note the sizes that a model compares with 1 or writes as text.
 
-    Private parts of torch are replaced; with a torch version in which they differ, torch's own parts stay.
+    Private functions of torch are replaced, unless this version of torch lacks one of them.
     """
     try:
         functions = importlib.import_module("torch.utils._sympy.functions")
@@ -135,7 +135,7 @@ def followed_sizes() -> Iterator[None]:
         for kind, evaluation in evaluations:
             stack.callback(setattr, kind, "eval", evaluation)
             kind.eval = _remainder(evaluation)
-        # Torch blames comparisons of sizes on the innermost line that is not its own.
+        # torch attributes a comparison of sizes to the innermost line outside of its own files.
         stack.callback(not_the_users.discard, __file__)
         not_the_users.add(__file__)
         stack.callback(setattr, shapes, "_maybe_guard_rel", learn)

@@ -1,4 +1,4 @@
-"""Undo writes of a forward to the tensors of its model."""
+"""Undo the writes of a forward to the tensors of its model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class WrittenTensors(TorchDispatchMode):
-    """Copy the tensors of a model before an operator writes to their memory, while the mode is active.
+    """A mode that copies the tensors of a model before an operator writes to their memory.
 
     Args:
         tensors: Tensors of the model.
@@ -20,7 +20,7 @@ class WrittenTensors(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # An alias keeps the memory that a tensor has now: a forward may assign another to `tensor.data`.
+        # An alias keeps the memory that a tensor has now: a forward may assign another tensor to `tensor.data`.
         self._aliases = [(x, x.data) for x in tensors if x.layout == torch.strided and not x.is_meta]
         self._by_memory: dict[int, list[Tensor]] = {}
         for _, alias in self._aliases:
@@ -32,7 +32,7 @@ class WrittenTensors(TorchDispatchMode):
         arguments += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in (kwargs or {})]
         written = [x for one, x in arguments if one.alias_info is not None and one.alias_info.is_write]
         named = {one.name: x for one, x in arguments}
-        if named.get("training"):  # the schemas of batch norms leave out that these write to their statistics
+        if named.get("training"):  # the schemas of batch norms do not declare writes to the statistics
             written += [named.get("running_mean"), named.get("running_var")]
         for x in pytree.tree_leaves(written):
             if isinstance(x, Tensor) and x.layout == torch.strided:
@@ -41,11 +41,11 @@ class WrittenTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def happened(self) -> bool:
-        """Tell whether a tensor was written or has other memory now."""
+        """Tell whether an operator wrote to a tensor, or the memory of a tensor was replaced."""
         return bool(self._copies) or not all(tensor.is_set_to(alias) for tensor, alias in self._aliases)
 
     def keep(self, tensors: dict[str, Any]) -> None:
-        """Replace tensors by copies if `restore` would change them."""
+        """Replace tensors with copies if `restore` would change them."""
         changing = {memory_of(tensor) for tensor, alias in self._aliases if not tensor.is_set_to(alias)}
         changing |= {memory_of(alias) for alias, _ in self._copies}
         copies: dict[int, Tensor] = {}
