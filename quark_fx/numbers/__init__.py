@@ -1,1 +1,1 @@
-"""Number formats, scales and zero points, which scale belongs to which element, and the operators on codes."""
+"""Number formats, scales and zero points, their assignment to elements, and the operators on codes."""

@@ -1,7 +1,7 @@
-"""Number formats: the codes that exist, their limits, and how values become codes and codes become values.
+"""Number formats: their codes, their limits, and the conversion between values and codes.
 
-A format is a frozen value. Scales, granularity, and symmetry belong to `quark_fx.numbers.qparams.Scheme`; observers
-find ranges. Code outside of this room uses the members of `Format` and never tests the class of a format.
+A format is a frozen value. Scales and symmetry belong to `quark_fx.numbers.qparams.Scheme`; observers measure ranges.
+Code outside of `quark_fx.numbers` uses the members of `Format` and never tests the class of a format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quark_fx.system.options import Interval, checked, parsed
 from quark_fx.system.registry import Registry
 
 AT_ONCE = 1 << 20
-"""Number of values to process at a time: a few megabytes, which fit the caches of a processor."""
+"""Number of values to process at a time: a few megabytes, which fit in the caches of a processor."""
 
 _BELOW_ONE = 1 - 2.0**-20
 
@@ -34,8 +34,8 @@ _BELOW_ONE = 1 - 2.0**-20
 class Format(ABC):
     """Number format: integers, small floats, or a table of values.
 
-    All values here are in steps of the scale, `x / scale`; a format knows neither scales nor axes. Graphs store
-    codes, in `dtype`: the values themselves in a narrow type, or their places in a table.
+    All values here are in steps of the scale, `x / scale`; a format is independent of scales and axes. Graphs store
+    codes in `dtype`: the values themselves in a narrow type, or indices into a table.
     """
 
     __slots__ = ()
@@ -64,17 +64,17 @@ class Format(ABC):
     @property
     @abstractmethod
     def max_exponent(self) -> int:
-        """Exponent of the largest value, counted from the zero point: 8 for E4M3, 6 for int8."""
+        """Exponent of the largest value: 8 for E4M3, 6 for int8."""
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal value; smaller values have the same distance."""
+        """Exponent of the smallest normal value; below it, the spacing of values is constant."""
         return self.max_exponent
 
     @property
     @abstractmethod
     def mantissa(self) -> int:
-        """Bits after the leading one of the largest value."""
+        """Number of bits after the leading one of the largest value."""
 
     @abstractmethod
     def levels(self) -> Tensor:
@@ -89,13 +89,13 @@ class Format(ABC):
         """Round `x`, float32, to the nearest value in place: ties to even, saturating.
 
         Args:
-            x: Values. NaN stays NaN in float formats; a table maps it to one of its values.
-            limits: Range for integers; default: `self.limits`.
+            x: Values. NaN stays NaN in float formats; a table maps NaN to one of its values.
+            limits: Smallest and largest integer. Default: `self.limits`.
         """
 
     @property
     def vector(self) -> int:
-        """Number of values that a code holds; more than one lie along the last dimension of a tensor."""
+        """Number of values per code; if there are several, they are consecutive in the last dimension of a tensor."""
         return 1
 
     @property
@@ -105,12 +105,12 @@ class Format(ABC):
 
     @property
     def sign_magnitude(self) -> bool:
-        """True if codes are integers with a sign and a magnitude."""
+        """True if codes are integers stored as a sign and a magnitude."""
         return False
 
     @property
     def needs_scale(self) -> bool:
-        """True if tensors need a scale; a cast is enough for 16-bit floats."""
+        """True if tensors need a scale; False for 16-bit floats, which need only a cast."""
         return True
 
     @property
@@ -133,12 +133,12 @@ class Format(ABC):
 
     @property
     def end_steps(self) -> tuple[float, float]:
-        """Distance between the two smallest values, and between the two largest."""
+        """Distance between the two smallest values, and distance between the two largest values."""
         step = 2.0 ** (self.max_exponent - self.mantissa)
         return step, step
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the codes nearest to values in float32 or float64; may overwrite `x`."""
+        """Return the nearest codes of values in float32 or float64; may overwrite `x`."""
         return self.round_(x).to(self.dtype)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Format(ABC):
         return codes.to(torch.float32)
 
     def values_of(self, codes: Tensor) -> Tensor:
-        """Return the values of codes in any dtype, perhaps `codes` itself."""
+        """Return the values of codes, in any dtype; can be `codes` itself."""
         return codes
 
     def codes_of(self, values: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Format(ABC):
         """Return the shape of the codes of a tensor.
 
         Raises:
-            ValueError: If its last dimension is not a multiple of `vector`.
+            ValueError: If the last dimension is not a multiple of `vector`.
         """
         if self.vector == 1:
             return tuple(shape)
@@ -166,7 +166,7 @@ class Format(ABC):
         return *shape[:-1], shape[-1] // self.vector
 
     def shape_of(self, codes: Tensor) -> tuple[int, ...]:
-        """Return the shape of a tensor that has these codes; inverse of `codes_shape`."""
+        """Return the shape of the tensor that `codes` represent; inverse of `codes_shape`."""
         shape = tuple(codes.shape)
         return shape if self.vector == 1 else (*shape[:-1], shape[-1] * self.vector)
 
@@ -179,11 +179,11 @@ class Format(ABC):
         return -self.above(-x)
 
     def patterns(self, codes: Tensor) -> Tensor:
-        """Return codes as integers from 0, int64, in the order of `pattern_values`; files pack these."""
+        """Return codes as indices into `pattern_values`, int64; files pack these integers."""
         return codes.long() - self.qmin
 
     def pattern_values(self) -> Tensor:
-        """Return the value of each of `patterns`, float32.
+        """Return the value of every pattern, float32, in increasing order of the pattern.
 
         >>> FP4_E2M1.pattern_values()[[1, 7, 9]].tolist()
         [0.5, 6.0, -0.5]
@@ -194,12 +194,12 @@ class Format(ABC):
 
     @property
     def has_onnx_type(self) -> bool:
-        """True if quantizers of ONNX have a type for the codes."""
+        """True if ONNX has a type for the codes."""
         return False
 
     @property
     def onnx_container(self) -> Format:
-        """Format that ONNX files store the codes in: the same one, or the next wider integers.
+        """Format in which ONNX files store the codes: this format, or the next wider integer format.
 
         >>> str(INT7.onnx_container), str(UINT3.onnx_container), str(SM5.onnx_container)
         ('int8', 'uint4', 'sm5')
@@ -208,7 +208,7 @@ class Format(ABC):
 
     @property
     def activation_container(self) -> Format:
-        """Format that ONNX files store activations in: whole bytes, because kernels need them.
+        """Format in which ONNX files store activations: whole bytes, because kernels need them.
 
         >>> str(UINT4.activation_container), str(INT7.activation_container), str(INT16.activation_container)
         ('uint8', 'int8', 'int16')
@@ -222,7 +222,7 @@ F = TypeVar("F", bound=Format)
 @checked
 @dataclass(frozen=True, slots=True)
 class IntFormat(Format):
-    """Integers of `bits` bits: two's complement, unsigned, or a sign and a magnitude.
+    """Integers of `bits` bits: two's complement, unsigned, or sign and magnitude.
 
     An integer is a float with a single binade, so `max_exponent`, `min_exponent`, and `mantissa` are all `bits - 2`.
 
@@ -302,7 +302,7 @@ class Specials(StrEnum):
     IEEE = "ieee"
     """Infinities and NaN (IEEE 754)."""
     NAN = "nan"
-    """Numbers; only the all-ones mantissa is NaN (E4M3 of the OCP 8-bit floating point specification, section 5)."""
+    """Numbers, but the all-ones mantissa is NaN (E4M3 of the OCP 8-bit floating point specification, section 5)."""
     NONE = "none"
     """Numbers only (FP6 and FP4 of the OCP microscaling specification, section 5.3)."""
 
@@ -310,13 +310,13 @@ class Specials(StrEnum):
 @checked
 @dataclass(frozen=True, slots=True)
 class FloatFormat(Format):
-    """Floats with a sign and `exponent` and `mantissa` bits.
+    """Floats with a sign bit, `exponent` exponent bits, and `mantissa` mantissa bits.
 
-    Codes are stored as their values: in the torch dtype of the format, or in a wider 8-bit float that has all of them.
+    Codes are stored as their values: in the torch dtype of the format, or in an 8-bit float dtype that contains them.
 
     Args:
-        exponent: Bits of the exponent.
-        mantissa: Explicit bits of the mantissa.
+        exponent: Number of exponent bits.
+        mantissa: Number of explicit mantissa bits.
 
     Raises:
         ConfigError: If no torch dtype of 8 or 16 bits holds the values.
@@ -387,24 +387,24 @@ class FloatFormat(Format):
         return torch.cat((-value[1:].flip(0), value))
 
     def step(self, x: Tensor) -> Tensor:
-        # The exponent bits alone are the power of two not above x.
+        # Masking all but the exponent bits gives the largest power of two that does not exceed |x|.
         power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
         return power.clamp_(2.0**self.min_exponent, 2.0**self.max_exponent).mul_(2.0**-self.mantissa)
 
     def round_(self, x: Tensor, limits: tuple[float, float] | None = None) -> Tensor:
-        # The sum of x and a number whose last bit is a step away from zero is rounded to whole steps.
+        # Adding a number whose last mantissa bit is worth one step rounds x to a multiple of the step.
         x.clamp_(-self.max, self.max)
         shift = self.step(x).mul_(1.5 * 2.0**23)
         return x.add_(shift).sub_(shift)
 
     def encode(self, x: Tensor) -> Tensor:
-        # A cast to the format's dtype rounds.
+        # For 8 bits or more, the cast to the format's dtype rounds.
         return (x.clamp_(-self.max, self.max) if self.bits >= 8 else self.round_(x)).to(self.dtype)
 
     def decode(self, codes: Tensor) -> Tensor:
         if _is_traced(codes) or codes.dtype is not torch.float8_e4m3fn or not codes.is_cpu:
             return codes.to(torch.float32)
-        # torch converts E4M3 one by one on a CPU, which takes three times as long as looking the bytes up.
+        # On a CPU, torch converts E4M3 values one by one, which takes three times as long as a table lookup.
         bits = codes.view(torch.uint8).flatten()
         values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
         for chunk, part in zip(bits.split(AT_ONCE), values.split(AT_ONCE), strict=True):
@@ -439,14 +439,14 @@ class FloatFormat(Format):
 class Codebook(Format):
     """Table of numbers, such as NF4, or of vectors, such as the IQ types of llama.cpp.
 
-    Ties go to the smaller number. Configurations, graphs, and files can use the name of a codebook after
-    `register_format`.
+    Ties go to the smaller number. After `register_format`, configurations, graphs, and files can refer to a codebook by
+    its name.
 
     Args:
         name: Name in configurations and files.
         values: Increasing numbers, or tuples of the same length.
-        signs: Whether vectors hold magnitudes. Each code then has a sign per value; the last one follows from the
-            others, because the number of negative signs is even.
+        signs: Whether vectors hold magnitudes. Each code then has a sign per value; the last sign follows from the
+            other signs, because the number of negative signs is even.
 
     Raises:
         ConfigError: If the values break one of these rules, or a code would need more than 31 bits.
@@ -499,7 +499,7 @@ class Codebook(Format):
 
     @property
     def mantissa(self) -> int:
-        return 23  # nothing above the largest value rounds to the next power of two
+        return 23  # no value above the largest rounds to the next power of two
 
     @property
     def end_steps(self) -> tuple[float, float]:
@@ -535,14 +535,18 @@ class Codebook(Format):
         return torch.cat([self._nearest(v) for v in x.reshape(-1, self.vector).float().split(rows)]).reshape(shape)
 
     def _nearest(self, x: Tensor) -> Tensor:
-        """Return the codes of vectors, shape `(n, vector)`."""
+        """Return the codes of the nearest vectors, shape `(n,)`.
+
+        Args:
+            x: Vectors, shape `(n, vector)`.
+        """
         table = _table_of(self, x)
         size = x.abs() if self.signs else x
-        gain = size @ table.T - table.square().sum(1) / 2  # the nearest vector has the largest
+        gain = size @ table.T - table.square().sum(1) / 2  # the nearest vector has the largest gain
         if not self.signs:
             return gain.argmax(1).to(self.dtype)
         odd = (x < 0).sum(1) % 2 == 1
-        lost, flipped = (size.unsqueeze(1) * table).min(2)  # twice this, if the sign of one value is wrong
+        lost, flipped = (size.unsqueeze(1) * table).min(2)  # a wrong sign costs twice this product
         index = torch.where(odd.unsqueeze(1), gain - 2 * lost, gain).argmax(1)
         signs = (x < 0).long()
         wrong = flipped.gather(1, index.unsqueeze(1))
@@ -570,7 +574,7 @@ class Codebook(Format):
         return codes.long()
 
     def pattern_values(self) -> Tensor:
-        """Return the value of each of `patterns`, float32; of vectors, a row each."""
+        """Return the value of every pattern, float32, shape `(patterns,)`; for vectors, `(patterns, vector)`."""
         codes = torch.arange(1 << self.bits if self.signs else len(self.values))
         values = self.decode(codes)
         return values if self.vector == 1 else values.unflatten(0, (-1, self.vector))
@@ -586,12 +590,12 @@ _CPU = torch.device("cpu")
 
 
 def _table_of(book: Codebook, like: Tensor) -> Tensor:
-    """Return the values, float32, where `like` is."""
+    """Return the values of a codebook, float32, on the device of `like`."""
     return _made(book.values, like.device) if _is_traced(like) else _kept_table(book, like.device)
 
 
 def _levels_of(book: Codebook, like: Tensor | None = None) -> Tensor:
-    """Return the numbers in a table, increasing, float32, where `like` is; default: the CPU."""
+    """Return the numbers of a codebook, increasing, float32, on the device of `like`. Default: the CPU."""
     if like is not None and _is_traced(like):
         return _made(_increasing(book), like.device)
     return _kept_levels(book, _CPU if like is None else like.device)
@@ -617,7 +621,7 @@ def _made(values: Any, device: torch.device) -> Tensor:
 
 
 def _made_for_good(values: Any, device: torch.device) -> Tensor:
-    """Return a tensor that later calls can use: not one of tracing or of inference mode."""
+    """Return a tensor that later calls can reuse: neither a traced tensor nor an inference tensor."""
     with torch.inference_mode(mode=False):
         with _disable_current_modes():
             tensor = _made(values, _CPU)
@@ -625,7 +629,7 @@ def _made_for_good(values: Any, device: torch.device) -> Tensor:
 
 
 def _is_traced(x: Tensor) -> bool:
-    """Tell whether `x` stands for values of later calls."""
+    """Return True if `x` is a fake, functional, or meta tensor, or torch is compiling."""
     return isinstance(x, FakeTensor | FunctionalTensor) or x.is_meta or torch.compiler.is_compiling()
 
 
@@ -652,7 +656,7 @@ _WIDE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @functools.cache
 def _values_of_e4m3() -> Tensor:
-    """Return the value of every byte."""
+    """Return the E4M3 value of every byte, float32, shape (256,)."""
     with _disable_current_modes(), torch.inference_mode(mode=False):
         return torch.arange(256, dtype=torch.uint8, device=_CPU).view(torch.float8_e4m3fn).float()
 
@@ -670,8 +674,8 @@ FP6_E2M3 = FloatFormat(2, 3)
 FP4_E2M1 = FloatFormat(2, 1)
 
 FORMATS: Registry[Format, Format] = Registry("number format")
-"""Formats by the names that configurations, graphs, and files use. Other sizes, such as `int12` and `fp7_e3m3`, need no
-entry because their names describe them."""
+"""Formats by their names in configurations, graphs, and files. Other sizes, such as `int12` and `fp7_e3m3`, do not need
+an entry because their names describe them."""
 
 
 for _fmt in (
@@ -683,7 +687,7 @@ for _fmt in (
 
 
 def register_format(fmt: F) -> F:
-    """Let configurations, graphs, and files use a format by its name, `str(fmt)`, and return it.
+    """Register a format under its name, `str(fmt)`, for configurations, graphs, and files, and return the format.
 
     Raises:
         ConfigError: If another module has registered the name.
@@ -693,11 +697,11 @@ def register_format(fmt: F) -> F:
 
 
 LONG_NAMES = {"float16": "fp16", "bfloat16": "bf16"}
-"""Names that torch uses."""
+"""Format names by torch's names of the dtypes."""
 
 
 def parse_format(name: str) -> Format:
-    """Return the format called `name`: the text of `str(format)`, or torch's name of a 16-bit float.
+    """Return the format called `name`: the result of `str(format)`, or torch's name of a 16-bit float.
 
     >>> parse_format("uint12"), parse_format("fp5_e2m2").max
     (IntFormat(bits=12, signed=False, sign_magnitude=False), 7.0)
@@ -714,7 +718,7 @@ def parse_format(name: str) -> Format:
 
 
 def as_format(value: Any) -> Format | None:
-    """Return the format that a value is or names; `None` if it is something else."""
+    """Return `value` if it is a format, or the format that it names; `None` if it is neither."""
     if not isinstance(value, str):
         return value if isinstance(value, Format) else None
     name = LONG_NAMES.get(value, value)
@@ -727,7 +731,7 @@ _FLOAT_NAME = re.compile(r"fp([1-9]\d?)_e(\d)m(\d\d?)")
 
 @functools.cache
 def _described(name: str) -> Format | None:
-    """Return the format that a name describes, `None` if it describes none."""
+    """Return the format that a name describes, such as `int12`; `None` if the name does not describe a format."""
     if (match := _INT_NAME.fullmatch(name)) and 2 <= int(match[2]) <= 32:
         return IntFormat(int(match[2]), signed=match[1] != "uint", sign_magnitude=match[1] == "sm")
     if match := _FLOAT_NAME.fullmatch(name):

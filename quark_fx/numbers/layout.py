@@ -1,4 +1,4 @@
-"""Assignment of scales to the elements of a tensor, stored or as the matrices of an operator."""
+"""Assignment of scales to the elements of a tensor: in its stored shape, or reshaped to the matrices of an operator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class MatrixMap(Protocol):
-    """Map from a stored weight to matrices of shape (groups, outputs, inputs): `graph.linear_map.LinearMap`."""
+    """Map from a stored weight to matrices of shape (groups, outputs, inputs), implemented by `LinearMap`."""
 
     @property
     def groups(self) -> int:
@@ -23,27 +23,27 @@ class MatrixMap(Protocol):
         ...
 
     def row_dims(self, rank: int) -> tuple[int, ...]:
-        """Return the dimensions of the stored weight that index matrices and their rows."""
+        """Return the dimensions of a stored weight of this rank that index the matrices and their rows."""
         ...
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Return the weight as matrices."""
+        """Return the weight as matrices, shape (groups, outputs, inputs)."""
         ...
 
     def restore(self, matrix: Tensor, like: Tensor) -> Tensor:
-        """Inverse of `matrix`, in the shape of `like`."""
+        """Return matrices in the shape of the stored weight `like`: the inverse of `matrix`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Assignment of scales to the elements of a tensor; `of` reads the (`axis`, `block_size`) of `numbers.ops`.
+    """Assignment of scales to the elements of a tensor; `of` converts the (`axis`, `block_size`) of `numbers.ops`.
 
     Attributes:
         shape: Shape of the tensor.
-        axis: Dimension the scales vary along, counted from 0; `None` for one scale.
-        block: Values along `axis` that share a scale.
-        flat: True for a vector of scales, one per index of `axis`; otherwise scales have the rank of the tensor.
+        axis: Dimension along which the scales vary, counted from 0; `None` for one scale.
+        block: Number of values along `axis` that share a scale.
+        flat: True for a vector of scales, one per index of `axis`; False for scales with the rank of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -53,10 +53,10 @@ class Layout:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], axis: int | None, block_size: int) -> Self:
-        """Return the layout of a tensor of that shape; a negative axis counts from the end.
+        """Return the layout of a tensor of the given shape; a negative axis counts from the end.
 
         Raises:
-            ValueError: If the tensor does not have the axis.
+            ValueError: If `axis` is out of range.
         """
         if axis is None:
             return cls(tuple(shape), None, 1, flat=True)
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The shape of the scales with the rank of the tensor: 1 along dimensions that share them."""
+        """Shape of the scales with the rank of the tensor: 1 along dimensions whose elements share a scale."""
         if self.axis is None:
             return (1,) * len(self.shape)
         along = -(-self.shape[self.axis] // self.block)
@@ -76,13 +76,13 @@ class Layout:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape the scales are stored in."""
+        """Shape in which the scales are stored."""
         if self.axis is None:
             return ()
         return (self.shape[self.axis],) if self.flat else self.kept
 
     def spread(self, parameter: Tensor) -> Tensor:
-        """Return a scale or zero point so that it broadcasts over the tensor; one of shape `()` is for all."""
+        """Reshape or repeat scales or zero points so that they broadcast over the tensor; shape `()` is unchanged."""
         if self.axis is None or parameter.dim() == 0:
             return parameter
         if self.flat:
@@ -92,11 +92,11 @@ class Layout:
         return parameter.repeat_interleave(self.block, dim=self.axis).narrow(self.axis, 0, self.shape[self.axis])
 
     def total(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the sums of `values`, one per element, over the elements that share a scale: the adjoint of `spread`.
+        """Sum `values` over the elements that share a scale: the adjoint of `spread`.
 
         Args:
             values: Values in the shape of the tensor.
-            shape: Shape of the scale.
+            shape: Shape of the scales, and of the result.
         """
         if self.axis is None or len(shape) == 0:
             return values.sum().reshape(shape)
@@ -109,13 +109,13 @@ class Layout:
         return values.sum_to_size(shape)
 
     def of_shape(self, shape: tuple[int, ...]) -> Layout:
-        """Return the layout of a tensor of another shape whose scales lie alike."""
+        """Return the same layout for a tensor of another shape."""
         return replace(self, shape=tuple(shape))
 
-    # Some rows, dimension 0, at a time.
+    # Processing a few rows (indices of dimension 0) at a time.
 
     def pieces(self, most: int) -> Iterator[slice | EllipsisType]:
-        """Yield ranges of dimension 0 that hold about `most` values each and cut through no block."""
+        """Yield slices of dimension 0 that hold about `most` values each and do not split a block."""
         size = math.prod(self.shape)
         if size <= most or len(self.shape) < 2:
             yield ...
@@ -127,7 +127,7 @@ class Layout:
             yield slice(first, first + step)
 
     def of_rows(self, parameter: Tensor, rows: slice | EllipsisType) -> Tensor:
-        """Return the part of a scale or zero point that is for some rows, which cut through no block."""
+        """Return the scales or zero points of some rows; `rows` must not split a block."""
         if isinstance(rows, EllipsisType) or parameter.numel() == 1 or (self.flat and self.axis != 0):
             return parameter
         if self.axis != 0:
@@ -135,18 +135,18 @@ class Layout:
         first, last, _ = rows.indices(self.shape[0])
         return parameter[first // self.block : -(-last // self.block)]
 
-    # As matrices.
+    # Scales of the operator's matrices.
 
     def matrices(self, parameter: Tensor, mapping: MatrixMap) -> Tensor:
-        """Return the scale or zero point of every element, as the operator's matrices."""
+        """Return the scale or zero point of every element, in the shape of the operator's matrices."""
         return mapping.matrix(self.spread(parameter).expand(self.shape))
 
     def columns(self, mapping: MatrixMap) -> Columns | None:
-        """Return which columns of a row share a scale, in the order of `restore`; `None` if rows share scales."""
+        """Return the columns that share a scale, numbered as `restore` expects; `None` if rows share scales."""
         row_dims, shape = mapping.row_dims(len(self.shape)), self.kept
         if any(shape[d] != self.shape[d] for d in row_dims):
             return None
-        # All rows are alike: one of each matrix tells.
+        # All rows of a matrix have the same columns, so one row of each is enough.
         few = {d: mapping.groups if d == row_dims[0] else 1 for d in row_dims}
         one = Layout(tuple(few.get(d, n) for d, n in enumerate(self.shape)), self.axis, self.block, self.flat)
         sizes = [1 if d in row_dims else n for d, n in enumerate(shape)]
@@ -157,16 +157,18 @@ class Layout:
         return Columns(place[mapping.matrix(along.expand(one.shape))[0, 0]])
 
     def restore(self, values: Tensor, mapping: MatrixMap) -> Tensor:
-        """Return values per matrix, row and number of `columns` in the shape the scales are stored in."""
+        """Return `values`, shape (matrices, rows, scales of a row), in the shape in which scales are stored."""
         return mapping.restore(values, values.new_empty(()).expand(self.kept)).reshape(self.scale_shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Columns of a matrix that share a scale: contiguous ones of a linear layer, strided ones of a wide kernel.
+    """Scale number of each column of a matrix.
+
+    The columns that share a scale are contiguous in a linear layer, and strided in a convolution with a wide kernel.
 
     Attributes:
-        numbers: Number of the scale of each column, from 0, shape (inputs,).
+        numbers: Number of each column's scale, counted from 0, shape (inputs,).
     """
 
     numbers: Tensor
@@ -174,7 +176,7 @@ class Columns:
 
     @classmethod
     def in_blocks(cls, inputs: int, block: int) -> Self:
-        """Return `inputs` columns in contiguous blocks of `block`."""
+        """Return the numbers of `inputs` columns in contiguous blocks of `block` columns."""
         return cls(torch.arange(inputs) // block)
 
     @property
@@ -183,7 +185,11 @@ class Columns:
         return int(self.numbers.max()) + 1
 
     def members(self, device: torch.device | None = None) -> list[Tensor | slice]:
-        """Return an index for the columns of each scale, for tensors on the device; default: the CPU."""
+        """Return, for each scale, an index of its columns.
+
+        Args:
+            device: Device of the tensors to index. Default: the CPU.
+        """
         members: list[Tensor | slice] = []
         for columns in self._members:
             first, last = int(columns[0]), int(columns[-1])
@@ -192,17 +198,17 @@ class Columns:
 
     @property
     def even(self) -> int | None:
-        """Columns per scale; `None` if the numbers differ."""
+        """Number of columns per scale; `None` if scales have different numbers of columns."""
         return self._longest if len(self.numbers) == self._longest * len(self._members) else None
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return values per scale, the last dimension, for each column."""
+        """Repeat values per scale for each column: shape (..., scales) becomes (..., inputs)."""
         if self._in_order:
             return values.unsqueeze(-1).expand(*values.shape, self._longest).flatten(-2)[..., : len(self.numbers)]
         return values[..., self._on("numbers", values.device)]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return columns, the last dimension of `x`, as (scales, columns of a scale); zeros fill up short ones."""
+        """Split the last dimension of `x`, the columns, into (scales, columns per scale), padded with zeros."""
         longest, inputs = self._longest, len(self.numbers)
         if self._in_order:
             filled: Tensor = F.pad(x, (0, -inputs % longest)).unflatten(-1, (-1, longest))
@@ -210,7 +216,7 @@ class Columns:
         return F.pad(x, (0, 1))[..., self._on("_padded", x.device)]
 
     def _on(self, name: str, device: torch.device) -> Tensor:
-        """Return one of the tensors on a device, where it is copied once."""
+        """Return the attribute `name`, a tensor, on a device; it is copied there once."""
         key = name, device
         if key not in self._moved:
             self._moved[key] = getattr(self, name).to(device)
@@ -218,7 +224,7 @@ class Columns:
 
     @cached_property
     def _members(self) -> tuple[Tensor, ...]:
-        """The columns of each scale, in order."""
+        """Indices of the columns of each scale, in increasing order."""
         members: tuple[Tensor, ...] = self.numbers.argsort(stable=True).split(self.numbers.bincount().tolist())
         return members
 
@@ -233,7 +239,7 @@ class Columns:
 
     @cached_property
     def _padded(self) -> Tensor:
-        """The columns of each scale, filled up with one beyond the last, shape (scales, longest)."""
+        """Indices of the columns of each scale, padded with `inputs`, shape (scales, longest)."""
         padded = torch.full((len(self._members), self._longest), len(self.numbers))
         for row, columns in zip(padded, self._members, strict=True):
             row[: len(columns)] = columns

@@ -1,23 +1,23 @@
 """The two operators of a quantized graph, `quark_fx::quantize` and `quark_fx::dequantize`, with ONNX's semantics.
 
-They compute the same as `QuantizeLinear` and `DequantizeLinear`: division by the scale, round half to even, zero point
-added, saturation at the limits of the *format*. A third, `dynamic_qparams`,
-measures scale and zero point at run time; a fourth, `grouped_mm`, is in loaded graphs of experts.
+They compute the same as ONNX's `QuantizeLinear` and `DequantizeLinear`: divide by the scale, round half to even, add
+the zero point, and saturate at the limits of the *format*. A third operator, `dynamic_qparams`, measures scale and zero
+point at run time; a fourth, `grouped_mm`, occurs in loaded graphs of mixture-of-experts models.
 
-No gradient flows through codes. `fake_quantize` computes `dequantize(quantize(x))` with the straight-through gradient;
-it replaces them in graphs that are trained.
+No gradient flows through codes. Graphs that are trained use `fake_quantize` instead, which computes
+`dequantize(quantize(x))` with the straight-through gradient.
 
-Granularity is the pair (`axis`, `block_size`), for every operator here:
+Every operator here describes granularity by the pair (`axis`, `block_size`):
 
 * `axis=None`: one scale, shape `()` (a zero point may have this shape under any granularity);
 * `axis=k, block_size=0`: one scale per index of dimension `k`, shape `(x.shape[k],)`;
 * `axis=k, block_size=-1`: one scale per row along dimension `k`, whatever its length; the scale has the rank of
-  `x` and size 1 there;
+  `x` and size 1 along `k`;
 * `axis=k, block_size=b`: one scale per block of `b` values along dimension `k`; the scale has the rank
   of `x` and `ceil(x.shape[k] / b)` entries along `k` (the last block may be shorter).
 
-A zero point in float32 is an offset, the value of code 0: `dequantize` returns `codes * scale + offset`. ONNX lacks an
-operator for it.
+A zero point in float32 is an offset, the value of code 0: `dequantize` returns `codes * scale + offset`. ONNX does not
+have an operator with offsets.
 
 Source: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html.
 """
@@ -61,26 +61,29 @@ def quantize(
 def _steps(
     x: Tensor, scale: Tensor, zero_point: Tensor, fmt: Format, axis: int | None, block_size: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `x`, less an offset, in steps of the scale, and the zero point of each value if codes are integers."""
+    """Return `x`, minus an offset if there is one, divided by the scale, and the zero points if codes are integers.
+
+    Zero points are shaped to broadcast over `x`.
+    """
     x, zero_point = _without_offset(x, zero_point, axis, block_size)
     y = x / spread(scale, x, axis, block_size)
     return y, spread(zero_point, x, axis, block_size) if fmt.is_integer else None
 
 
 def _integers_(y: Tensor, zero_point: Tensor, fmt: Format, limits: tuple[float, float] | None = None) -> Tensor:
-    """Return the codes of steps in a type that computes; NaN becomes the smallest code. May overwrite `y`."""
+    """Return the integer codes of `x / scale` in a float dtype; NaN becomes the smallest code. May overwrite `y`."""
     low, high = limits or fmt.limits
     y = y.double() if fmt.bits > 24 else y
     return y.round_().add_(zero_point).nan_to_num_(nan=low).clamp_(low, high)
 
 
 def _nearest_(y: Tensor, fmt: Format) -> Tensor:
-    """Round to values of a format without integer codes; may overwrite `y`. Casts to 8 bits are the fastest way."""
+    """Round to values of a format without integer codes; may overwrite `y`. For 8 bits or more, casts are fastest."""
     return fmt.decode(fmt.encode(y)) if fmt.is_float and fmt.bits >= 8 else fmt.round_(y)
 
 
 def _without_offset(x: Tensor, zero_point: Tensor, axis: int | None, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return `x` less the offset and a zero point of zero, if there is an offset."""
+    """Subtract the offset from `x`, if there is one, and return the difference with a zero point of zero."""
     if not zero_point.is_floating_point():
         return x, zero_point
     return x - spread(zero_point, x, axis, block_size), torch.zeros_like(zero_point, dtype=torch.int32)
@@ -104,7 +107,7 @@ def _no_gradient(ctx: Any, *gradients: Any) -> None:
     raise AssertionError("no gradient flows through codes")
 
 
-# Without this, codes that are floats would ask for a gradient, of 8 bits.
+# Without this line, float codes would require a gradient, in 8 bits.
 quantize.register_autograd(_no_gradient, setup_context=_cut)
 
 
@@ -168,9 +171,9 @@ def fake_quantize(
 ) -> Tensor:
     """Return `dequantize(quantize(x))` in the dtype of `x`, bit for bit, with a straight-through gradient.
 
-    The gradient of `x` is 1 within the clip range and 0 where it saturates. A learned `scale` gets the rounding error
-    in steps, or the limit that a value saturates at, times `1 / sqrt(n * largest code)` for the `n` values that share
-    the scale. Nothing waits for the device.
+    The gradient of `x` is 1 within the clip range and 0 where `x` saturates. The gradient of a learned `scale` is the
+    rounding error in steps, or the limit where a value saturates, times `1 / sqrt(n * largest code)` for the `n` values
+    that share the scale. The host never waits for the device.
 
     Args:
         x: Floats, any shape.
@@ -179,8 +182,8 @@ def fake_quantize(
         format: Name of a format that needs a scale.
         axis: Dimension of the scales, see the module docstring.
         block_size: Values per scale, see the module docstring.
-        low: Smallest integer code; default: the format's.
-        high: Largest integer code; default: the format's.
+        low: Smallest integer code. Default: the format's.
+        high: Largest integer code. Default: the format's.
 
     Source:
         Esser et al. 2020, "Learned Step Size Quantization", equations 1 to 3 and section 2.2.
@@ -192,7 +195,7 @@ def fake_quantize(
 
 
 def _decoded(y: Tensor, scale: Tensor, zero_point: Tensor, fmt: Format, axis: int | None, block_size: int) -> Tensor:
-    """Return the numbers that integer codes, or values of other formats, stand for, float32; may overwrite `y`."""
+    """Dequantize integer codes, or values of other formats, float32; may overwrite `y`."""
     y, spread_scale = y.float(), spread(scale, y, axis, block_size)
     if zero_point.is_floating_point():
         return decode(y, spread_scale, out=y).add_(spread(zero_point, y, axis, block_size))
@@ -264,21 +267,24 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(value: Tensor, like: Tensor) -> Tensor:
-    """Return `value`, bit for bit, with the gradient of `like`, which has its shape and dtype."""
+    """Return `value`, bit for bit, and pass its gradient to `like`, which has the same shape and dtype."""
     result: Tensor = _StraightThrough.apply(value, like)
     return result
 
 
 @torch.library.custom_op("quark_fx::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Return the products of groups of rows with a matrix each, and 0 for rows after the last group.
+    """Multiply each group of rows by its matrix, and return 0 for rows after the last group.
 
-    `aten._grouped_mm` leaves those rows as the memory was; everything else it computes alike.
+    `aten._grouped_mm` computes the same but leaves the rows after the last group uninitialized.
 
     Args:
-        x: `(rows, inputs)`.
-        weight: `(groups, inputs, outputs)`, of the dtype of `x`.
-        offsets: int32, `(groups,)`; the (exclusive) ends of the groups, in order.
+        x: Rows, shape `(rows, inputs)`.
+        weight: One matrix per group, shape `(groups, inputs, outputs)`, in the dtype of `x`.
+        offsets: Exclusive ends of the groups, increasing, int32, shape `(groups,)`.
+
+    Returns:
+        Products, shape `(rows, outputs)`.
     """
     y: Tensor = torch.ops.aten._grouped_mm.default(x, weight, offsets)
     covered = torch.arange(y.shape[0], device=y.device) < offsets[-1]
@@ -322,20 +328,21 @@ def dynamic_qparams(
     group_size: int = 0,
     ratio: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return scale (float32) and zero point (int32) of the range of `x`, measured now.
+    """Measure the range of `x`, and return its scale (float32) and zero point (int32).
 
     Args:
         x: Floats, any shape.
         format: Name of a format that needs a scale.
         symmetry: Value of `Symmetry`.
         axis: Dimension of the scales, see the module docstring.
-        block_size: Values per scale, see the module docstring; 0 goes with `axis=None`, for one scale.
-        scale_type: Name of a format of scales: `"float32"`, or one with 8 bits.
-        group_size: Values per group, in which blocks share an exponent except for one bit; 0 for none.
-        ratio: Share of the range to keep, 1 with scales of 8 bits; the rest saturates.
+        block_size: Values per scale, see the module docstring; 0 with `axis=None`, for one scale.
+        scale_type: Name of a scale format: `"float32"`, or a format with 8 bits.
+        group_size: Values per group of blocks; the scale of a block is its group's scale or half of it. 0 for no
+            groups.
+        ratio: Fraction of the range to keep, 1 for scales of 8 bits; values outside saturate.
 
     Source:
-        https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html, for uint8 per tensor;
+        https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html for uint8 per tensor;
         `quark_fx.numbers.scales` for scales of 8 bits.
     """
     x = x.float()
@@ -386,30 +393,30 @@ def _(
 
 
 def extremes(x: Tensor, axis: int | None, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return the lower and the upper end of the range of each block, with zero in it; shapes as scales have them."""
+    """Return the smallest and largest value of each block, extended to include zero, in the shape of the scales."""
     if axis is None:
         low, high = torch.aminmax(x)
         return low.clamp(max=0), high.clamp(min=0)
     if block_size > 0:
         blocks = -(-x.shape[axis] // block_size)
-        # Zeros fill the last block up: they are in every range.
+        # The last block is padded with zeros, which every range includes.
         padding = blocks * block_size - x.shape[axis]
         x = F.pad(x.movedim(axis, -1), (0, padding)).movedim(-1, axis) if padding else x
         x, axis = x.unflatten(axis, (blocks, block_size)), axis % x.dim() + 1
-    # torch.aminmax over a dimension is not vectorised on a CPU
+    # torch.aminmax over a dimension is not vectorized on a CPU.
     low, high = (x.amin(axis, keepdim=True), x.amax(axis, keepdim=True))
     low, high = low.clamp(max=0), high.clamp(min=0)
     return (low.squeeze(axis), high.squeeze(axis)) if block_size > 0 else (low, high)
 
 
 def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> Tensor:
-    """Return a scale or zero point shaped by the granularity (module docstring) so that it broadcasts over `x`."""
+    """Reshape or repeat scales or zero points so that they broadcast over `x`; see the module docstring."""
     return Layout.of(x.shape, axis, block_size).spread(parameter)
 
 
 @torch.no_grad()
 def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
-    """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
+    """Quantize `x` like `quantize`, but saturate at the limits of the *scheme* (±127 for symmetric int8)."""
     codes = torch.empty(scheme.format.codes_shape(x.shape), dtype=scheme.format.dtype, device=x.device)
     for rows, scale, zero_point in _pieces(x, qparams, axis, block_size):
         y, points = _wide_steps(x[rows], scale, zero_point, scheme, axis, block_size)
@@ -431,7 +438,7 @@ def rounded(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None
 def _pieces(
     x: Tensor, qparams: QParams, axis: int | None, block_size: int
 ) -> Iterator[tuple[slice | EllipsisType, Tensor, Tensor]]:
-    """Yield slices of the rows of `x`, each with its scales and zero points."""
+    """Yield slices of dimension 0 of `x`, each with its scales and zero points."""
     layout = Layout.of(x.shape, axis, block_size)
     for rows in layout.pieces(values_at_once(x)):
         yield rows, layout.of_rows(qparams.scale, rows), layout.of_rows(qparams.zero_point, rows)
@@ -440,13 +447,13 @@ def _pieces(
 def _wide_steps(
     x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int | None, block_size: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `_steps` returns, in float64 for codes of more than 16 bits."""
+    """Compute `_steps` in float64 for integer codes of more than 16 bits, and in float32 for other codes."""
     wide = torch.float64 if scheme.format.is_integer and scheme.format.bits > 16 else torch.float32
     return _steps(x.to(wide), scale, zero_point, scheme.format, axis, block_size)
 
 
 def _in_use_(y: Tensor, zero_point: Tensor, scheme: Scheme) -> Tensor:
-    """Return the codes of steps that a scheme uses, in a type that computes; overwrites `y`."""
+    """Return the integer codes of `x / scale` within the limits of a scheme, in a float dtype; overwrites `y`."""
     return y.round_().add_(zero_point).clamp_(*scheme.limits)
 
 
@@ -458,7 +465,7 @@ SHAPES: dict[Any, Any] = {
     torch.ops.quark_fx.quantize.default: _quantized,
     torch.ops.quark_fx.dequantize.default: _dequantized,
 }
-"""Functions that make an empty result of an operator, three times as fast as a call with fake tensors."""
+"""Functions that create an empty result of an operator, three times as fast as a call with fake tensors."""
 
 __all__ = [
     "SHAPES",

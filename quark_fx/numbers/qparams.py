@@ -1,4 +1,4 @@
-"""From a real range to a scale and a zero point."""
+"""Conversion of a real range to a scale and a zero point."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ class Symmetry(StrEnum):
     """Position of the codes around zero."""
 
     ASYMMETRIC = "asymmetric"
-    """A zero point; every code is used."""
+    """Zero point anywhere in the range of the codes; every code is used."""
     SYMMETRIC = "symmetric"
     """Zero point in the middle and as many codes below it as above: int8 uses -127 … 127, scale `amax / 127`. With E8M0
-    scales, which are steps of the format itself, integers of two's complement have every code."""
+    scales, two's complement integers use every code."""
     SYMMETRIC_FULL = "symmetric_full"
     """Zero point in the middle and every code used: int8 uses -128 … 127, scale `amax / 127.5`."""
     SIGN_AWARE = "sign_aware"
-    """Zero point 0 and every code used, for weights: the scale is `amax / 128` for int8, and negative where the largest
-    magnitude is a positive value, so that it falls on -128, which lacks a positive counterpart."""
+    """Zero point 0 and every code used, for weights. For int8, the scale is `amax / 128`. If the value of the largest
+    magnitude is positive, the scale is negative, so that this value maps to -128."""
     OFFSET = "offset"
-    """For weights in unsigned integers: every code is used; an offset, stored like a scale, is the value of code 0."""
+    """Offset instead of a zero point, for weights in unsigned integers: every code is used. The offset, stored like a
+    scale, is the value of code 0."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """Everything that decides how a range maps to codes.
+    """Parameters of the mapping from a range to codes.
 
-    A float format that needs a scale is symmetric whatever `symmetry` says: zero is one of its codes.
+    A float format that needs a scale is always symmetric, whatever the value of `symmetry`.
 
     Args:
         format: Number format of the codes.
         symmetry: Position of the codes around zero.
         scale: Format of scales.
-        reduce_range: Use half of an integer format's codes: -64 to 64 of int8, 0 to 127 of uint8.
+        reduce_range: Whether to use half of an integer format's codes: -64 to 64 of int8, 0 to 127 of uint8.
 
     Raises:
-        ConfigError: For an unknown field, or a value that a field does not allow.
+        ConfigError: If a field is unknown, or its value is not allowed.
     """
 
     format: Format
@@ -83,7 +84,7 @@ class Scheme:
 
     @property
     def largest(self) -> float:
-        """The code, counted from the zero point, that a symmetric scheme maps the largest magnitude to."""
+        """Number of steps between the zero point and the largest magnitude of a symmetric scheme."""
         if not self.format.is_integer:
             return max(abs(limit) for limit in self.limits)
         if self.symmetry is Symmetry.SYMMETRIC and self.format.signed:
@@ -101,12 +102,12 @@ class Scheme:
         return _integer_limits(self) if self.format.is_integer else self.format.limits
 
     def clip_range(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest value that codes in use stand for."""
+        """Return the smallest and the largest value that the codes in use represent."""
         low, high = ((end - zero_point.to(scale.dtype)) * scale for end in self.limits)  # int32 would overflow
         return low, high
 
     def levels(self, device: torch.device) -> Tensor:
-        """Return the values of all codes in use at scale 1 and zero point 0, increasing, float64."""
+        """Return the values of all codes in use for scale 1 and zero point 0, increasing, float64."""
         if self.format.is_integer:
             return torch.arange(self.qmin, self.qmax + 1, device=device).double()
         return self.format.levels().to(device)
@@ -114,7 +115,7 @@ class Scheme:
 
 @cache
 def _integer_limits(scheme: Scheme) -> tuple[int, int]:
-    """Return the smallest and the largest integer code in use; every grid asks for them."""
+    """Return the smallest and the largest integer code in use; cached because every grid needs them."""
     return scheme.qmin, scheme.qmax
 
 
@@ -123,16 +124,22 @@ class QParams:
     """Quantization parameters of one tensor.
 
     Attributes:
-        scale: float32, one per channel or group, positive; of either sign for `Symmetry.SIGN_AWARE`.
-        zero_point: int32, the shape of `scale`; all zero for a float format. For `Symmetry.OFFSET`, in float32, what
-            code 0 stands for.
+        scale: Scales, float32, one per channel or group; positive, or of either sign for `Symmetry.SIGN_AWARE`.
+        zero_point: Zero points, int32, in the shape of `scale`; all zero for a float format. For `Symmetry.OFFSET`,
+            offsets in float32, the values of code 0.
     """
 
     scale: Tensor
     zero_point: Tensor
 
     def saturates(self, low: float, high: float, scheme: Scheme) -> bool:
-        """Return True if saturation with one scale implies a clamp to `[low, high]`, which can be infinite."""
+        """Return True if saturation implies a clamp to `[low, high]`, for parameters with a single scale.
+
+        Args:
+            low: Smallest real value; can be minus infinity.
+            high: Largest real value; can be infinity.
+            scheme: Scheme of the codes.
+        """
         if not scheme.format.is_integer:
             return False
         scale, zero_point = float(self.scale), int(self.zero_point)
@@ -147,15 +154,15 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
     The range is widened to contain zero; the scale is computed in float64, as ONNX Runtime does.
 
     Args:
-        low: smallest real value, any shape `S`.
-        high: largest real value, shape `S`, `high >= low`.
-        scheme: format, symmetry, and format of scales.
+        low: Smallest real value, any shape `S`.
+        high: Largest real value, shape `S`, `high >= low`.
+        scheme: Format, symmetry, and format of scales.
 
     Returns:
-        Parameters of shape `S`. A range that is the single point zero gets scale 1.
+        Parameters of shape `S`. The range `[0, 0]` gets scale 1.
 
     Raises:
-        ValueError: if a bound is NaN or infinite, or `low` is above `high`.
+        ValueError: If a bound is NaN or infinite, or `low` is above `high`.
 
     Source:
         Jacob et al. 2018, section 2.1 (`r = S * (q - Z)`); ONNX Runtime `compute_scale_zp`.
@@ -165,7 +172,7 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
 
 
 def require_range(low: Tensor, high: Tensor, source: str = "") -> None:
-    """Raise `ValueError`, which ends in `source`, if a bound is NaN or infinite, or `low` is above `high`."""
+    """Raise `ValueError` if a bound is NaN or infinite, or `low` is above `high`; the message ends with `source`."""
 
     def error() -> ValueError:
         finite = bool((torch.isfinite(low) & torch.isfinite(high)).all())
@@ -176,7 +183,7 @@ def require_range(low: Tensor, high: Tensor, source: str = "") -> None:
 
 
 def unchecked_affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
-    """Do what `affine_qparams` does, for bounds that `require_range` has checked."""
+    """Compute `affine_qparams` for bounds that `require_range` has already checked."""
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
     if scheme.symmetric:
         symmetric = symmetric_qparams(torch.maximum(-low, high), scheme, high)
@@ -188,19 +195,22 @@ def unchecked_affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QPara
     scale = scheme.scale.nearest(ideal)
     if scheme.symmetry is Symmetry.OFFSET:
         return QParams(scale, scheme.scale.nearest_offset(low))
-    # Rounding the scale to float32 must not decide ties of zero points.
+    # Use the unrounded scale: rounding to float32 must not decide how a tie between zero points is rounded.
     exact = (scheme.scale == FLOAT32) & (ideal >= torch.finfo(torch.float32).tiny)
     zero_point = (scheme.qmin - low / torch.where(exact, ideal, scale.double())).round().clamp(scheme.qmin, scheme.qmax)
     return QParams(scale, zero_point.to(torch.int32))
 
 
 def symmetric_qparams(amax: Tensor, scheme: Scheme, high: Tensor | None = None) -> QParams:
-    """Map `[-amax, amax]` onto the codes of a symmetric `scheme`; shapes and errors as in `affine_qparams`.
+    """Map `[-amax, amax]` onto the codes of a symmetric `scheme`.
 
     Args:
-        amax: Largest magnitude.
+        amax: Largest magnitude, any shape.
         scheme: Symmetric scheme.
         high: Largest nonnegative value; see `ScaleFormat.of_range`.
+
+    Returns:
+        Parameters in the shape of `amax`.
     """
     scale = scheme.scale.of_range(amax, scheme, high)
     return QParams(scale, torch.full_like(scale, scheme.middle, dtype=torch.int32))

@@ -1,7 +1,7 @@
 """Orthogonal matrices that spread outliers, and the operator that multiplies by them at run time.
 
-A matrix of size `n` is held as two orthogonal factors of sizes `a * b = n` and stands for their Kronecker product: an
-activation is multiplied by it in `n * (a + b)` multiplications, not `n * n`.
+A rotation of size `n` is stored as two orthogonal matrices of sizes `a` and `b`, `a * b = n`. The rotation is their
+Kronecker product; applying it to an activation takes `n * (a + b)` multiplications instead of `n * n`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _LIBRARY.define("rotate(Tensor x, Tensor left, Tensor right) -> Tensor")
 
 
 def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Multiply each run of `a * b` values along the last dimension of `x` by the Kronecker product of two matrices.
+    """Multiply every `a * b` consecutive values in the last dimension of `x` by the Kronecker product of two matrices.
 
     Args:
         x: Floats; the last dimension is a multiple of `a * b`.
-        left: Matrix of shape (a, a), in the type of `x`.
-        right: Matrix of shape (b, b), in the type of `x`.
+        left: Matrix of shape (a, a), in the dtype of `x`.
+        right: Matrix of shape (b, b), in the dtype of `x`.
     """
     a, b = left.shape[0], right.shape[0]
     runs = x.reshape(*x.shape[:-1], x.shape[-1] // (a * b), a, b)
     return (left.t() @ (runs @ right)).reshape(x.shape)
 
 
-# Composite, so that gradients with respect to all three follow.
+# A composite operator: autograd derives the gradients of x, left, and right.
 _LIBRARY.impl("rotate", _rotate, "CompositeImplicitAutograd")
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """An orthogonal matrix, the Kronecker product of two.
+    """An orthogonal matrix, stored as the two factors of a Kronecker product.
 
     Attributes:
         left: Matrix of shape (a, a), float64.
@@ -48,44 +48,44 @@ class Rotation:
 
     @classmethod
     def random(cls, size: int, generator: torch.Generator, *, keeps_mean: bool = False, whole: bool = False) -> Self:
-        """Return a random Hadamard matrix of a size, or a random orthogonal one where `hadamard` constructs none.
+        """Return a random rotation; each factor is a Hadamard matrix if `hadamard` can construct one of its size.
 
         Args:
             size: Number of rows, at least 1.
-            generator: Generator of signs, and of factors that are not Hadamard matrices.
-            keeps_mean: Keep the mean of a vector, so that LayerNorm commutes.
-            whole: Use one factor: matrices that keep means spread outliers better when they are large.
+            generator: Random generator for the signs, and for the factors that are not Hadamard matrices.
+            keeps_mean: Whether the rotation preserves the mean of a vector, so that it commutes with LayerNorm.
+            whole: Whether to use a single factor: mean-preserving factors spread outliers better when they are large.
 
         Source:
-            Random Hadamard matrices: Ashkboos et al. 2024 (QuaRot). `keeps_mean` is ours: a reflection takes the image
-            of the vector of ones back to itself.
+            Random Hadamard matrices: Ashkboos et al. 2024 (QuaRot). `keeps_mean` is ours: a reflection maps the image
+            of the all-ones vector back to that vector.
         """
         left, right = (_random(n, generator, keeps_mean=keeps_mean) for n in ((1, size) if whole else factors(size)))
         return cls(left, right)
 
     @property
     def size(self) -> int:
-        """The matrix has n rows and columns."""
+        """Number n of rows and columns."""
         return len(self.left) * len(self.right)
 
     @property
     def cost(self) -> int:
-        """Multiplications of a row of n values."""
+        """Number of multiplications to rotate n values."""
         return self.size * sum(len(m) for m in (self.left, self.right) if len(m) > 1)
 
     @property
     def keeps_mean(self) -> bool:
-        """True if vectors keep the mean of their entries: the rows add up to one."""
+        """True if the rotation preserves the mean of a vector: every row sums to one."""
         whole = torch.outer(self.left.sum(1), self.right.sum(1))
         return bool(((whole - 1).abs() < 1e-6).all())
 
     @property
     def inverse(self) -> Rotation:
-        """The transposed matrix."""
+        """Inverse rotation: the transpose."""
         return Rotation(self.left.t().contiguous(), self.right.t().contiguous())
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return `x`, its last dimension multiplied by the matrix in runs of n, in float32 at least."""
+        """Rotate every n consecutive values in the last dimension of `x`, computing in float32 or wider."""
         wide = torch.promote_types(x.dtype, torch.float32)
         rotated: Tensor = torch.ops.quark_fx.rotate(
             x.to(wide), *(m.to(x.device, wide) for m in (self.left, self.right))
@@ -94,11 +94,11 @@ class Rotation:
 
 
 _WORTH = 4
-"""Largest cost of a pair of Hadamard matrices, in costs of the cheapest pair of factors."""
+"""Largest cost of a pair of Hadamard matrices, as a multiple of the cost of the cheapest pair of factors."""
 
 
 def factors(size: int) -> tuple[int, int]:
-    """Return two factors of a size: `hadamard` constructs both if that is not too costly, and their sum is small."""
+    """Return two factors of `size` with a small sum, preferably both of sizes that `hadamard` can construct."""
     pairs = [(a, size // a) for a in range(1, math.isqrt(size) + 1) if size % a == 0]
     most = _WORTH * min(map(sum, pairs))
     return min(
@@ -108,10 +108,10 @@ def factors(size: int) -> tuple[int, int]:
 
 
 def hadamard(size: int) -> Tensor | None:
-    """Return a matrix of ones and minus ones with orthogonal rows, float32; `None` where none is constructed.
+    """Return a Hadamard matrix of ones and minus ones, float32; `None` if the constructions below do not reach `size`.
 
     Source:
-        Sylvester's doubling, and both of Paley's constructions, of prime orders.
+        Sylvester's doubling, and both of Paley's constructions for prime orders.
     """
     if not _constructible(size):
         return None
@@ -128,19 +128,19 @@ def hadamard(size: int) -> Tensor | None:
 
 
 def _constructible(size: int) -> bool:
-    """Tell whether `hadamard` constructs a matrix of a size, without doing so: large ones take gigabytes."""
+    """Return True if `hadamard` can construct a matrix of `size`, without allocating it: large ones take gigabytes."""
     if size <= 2 or size % 4:
         return size <= 2
     return bool(_first_paley(size) or _second_paley(size)) or _constructible(size // 2)
 
 
 def _first_paley(size: int) -> int:
-    """Return the prime of Paley's first construction, 3 modulo 4; 0 if there is none."""
+    """Return the prime, 3 modulo 4, for Paley's first construction of a matrix of `size`; 0 if there is none."""
     return size - 1 if size % 4 == 0 and _is_prime(size - 1) else 0
 
 
 def _second_paley(size: int) -> int:
-    """Return the prime of Paley's second construction, 1 modulo 4; 0 if there is none."""
+    """Return the prime, 1 modulo 4, for Paley's second construction of a matrix of `size`; 0 if there is none."""
     return size // 2 - 1 if size % 8 == 4 and _is_prime(size // 2 - 1) else 0
 
 
@@ -149,7 +149,10 @@ def _matrix(*rows: list[float]) -> Tensor:
 
 
 def _bordered(prime: int, sign: float) -> Tensor:
-    """Return Jacobsthal's matrix of a prime with a row of ones and a column of `sign` before it, and 0 between."""
+    """Return the Jacobsthal matrix of a prime, with a first row of ones, a first column of `sign`, and 0 in the corner.
+
+    The shape is (prime + 1, prime + 1).
+    """
     squares = torch.zeros(prime, dtype=torch.bool)
     squares[(torch.arange(1, prime) ** 2) % prime] = True
     numbers = torch.arange(prime)

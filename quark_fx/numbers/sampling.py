@@ -1,4 +1,4 @@
-"""Choose some of many rows, samples or batches."""
+"""Deterministic sampling of row, sample, or batch indices."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from torch import Tensor
 
 
 def spread_indices(count: int, most: int, seed: int = 0) -> Tensor:
-    """Return at most `most` of the indices below `count`, in order, the same in every call.
+    """Return at most `most` indices from `range(count)`, in increasing order, the same in every call.
 
-    One is drawn at random from each of `most` equal stretches. Every n-th index would always meet the same channel of
-    each attention head, or the same source of interleaved data.
+    If `count` exceeds `most`, the range is split into `most` equal parts, and one index is drawn at random from each
+    part. Taking every n-th index could pick the same channel of each attention head every time, or the same source of
+    interleaved data.
 
     Args:
-        count: Number of indices.
-        most: Number to return, if there are more.
-        seed: Seed of the draw.
+        count: Number of indices to choose from.
+        most: Largest number of indices to return.
+        seed: Seed of the random draw.
 
     >>> spread_indices(3, 8)
     tensor([0, 1, 2])

@@ -1,7 +1,7 @@
-"""Formats of scales: the numbers that a scale can be, and which of them a range gets.
+"""Formats of scales: the values that a scale can take, and the mapping from ranges to scales.
 
-A scale is a float, a power of two, or quantized itself: a code of a format times the scale of a group of scales, or of
-all scales of a tensor.
+A scale is a float, a power of two, or itself quantized: a code times a second scale, which a group of scales, or all
+scales of a tensor, share.
 
 >>> str(E8M0_EVEN), QuantizedScale(IntFormat(6, signed=False), group_size=8, scale=FLOAT16).plain
 ('e8m0_even', {'format': 'uint6', 'group_size': 8, 'scale': 'float16'})
@@ -35,40 +35,40 @@ _FLOAT32, _FLOAT16 = torch.finfo(torch.float32), torch.finfo(torch.float16)
 
 
 class ScaleFormat:
-    """Format of scales: `NumberScale` or `QuantizedScale`."""
+    """Format of scales; the base class of `NumberScale` and `QuantizedScale`."""
 
     bits: int
     """Bits of a stored scale; for a quantized scale, bits of its code alone."""
     format: Format | None = None
     """Format of the codes of quantized scales."""
     group_size: int | None = None
-    """Scales that share a scale; `None` if they have none, or one per tensor."""
+    """Number of scales that share a second scale; `None` for one per tensor, or if scales are not quantized."""
     calibrated: bool = False
-    """Whether calibration finds the scale that scales measured at run time share."""
+    """Whether calibration chooses the second scale of scales that are measured at run time."""
     unit: float | None = None
-    """That scale, once it is known."""
+    """Second scale, shared by all scales of a tensor; `None` until it is known."""
     rule: str | None = None
-    """Rounding of exponents in 8 bits, "floor", "even", or "ceil"; `None` for other scales."""
+    """Rounding of 8-bit exponents, "floor", "even", or "ceil"; `None` for other scales."""
 
     def nearest(self, ideal: Tensor) -> Tensor:
-        """Return scales, float32, for ideal ones, float64 and not negative.
+        """Round ideal scales, nonnegative float64, to scales in this format, float32.
 
         A scale too small for a normal float32 belongs to a tensor of zeros, and becomes 1.
         """
         raise NotImplementedError
 
     def allowed(self, stored: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return a function from ideal scales, float64 and not negative, to scales that can replace stored ones."""
+        """Return a function that rounds ideal scales, nonnegative float64, to scales that can replace stored ones."""
         return self.nearest
 
     def of_range(self, amax: Tensor, scheme: Scheme, high: Tensor | None = None) -> Tensor:
-        """Return the scales, float32, of ranges; with 8 bits, a range with NaN or infinity has NaN.
+        """Return the scales of ranges, float32; in formats with 8 bits, a NaN or infinite range gets NaN.
 
         Args:
             amax: Largest magnitudes, any shape.
             scheme: Symmetric scheme.
-            high: Largest nonnegative values; default: `amax`. Two's complement has one more code below zero
-                than above, so negative values do not raise an exponent.
+            high: Largest nonnegative values. Default: `amax`. Two's complement has one more code below zero than above,
+                so negative values do not raise an exponent.
 
         Source:
             OCP Microscaling Formats v1.0, section 6.3; NVIDIA's NVFP4, as TensorRT Model Optimizer computes it.
@@ -78,28 +78,32 @@ class ScaleFormat:
         return self.nearest(amax.double() / scheme.largest)
 
     def quantized(self, values: Tensor, axis: int = -1) -> QuantizedTensor:
-        """Return scales, or offsets, as a quantized tensor whose values they are, exactly.
+        """Return a quantized tensor whose values are exactly the given scales, or offsets.
 
         Args:
-            values: Scales or offsets that this format stored, float32.
-            axis: Dimension along which groups of them share a scale.
+            values: Scales or offsets rounded to this format, float32.
+            axis: Dimension along which groups of them share a second scale.
 
         Raises:
-            ValueError: If there is none, such as for scales that were changed one by one; of scales that share one per
-                tensor, `accelerator.checked_later` puts it off.
+            ValueError: If no quantized tensor has these values, for example because scales were changed one by one.
+                For one second scale per tensor, `accelerator.checked_later` can defer the check.
         """
         raise ValueError(f"scales in {self} are not quantized")
 
     def of_tensor(self, amax: Tensor, scheme: Scheme) -> ScaleFormat:
-        """Return the format of scales of a tensor of largest magnitude `amax`, which settles the scale they share."""
+        """Return the format with its `unit` set for a tensor whose largest magnitude is `amax`."""
         return self
 
     def under(self, largest: float) -> ScaleFormat:
-        """Return the format of scales whose largest is given, which settles the scale they share."""
+        """Return the format with its `unit` set for a set of scales whose maximum is `largest`."""
         return self
 
     def of_groups(self, own: Tensor, group: Tensor) -> Tensor:
-        """Return the scale of each block's group, or half of it where the block's own scale is smaller.
+        """Clamp the scale of each block to the range from half of its group's scale to the group's scale.
+
+        Args:
+            own: Scales of the blocks.
+            group: Scale of each block's group, in the same shape.
 
         Source:
             Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3.
@@ -107,25 +111,31 @@ class ScaleFormat:
         return torch.minimum(torch.maximum(own, group / 2), group)
 
     def in_groups(self, values: Tensor, axis: int, *, offsets: bool = False) -> Tensor:
-        """Return ideal scales, or offsets, float32, rounded to ones that can be stored; groups lie along an axis."""
+        """Round ideal scales, or offsets, float32, to values that can be stored.
+
+        Args:
+            values: Ideal scales or offsets.
+            axis: Dimension along which groups of scales share a second scale.
+            offsets: Whether `values` are offsets.
+        """
         return self.nearest_offset(values.double()) if offsets else self.nearest(values.abs().double()).copysign(values)
 
     def nearest_offset(self, ideal: Tensor) -> Tensor:
-        """Return the offset, float32, for an ideal one, float64."""
+        """Round an ideal offset, float64, to an offset that can be stored, float32."""
         return ideal.clamp(-_FLOAT16.max, _FLOAT16.max).half().float() if self == FLOAT16 else ideal.float()
 
     def stored_bytes(self, count: int, groups: int) -> int:
-        """Return the bytes of `count` scales, in so many groups if they are quantized."""
+        """Return the number of bytes that `count` scales take; quantized scales form `groups` groups."""
         return (count * self.bits + 7) // 8
 
     @property
     def multiples(self) -> Format | None:
-        """Format of integers that the scale of a group is multiplied by; `None` for other scales."""
+        """Integer format of the codes of quantized scales; `None` for other scales."""
         return self.format if self.format is not None and self.format.is_integer else None
 
     @property
     def has_unit(self) -> bool:
-        """True if all scales of a tensor are multiples of one number."""
+        """True if all scales of a tensor share a second scale."""
         return self.format is not None and self.group_size is None
 
     @property
@@ -135,19 +145,26 @@ class ScaleFormat:
 
     @property
     def has_offsets(self) -> bool:
-        """True if offsets have the same form."""
+        """True if this format can also store offsets."""
         fmt = self.multiples
         return self in (FLOAT32, FLOAT16) or (fmt is not None and not fmt.signed)
 
     @property
     def plain(self) -> Any:
-        """Name, or mapping of fields, from which `scale_format` returns it."""
+        """Name or mapping of fields that `scale_format` converts back to this format."""
         return str(self)
 
 
 @dataclass(frozen=True)
 class NumberScale(ScaleFormat):
-    """Scales that are numbers of a kind."""
+    """Scales that are not quantized: floats or powers of two.
+
+    Attributes:
+        name: Name in configurations and files.
+        round: Function that rounds ideal scales, nonnegative float64, to scales in this format, float32.
+        bits: Bits of a stored scale.
+        rule: Rounding of 8-bit exponents, "floor", "even", or "ceil"; `None` for other scales.
+    """
 
     name: str
     round: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
@@ -189,22 +206,22 @@ def _e8m0(ideal: Tensor) -> Tensor:
 
 FLOAT32 = NumberScale("float32", _float32)
 FLOAT16 = NumberScale("float16", _float16, 16)
-"""Floats nearest to ideal scales, and to offsets."""
+"""Float16 numbers nearest to the ideal scales; the format also stores offsets."""
 FLOAT20 = NumberScale("float20", _float20)
-"""Floats cut off after 20 bits, so that their products with E4M3 floats are exact: the scale of quantized scales."""
+"""Floats truncated to 20 significant bits, so that their products with E4M3 scales are exact."""
 POWER_OF_TWO = NumberScale("power_of_two", _power_of_two)
 """The smallest power of two that is not below the ideal scale: rounding up never overflows the range."""
 E8M0_FLOOR = NumberScale("e8m0_floor", _e8m0, 8, "floor")
-"""Powers of two in 8 bits: the exponent of the largest magnitude less the exponent of the format's largest value.
+"""Powers of two in 8 bits: the exponent of the largest magnitude minus the exponent of the format's largest value.
 Larger values saturate (OCP Microscaling Formats v1.0, section 6.3)."""
 E8M0_EVEN = NumberScale("e8m0_even", _e8m0, 8, "even")
-"""The same, of the largest magnitude rounded half up to the mantissa of the format: it does not saturate where it would
-round to the next power of two."""
+"""Like `E8M0_FLOOR`, but the largest magnitude is first rounded, half up, to the mantissa of the format. A magnitude
+that rounds to the next power of two does not saturate."""
 E8M0_CEIL = NumberScale("e8m0_ceil", _e8m0, 8, "ceil")
 """The smallest power of two in 8 bits at which nothing saturates."""
 
 SCALES: Registry[ScaleFormat, ScaleFormat] = Registry("scale format")
-"""Formats that the scales of a tensor can have, by their names."""
+"""Scale formats that configurations can name."""
 for _scale in (FLOAT32, FLOAT16, POWER_OF_TWO, E8M0_FLOOR, E8M0_EVEN, E8M0_CEIL):
     SCALES.add(_scale, str(_scale))
 
@@ -213,7 +230,7 @@ def _of_exponents(amax: Tensor, scheme: Scheme, rule: str, high: Tensor | None) 
     power = _power(amax, scheme, rule, below=True)
     above = _power(amax if high is None else high, scheme, rule, below=False)
     power = torch.where(amax == 0 if high is None else high == 0, power, torch.maximum(power, above))
-    # Above, the largest value would not be a float32.
+    # With a larger exponent, the largest value would exceed float32.
     power = power.clamp(-127, 127 - scheme.format.max_exponent).to(torch.int32)
     # 2**-127 is subnormal.
     scale = torch.where(power < -126, 1 << 22, (power + 127) << 23).to(torch.int32).view(torch.float32)
@@ -222,7 +239,14 @@ def _of_exponents(amax: Tensor, scheme: Scheme, rule: str, high: Tensor | None) 
 
 
 def _power(size: Tensor, scheme: Scheme, rule: str, *, below: bool) -> Tensor:
-    """Return the exponent, before it is held in 8 bits, of the scale of a value at that distance from zero."""
+    """Return the exponent, before clamping to 8 bits, of the scale for values of magnitude `size`.
+
+    Args:
+        size: Largest magnitudes.
+        scheme: Symmetric scheme.
+        rule: Rounding of the exponent, "floor", "even", or "ceil".
+        below: Whether the values are negative.
+    """
     mantissa, exponent = torch.frexp(size)  # size = mantissa * 2**exponent, with a mantissa of at least a half
     more = below and scheme.one_more_below
     if rule == "ceil":
@@ -236,23 +260,23 @@ def _power(size: Tensor, scheme: Scheme, rule: str, *, below: bool) -> Tensor:
 
 
 HALVES = Codebook("half_or_one", (0.5, 1.0))
-"""One bit, which halves a scale: the shared microexponents of MX4, MX6, and MX9."""
+"""One bit that halves a scale: the shared microexponents of MX4, MX6, and MX9."""
 
 
 @checked
 @dataclass(frozen=True)
 class QuantizedScale(ScaleFormat):
-    """Scales that are codes times a scale.
+    """Quantized scales: codes times a second scale.
 
     Args:
-        format: FP8 E4M3, integers of at most 8 bits, or `HALVES`.
-        group_size: Scales that share a scale; `None` for all of a tensor, with E4M3.
-        scale: Format of that scale: `FLOAT20` for E4M3, `FLOAT16` for integers, or E8M0 for `HALVES`.
-        calibrated: Whether calibration finds the scale of all E4M3 scales that are measured at run time (larger ranges
-            saturate); otherwise, each call measures it, too.
+        format: Format of the codes: FP8 E4M3, integers of at most 8 bits, or `HALVES`.
+        group_size: Number of scales that share a second scale; `None` for one per tensor, with E4M3.
+        scale: Format of the second scale: `FLOAT20` for E4M3, `FLOAT16` for integers, or E8M0 for `HALVES`.
+        calibrated: Whether calibration chooses the second scale of E4M3 scales that are measured at run time (larger
+            ranges saturate). By default, each call measures the second scale, too.
 
     Raises:
-        ConfigError: For other combinations.
+        ConfigError: If the fields are not one of these combinations.
 
     >>> str(E4M3_SCALES), str(QuantizedScale(IntFormat(8), 16, FLOAT16)), str(QuantizedScale(HALVES, 8, E8M0_FLOOR))
     ('fp8_e4m3', 'int8_float16', 'e8m0_floor')
@@ -263,7 +287,7 @@ class QuantizedScale(ScaleFormat):
     scale: ScaleFormat = FLOAT32
     calibrated: bool = False
     unit: float | None = field(default=None, repr=False, metadata={"state": True})
-    """Scale of all E4M3 scales; by default it follows the ranges of each call."""
+    """Second scale of all E4M3 scales; `None` to compute it from the scales of each call."""
     bits: int = field(init=False, repr=False)
     rule: str | None = field(init=False, repr=False)
 
@@ -286,9 +310,9 @@ class QuantizedScale(ScaleFormat):
             )
 
     def nearest(self, ideal: Tensor) -> Tensor:
-        """Return scales for ideal ones, which `in_groups` rounds if groups of them share a scale.
+        """Round ideal scales; for scales in groups, `in_groups` does the final rounding.
 
-        Integers leave a scale of zeros as small as it is, because 1 would be the largest of its group.
+        With integer codes, the scale of a block of zeros stays tiny: 1 would be the largest scale of its group.
         """
         if not self.has_unit:
             return ideal.clamp_min(_FLOAT32.tiny).float() if self.rule is None else self.scale.nearest(ideal)
@@ -307,7 +331,7 @@ class QuantizedScale(ScaleFormat):
             return super().of_range(amax, scheme, high)
         amax = amax.float()
         unit = global_scale_of(amax.amax(), scheme) if self.unit is None else like(amax, self.unit)
-        return _times_unit(amax, amax / (scheme.largest * unit), unit)  # an exact product, as a unit has 20 bits
+        return _times_unit(amax, amax / (scheme.largest * unit), unit)  # exact, because a unit has 20 bits
 
     def stored_bytes(self, count: int, groups: int) -> int:
         return super().stored_bytes(count, 1) + self.scale.stored_bytes(1 if self.has_unit else groups, 1)
@@ -319,17 +343,17 @@ class QuantizedScale(ScaleFormat):
         return replace(self, unit=float(self.scale.nearest(torch.tensor(largest / FP8_E4M3.max, dtype=torch.float32))))
 
     def in_groups(self, values: Tensor, axis: int, *, offsets: bool = False) -> Tensor:
-        """Return scales, or offsets, rounded to ones that can be stored: integers times a float16 per group.
+        """Round scales, or offsets, to integers times a float16 per group, or as the base class does for other codes.
 
-        The largest of a group takes the outermost integer. The last group can have fewer. Offsets can become zero,
-        scales cannot.
+        The largest magnitude of a group gets the outermost integer. The last group can be shorter. Offsets can become
+        zero; scales cannot.
         """
         if not self.multiples:
             return super().in_groups(values, axis, offsets=offsets)
         (low, high), groups = self.format.limits, self._cut(values, axis)
         outermost = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         unit = (outermost / (low or high)).clamp(-_FLOAT16.max, _FLOAT16.max).half().float()
-        # The smallest float16 above zero: with few bits it is still a factor that files can store.
+        # 2**-24 is the smallest float16 above zero, which files can still store.
         unit = torch.where(unit.abs() < 2.0**-24, 1.0 if offsets else 2.0**-24, unit)
         whole = (groups / unit).round_().clamp_(low, high)
         if not offsets:
@@ -337,13 +361,13 @@ class QuantizedScale(ScaleFormat):
         return self._joined(whole * unit, values, axis)
 
     def _cut(self, values: Tensor, axis: int) -> Tensor:
-        """Return groups along an axis, shape (..., groups, values of a group); zeros fill up the last one."""
+        """Split `values` along an axis into shape (..., groups, values per group); the last group is zero-padded."""
         count, last = self.group_size or 1, values.movedim(axis, -1)
         groups: Tensor = F.pad(last, (0, -last.shape[-1] % count)).unflatten(-1, (-1, count))
         return groups
 
     def _joined(self, groups: Tensor, values: Tensor, axis: int) -> Tensor:
-        """Inverse of `_cut`, in the shape of `values`."""
+        """Return groups in the shape of `values`: the inverse of `_cut`."""
         return groups.flatten(-2)[..., : values.shape[axis]].movedim(-1, axis).contiguous()
 
     def quantized(self, values: Tensor, axis: int = -1) -> QuantizedTensor:
@@ -384,14 +408,15 @@ class QuantizedScale(ScaleFormat):
 
 
 def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> ScaleFormat:
-    """Return the format of scales that plain data describe: a name, or the fields of a `QuantizedScale`.
+    """Return the scale format that plain data describe.
 
     Args:
-        data: Data; graphs, ONNX files, and earlier configurations write the name of a quantized one, `str(format)`.
-        count: Scales that share a scale, next to such a name; `None` if they have none.
+        data: Name of a scale format, or fields of a `QuantizedScale`. Graphs, ONNX files, and earlier configurations
+            write a quantized format as its name, `str(format)`.
+        count: Number of scales that share a second scale, for the name of a quantized format; `None` for no groups.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If `data` do not describe a scale format.
     """
     if not isinstance(data, str | Mapping):
         raise ConfigError(f"a format of scales is its name, or the fields of a QuantizedScale, not {brief(data)}")
@@ -399,7 +424,7 @@ def scale_format(data: str | Mapping[str, Any], count: int | None = None) -> Sca
         names = ["format", "group_size", "scale", "calibrated"]
         if missing := set(map(str, data)) - set(names):
             raise absent("QuantizedScale", "field", missing, names)
-        codes = HALVES if data.get("format") == str(HALVES) else data.get("format")  # no format of tensors
+        codes = HALVES if data.get("format") == str(HALVES) else data.get("format")  # HALVES is not in FORMATS
         return QuantizedScale(**{**data, "format": codes})
     fmt, _, rest = data.partition("_")
     if rest == str(FLOAT16):
@@ -426,44 +451,50 @@ parsed(
 )
 
 E4M3_SCALES = QuantizedScale(FP8_E4M3, scale=FLOAT20)
-"""An E4M3 float per group, times one float per tensor that maps the largest magnitude of the tensor to the largest E4M3
-float (NVIDIA NVFP4)."""
+"""E4M3 scales, one per group of values, times one float per tensor (NVIDIA NVFP4).
+
+The float maps the largest scale of the tensor to the largest E4M3 float."""
 SCALES.add(E4M3_SCALES, str(E4M3_SCALES))
 
 _CALIBRATED = "fp8_e4m3_calibrated"
 _UNIT = re.compile(r"fp8_e4m3_(\d[\d.]*(?:e[-+]\d+)?)")
-"""How graphs write `CALIBRATED_E4M3_SCALES` with the scale that calibration found."""
+"""Name of `CALIBRATED_E4M3_SCALES` in graphs, which ends with the calibrated scale."""
 
 CALIBRATED_E4M3_SCALES = QuantizedScale(FP8_E4M3, scale=FLOAT20, calibrated=True)
-"""The same for activations whose float is calibrated, as checkpoints of NVFP4 store it (`input_global_scale`)."""
+"""Like `E4M3_SCALES`, for activations whose float is calibrated; NVFP4 checkpoints store it as `input_global_scale`."""
 SCALES.add(CALIBRATED_E4M3_SCALES, _CALIBRATED)
 
 
 def global_scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
-    """Return the scale, float32, shape `()`, that E4M3 scales of a tensor of largest magnitude `amax` are multiples of.
+    """Return the global scale of a tensor with E4M3 scales, float32, shape `()`.
 
-    It is `amax / (largest code * 448)`, cut off after 20 bits so that its product with an E4M3 float is exact.
+    It is `amax / (largest code * 448)`, truncated to 20 bits so that its product with an E4M3 float is exact.
+
+    Args:
+        amax: Largest magnitude of the tensor.
+        scheme: Symmetric scheme.
     """
     return FLOAT20.nearest(amax.float() / like(amax.float(), scheme.largest * FP8_E4M3.max))
 
 
 _E4M3_POSITIVE = 126
-"""Positive E4M3 floats: the bits of each are its number, from 1."""
+"""Number of positive E4M3 floats; their bit patterns are 1 to 126."""
 
 
 def _unit_of(scale: Tensor) -> Tensor:
-    """Return a float32 of shape `()` whose quotient with every one of `scale` is an E4M3 float, exactly.
+    """Return the number that divides every scale into an exact E4M3 float, float32, shape `()`.
 
     Raises:
-        ValueError: If there is none, such as for tensors with different global scales.
+        ValueError: If no such number exists, for example because the scales belong to tensors with different global
+            scales.
     """
-    # The codes of the positive E4M3 floats, from the largest.
+    # The positive E4M3 floats, decreasing.
     codes = torch.arange(_E4M3_POSITIVE, 0, -1, dtype=torch.uint8, device=scale.device).view(FP8_E4M3.dtype).float()
-    # The different scales, at most one more than there can be: how many there are, the host would have to wait for.
+    # The distinct scales, in a tensor of fixed size: reading their number would make the host wait for the device.
     ordered = scale.flatten().sort().values
     place = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0).clamp_(max=_E4M3_POSITIVE)
     scales = ordered[-1:].repeat(_E4M3_POSITIVE + 1).scatter_(0, place, ordered)
-    # The largest scale is one of the E4M3 floats times the global scale; the quotient of an exact product is exact.
+    # The largest scale is an E4M3 float times the global scale; dividing an exact product by a factor is exact.
     units: Tensor = ordered[-1] / codes
     multiples = scales / units[:, None]
     rounded = multiples.clamp(max=FP8_E4M3.max).to(FP8_E4M3.dtype).float()
@@ -478,16 +509,16 @@ def _unit_of(scale: Tensor) -> Tensor:
 def like(x: Tensor, scale: Tensor | float) -> Tensor:
     """Return a number as a tensor with the dtype and device of `x`; a GPU does not divide exactly by a Python number.
 
-    The device fills in the number: copying it from the host would synchronize, which a CUDA graph does not allow.
+    The device writes the number: a copy from the host would synchronize, which a CUDA graph does not allow.
     """
     if isinstance(scale, Tensor):
         return scale.to(x)
     if abs(scale) > torch.finfo(x.dtype).max:
-        scale = math.copysign(math.inf, scale)  # which `full` refuses to round to
+        scale = math.copysign(math.inf, scale)  # `full` raises an error for a finite number that overflows
     return torch.full((), scale, dtype=x.dtype, device=x.device)
 
 
 def _times_unit(size: Tensor, multiple: Tensor, unit: Tensor) -> Tensor:
-    """Return E4M3 floats nearest to `multiple`, times `unit`; one `unit` where `size` is zero."""
+    """Return the positive E4M3 float nearest to `multiple`, times `unit`; `unit` itself where `size` is zero."""
     rounded = FP8_E4M3.round_(multiple.clamp(2.0**-9, FP8_E4M3.max))
     return torch.where(size == 0, 1.0, rounded) * unit
