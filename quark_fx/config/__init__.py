@@ -1,1 +1,1 @@
-"""Configurations of users: specs, patterns, and targets."""
+"""Configurations: specs, patterns, and targets."""

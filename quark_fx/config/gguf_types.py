@@ -1,7 +1,8 @@
-"""Weight types of llama.cpp as plain `TensorSpec` values, with llama.cpp's names, and its mixtures of types.
+"""Weight types of llama.cpp as plain `TensorSpec` values, under llama.cpp's names, and its mixtures of types.
 
 A graph computes with exactly the values that llama.cpp reads from the file: scales and offsets are rounded to their
-stored formats before codes are chosen. Rows are multiples of 256 inputs for types whose names end in K, else of 32.
+stored formats before codes are chosen. The length of a row must be a multiple of 256 for types whose names end in K,
+and of 32 for other types.
 
 >>> str(Q4_K), str(Q6_K)
 ('uint4 group 256/32 uint6_float16 offset', 'int6 group 256/16 int8_float16')
@@ -29,16 +30,16 @@ Q8_0 = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=32, sca
 """8-bit integers, blocks of 32 with a float16 scale: 8.5 bits per weight."""
 
 Q5_0 = Q8_0.replace(format=INT5, symmetry=Symmetry.SIGN_AWARE)
-"""5-bit integers, otherwise the same as `Q8_0`, with scales of either sign: 5.5 bits."""
+"""5-bit integers, blocks of 32 with a float16 scale of either sign: 5.5 bits per weight."""
 
 Q4_0 = Q5_0.replace(format=INT4)
-"""4-bit integers, otherwise the same as `Q5_0`: 4.5 bits."""
+"""4-bit integers, otherwise the same as `Q5_0`: 4.5 bits per weight."""
 
 Q5_1 = Q8_0.replace(format=UINT5, symmetry=Symmetry.OFFSET)
-"""5-bit codes of blocks of 32 with a float16 scale and offset: 6 bits."""
+"""5-bit codes, blocks of 32 with a float16 scale and a float16 offset: 6 bits per weight."""
 
 Q4_1 = Q5_1.replace(format=UINT4)
-"""4-bit codes, otherwise the same as `Q5_1`: 5 bits."""
+"""4-bit codes, otherwise the same as `Q5_1`: 5 bits per weight."""
 
 Q4_K = TensorSpec(
     format=UINT4,
@@ -47,19 +48,20 @@ Q4_K = TensorSpec(
     symmetry=Symmetry.OFFSET,
     scale=QuantizedScale(UINT6, group_size=8, scale=FLOAT16),
 )
-"""4-bit codes; each 32 of 256 have a 6-bit scale and offset, in multiples of float16 values: 4.5 bits."""
+"""4-bit codes, blocks of 256 in 8 groups of 32: 4.5 bits per weight. Each group has a 6-bit scale and a 6-bit offset,
+multiples of two float16 numbers per block."""
 
 Q5_K = Q4_K.replace(format=UINT5, symmetry=Symmetry.OFFSET)
-"""5-bit codes, otherwise the same as `Q4_K`: 5.5 bits."""
+"""5-bit codes, otherwise the same as `Q4_K`: 5.5 bits per weight."""
 
 Q2_K = Q4_K.replace(format=UINT2, symmetry=Symmetry.OFFSET, group_size=16, scale=QuantizedScale(UINT4, 16, FLOAT16))
-"""2-bit codes; each 16 of 256 have a scale and an offset of 4 bits: 2.625 bits."""
+"""2-bit codes, blocks of 256 in 16 groups with a 4-bit scale and a 4-bit offset each: 2.625 bits per weight."""
 
 Q6_K = Q2_K.replace(format=INT6, symmetry=Symmetry.SIGN_AWARE, scale=QuantizedScale(INT8, 16, FLOAT16))
-"""6-bit integers; each 16 of 256 have a scale of 8 bits, either sign: 6.5625 bits."""
+"""6-bit integers, blocks of 256 in 16 groups with a signed 8-bit scale each: 6.5625 bits per weight."""
 
 Q3_K = Q6_K.replace(format=INT3, symmetry=Symmetry.SIGN_AWARE, scale=QuantizedScale(INT6, 16, FLOAT16))
-"""3-bit integers; each 16 of 256 have a scale of 6 bits, either sign: 3.4375 bits."""
+"""3-bit integers, blocks of 256 in 16 groups with a signed 6-bit scale each: 3.4375 bits per weight."""
 
 GGUF_TYPES: dict[str, TensorSpec] = {
     name: value for name, value in list(globals().items()) if isinstance(value, TensorSpec)
@@ -69,13 +71,13 @@ GGUF_TYPES: dict[str, TensorSpec] = {
 _MIXTURES = {"Q4_K_M": Q4_K, "Q5_K_M": Q5_K}
 
 _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Types that llama.cpp uses instead for rows that are not a multiple of 256."""
+"""Type that llama.cpp uses instead of each K type if the length of a row is not a multiple of 256."""
 
 _MORE_BITS = frozenset({"v_proj", "down_proj"})
-"""Matrices that have more bits in some layers."""
+"""Names of the projections that get more bits in some layers."""
 
 _WITH_EIGHT_EXPERTS = {"k_proj": Q8_0, "v_proj": Q8_0, "o_proj": Q5_K}
-"""Attention types of llama.cpp for models with eight experts per layer, whose experts hold most of the weights."""
+"""Types of attention layers in models with eight experts per layer, where experts hold most of the weights."""
 
 _IN_LAYER = re.compile(r"\.(\d+)\.(?:.*\.)?(\w+)$")
 
@@ -83,19 +85,20 @@ _IN_LAYER = re.compile(r"\.(\d+)\.(?:.*\.)?(\w+)$")
 def mixed(model: nn.Module, name: Literal["Q4_K_M", "Q5_K_M"]) -> QuantConfig:
     """Return the configuration of llama.cpp's mixture of types for a language model of transformers.
 
-    Linear layers and experts are Q4_K (or Q5_K). The head is Q6_K, and so is an embedding tied to it. The value and
-    down projections, including those in experts, are Q6_K in the first and last eighth of the layers, and in every
-    third layer between. In models with 8 experts per layer, keys and values are Q8_0 and the attention output
-    projection is Q5_K. Rows that are not a multiple of 256 use types with blocks of 32. Rows that are not a multiple of
-    32, routers, and matrices of one row stay in float. llama.cpp's exceptions for models of 70B parameters are left
-    out. The configuration lists no passes; add them with `.replace(passes=...)`.
+    Linear layers and experts are Q4_K (or Q5_K). The head, and an embedding tied to it, are Q6_K. The value and down
+    projections, including those in experts, are Q6_K in the first and last eighth of the layers, and in every third
+    layer between. In models with 8 experts per layer, the key and value projections are Q8_0, and the attention output
+    projection is Q5_K. Matrices whose row length is not a multiple of 256 use types with blocks of 32. Matrices whose
+    row length is not a multiple of 32, routers, and matrices with one row stay in float. llama.cpp's exceptions for
+    models with 70B parameters are not included. The configuration does not list passes; add them with
+    `.replace(passes=...)`.
 
     Args:
         model: Model with numbered layers, linear layers with Llama's names, and stacked experts.
         name: Name of the mixture in llama.cpp.
 
     Raises:
-        ConfigError: For another name.
+        ConfigError: If `name` is not one of the two mixtures.
 
     Source:
         `llama_tensor_get_type_impl` of llama.cpp's `llama-quant.cpp`.
@@ -135,7 +138,7 @@ def _has_more_bits(layer: int, layers: int) -> bool:
 
 
 def _dividing(spec: TensorSpec, inputs: int) -> TensorSpec | None:
-    """Return the type for rows with `inputs` values, `None` for float."""
+    """Return `spec`, or its replacement in llama.cpp, for rows of `inputs` values; `None` keeps them in float."""
     name = next(name for name, value in GGUF_TYPES.items() if value == spec)
     if inputs % 256 == 0:
         return spec

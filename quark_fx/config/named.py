@@ -1,4 +1,4 @@
-"""Registry of named configurations. `quark_fx.presets` registers the presets of the package."""
+"""Registry of named configurations. `quark_fx.presets` registers the built-in presets."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from quark_fx.system.options import checked_call
 from quark_fx.system.registry import Registry
 
 PRESETS: Registry[QuantConfig, QuantConfig] = Registry("preset", spelled=str.lower)
-"""Every preset by its name in lower case."""
+"""Every preset by its lowercase name."""
 
 SCHEMES: dict[str, QuantConfig] = {}
-"""The 32 schemes of compressed-tensors by their names in lower case, such as `"w3a8"`, rounded to nearest."""
+"""The 32 schemes of compressed-tensors by their lowercase names, such as `"w3a8"`; weights are rounded to nearest."""
 
 
 @checked_call
 def preset(name: str) -> QuantConfig:
-    """Return the preset called `name`, in any case; `float16`, `bfloat16`, and `SCHEMES` are accepted, too.
+    """Return the preset called `name`, ignoring case; `float16`, `bfloat16`, and the names of `SCHEMES` work, too.
 
     Raises:
         ConfigError: If the name is unknown; the message lists all names and the closest one.

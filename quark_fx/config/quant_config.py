@@ -30,7 +30,7 @@ from quark_fx.system.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
 
 
 class _Inherit:
-    """Value of a field of an override that keeps the configuration's value."""
+    """Type of `INHERIT`, the value of an override's field that keeps the configuration's spec."""
 
     def __repr__(self) -> str:
         return "INHERIT"
@@ -44,12 +44,12 @@ SpecOrInherit = TensorSpec | _Inherit | None
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Specs for the operators that a pattern selects, in place of the configuration's.
+    """Specs for the operators that a pattern selects; they replace the configuration's specs.
 
     Args:
-        pattern: Glob on the module name (`"encoder.layer.0.*"`), or `"op:"` and a glob on the operator kind of
-            `quark_fx.graph.operators` (`"op:embedding"`). `"op:head"` is the operator that computes the output of the
-            model; `"op:router"` an operator followed by a top-k, which sends tokens to experts; `"op:depthwise"` a
+        pattern: Glob on the module name (`"encoder.layer.0.*"`), or `"op:"` followed by a glob on the operator kind of
+            `quark_fx.graph.operators` (`"op:embedding"`). `"op:head"` selects the operator that computes the output of
+            the model; `"op:router"` an operator followed by a top-k, which sends tokens to experts; `"op:depthwise"` a
             depthwise convolution; `"op:adapter"` the two operators of a low-rank branch that is added to another
             operator.
         weight: Spec of the weight; `INHERIT` keeps the configuration's spec, `None` keeps the weight in float.
@@ -67,16 +67,16 @@ class Override:
 
     @property
     def quantizes(self) -> bool:
-        """True if it quantizes an operand, false if it only keeps operands in float."""
+        """True if the override quantizes an operand; False if it only keeps operands in float."""
         return any(isinstance(getattr(self, key), TensorSpec) for key in _PER_OPERATOR)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data; inherited fields are left out."""
+        """Return plain data; inherited fields are omitted."""
         return {"pattern": self.pattern, **plain_fields(self, Override(pattern=self.pattern))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; raises `ConfigError` for unknown keys."""
+        """Build an override from plain data, the inverse of `to_dict`; raises `ConfigError` for unknown keys."""
         values = known_fields(cls, data)
         if "pattern" not in values:
             raise ConfigError(f"an override needs a pattern: {brief(dict(data))}")
@@ -88,7 +88,7 @@ parsed(Override, ("an Override",), Mapping, Override.from_dict, Override.to_dict
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorSpecs:
-    """The specs that apply to one operator after all overrides; `None` means float."""
+    """Specs of one operator after all overrides; `None` means float."""
 
     weight: TensorSpec | None
     input: TensorSpec | None
@@ -97,7 +97,7 @@ class OperatorSpecs:
 
 
 _PER_OPERATOR = tuple(f.name for f in fields(OperatorSpecs))
-"""The specs that overrides change."""
+"""Names of the specs that overrides can change."""
 
 
 @checked
@@ -107,16 +107,16 @@ class QuantConfig:
 
     Args:
         weight: Spec of the weights; `None` keeps them in float.
-        input: Spec of the activations that enter quantized operators; `None` is weight-only.
+        input: Spec of the activations that enter quantized operators; `None` means weight-only quantization.
         output: Spec of the outputs of quantized operators that an integer kernel or another quantized operator reads in
             integers; `None` keeps outputs in float.
-        bias: Spec of the biases. INT32 takes the scale `input scale * weight scale`; any other format
-            has a separate range.
-        kv_cache: Spec of the keys and values that attention reads, as a cache holds them; `None` keeps them in float.
-            `granularity="head"` is one scale per head, `"channel"` one per head and channel, `"token"` one per token
-            and head, at run time.
-        passes: Graph passes, in order. Passes on the float graph run before calibration, passes on the quantized graph
-            after conversion.
+        bias: Spec of the biases. INT32 uses the scale `input scale * weight scale`; any other format has a separate
+            range.
+        kv_cache: Spec of the keys and values in the cache that attention reads; `None` keeps them in float.
+            `granularity="head"` means one scale per head, `"channel"` one per head and channel, `"token"` one per token
+            and head, measured at run time.
+        passes: Graph passes, in order. Passes on the float graph run before calibration; passes on the quantized graph
+            run after conversion.
         overrides: Specs for some operators; if several overrides match, the last one wins.
         exclude: Patterns (as in `Override`) of operators that stay in float; they win over overrides.
         target: Backend that runs the result: a `quark_fx.Target`, or its name.
@@ -227,9 +227,9 @@ class QuantConfig:
         return specs
 
     def exclusion(self, name: str, *kinds: str) -> str:
-        """Return the reason why the operator of module `name` is excluded, or an empty string if it is not.
+        """Return why the operator of module `name` is excluded, or an empty string if it is not.
 
-        `exclude` wins over `overrides`; the reason names an override that it wins over.
+        `exclude` wins over `overrides`; the reason names the last override that would have quantized the operator.
         """
         pattern = next((pattern for pattern in self.exclude if matches(pattern, name, *kinds)), None)
         if pattern is None:
@@ -239,16 +239,16 @@ class QuantConfig:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Every pattern of `exclude`, `overrides` and `passes`."""
+        """Every pattern in `exclude`, `overrides`, and `passes`."""
         passes: tuple[object, ...] = self.passes
         limited = (pattern for p in passes if isinstance(p, Selective) for pattern in p.only)
         return (*self.exclude, *(override.pattern for override in self.overrides), *limited)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with `changes`, checked again. A weight's `group_size` may be given directly.
+        """Return a validated copy with `changes`; `group_size=...` changes the group size of `weight`.
 
         Raises:
-            ConfigError: For an unknown field, or if the result contradicts itself.
+            ConfigError: If a field is unknown, or the fields of the result contradict each other.
         """
         if "group_size" in changes:
             if self.weight is None:
@@ -259,7 +259,7 @@ class QuantConfig:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON and YAML; fields at their default are left out."""
+        """Return plain data for JSON and YAML; fields with their default value are omitted."""
         passes = {"passes": list(map(PASSES.plain, self.passes))} if self.passes else {}
         return plain_fields(self, QuantConfig()) | passes
 
@@ -283,7 +283,7 @@ class QuantConfig:
                 return cls._from_dict(data)
         except ConfigError:
             raise
-        except Exception as error:  # passes and observers may raise anything for an option of another type
+        except Exception as error:  # passes and observers may raise any error for an option of the wrong type
             raise ConfigError(
                 f"the configuration {brief(data)} cannot be read: {type(error).__name__}: {brief(str(error))}"
             ) from error
@@ -340,7 +340,7 @@ class QuantConfig:
 
 
 _SPECS = ("weight", "input", "output", "bias", "kv_cache")
-"""The fields of a configuration that hold a spec."""
+"""Names of the fields of a configuration that hold a spec."""
 
 
 def _preset(name: Any) -> QuantConfig:

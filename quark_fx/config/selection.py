@@ -20,12 +20,12 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the module that contains it."""
+        """Name of the module that contains the operator."""
         ...
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that `"op:"` patterns match."""
+        """Kinds of the operator, which `"op:"` patterns match."""
         ...
 
 
@@ -33,10 +33,10 @@ N = TypeVar("N", bound=Named)
 
 
 def matches(pattern: str, name: str, *kinds: str) -> bool:
-    """Tell whether `pattern` selects an operator of module `name` with the given kinds.
+    """Return True if `pattern` selects an operator of module `name` with the given kinds.
 
     Args:
-        pattern: Glob on the module name, or `"op:"` and a glob on a kind (see `config.quant_config.Override`).
+        pattern: Glob on the module name, or `"op:"` followed by a glob on a kind (see `config.quant_config.Override`).
         name: Name of the module that contains the operator.
         kinds: Kinds of the operator.
 
@@ -49,7 +49,7 @@ def matches(pattern: str, name: str, *kinds: str) -> bool:
 
 
 def without_numbers(name: str) -> str:
-    """Return the pattern of all names that differ from `name` in their numbers alone.
+    """Return a pattern that matches `name` with any other numbers in it.
 
     >>> without_numbers("layers.0.mlp.up2")
     'layers.*.mlp.up*'
@@ -59,7 +59,7 @@ def without_numbers(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Selective:
-    """A pass that can be limited to some operators; passes with the option derive from it.
+    """Base class of passes that can be limited to some operators.
 
     Args:
         only: Patterns of the operators to change, as in `QuantConfig.exclude`; empty for all operators. A pass that
@@ -69,11 +69,11 @@ class Selective:
     only: tuple[str, ...] = ()
 
     def selects(self, operator: Named) -> bool:
-        """Tell whether the pass may change an operator."""
+        """Return True if the pass may change an operator."""
         return not self.only or any(matches(pattern, operator.name, *operator.kinds) for pattern in self.only)
 
     def why_not(self, *operators: Named) -> str:
-        """Return the reason in the report for skipping operators that the pass may not change; empty if it may."""
+        """Return why the pass skips a group of operators, for the report; empty if it may change all of them."""
         return "" if all(map(self.selects, operators)) else NOT_SELECTED
 
     def require_selected(self, operator: Named) -> None:

@@ -20,14 +20,15 @@ from quark_fx.system.untrusted import brief
 
 
 class Granularity(StrEnum):
-    """The set of values that share one scale."""
+    """Set of values that share one scale."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"
     """One scale per output channel of a weight, or per head and channel of a KV cache."""
     GROUP = "group"
-    """One scale per `group_size` values along the reduction dimension: the input channels of a weight; the last
-    dimension of an activation, or its channels for a convolution, with scales measured at run time."""
+    """One scale per `group_size` values along the reduction dimension. For a weight, these are input channels. For an
+    activation, they are values of the last dimension, or channels in a convolution, and scales are measured at run
+    time."""
     HEAD = "head"
     """One scale per head of a KV cache."""
     TOKEN = "token"
@@ -44,15 +45,15 @@ class TensorSpec:
         format: Number format of the codes.
         granularity: Set of values that share a scale.
         group_size: Number of values per group, for `Granularity.GROUP` (the last group may be shorter).
-        group_rows: Output channels of a weight that share the scales of their groups: with group_size=128 and
+        group_rows: Number of output channels of a weight that share the scales of their groups: with group_size=128 and
             group_rows=128, one scale per block of 128x128 (the last blocks can be smaller). Solvers keep these scales.
         symmetry: Symmetry of the codes. Default: symmetric for signed formats, asymmetric for unsigned ones.
         scale: Format of the scales: a name such as "float16" or "e8m0_even", or a `QuantizedScale`.
-        observer: Method that finds the range. Default: `MinMax`, or `Placeholder` for 16-bit floats.
+        observer: Observer that determines the range. Default: `MinMax`, or `Placeholder` for 16-bit floats.
         dynamic: Whether the range is measured at run time instead of by calibration (activations only). The observer
             `Adjusted(ratio=...)` uses a fraction of that range.
-        reduce_range: Whether to use 7 bits of an 8-bit integer format, or 15 of 16: -64 to 64 of int8, 0 to 127 of
-            uint8 (weights only).
+        reduce_range: Whether to use 7 bits of an 8-bit integer format, or 15 bits of a 16-bit format: -64 to 64 of
+            int8, 0 to 127 of uint8 (weights only).
 
     Raises:
         ConfigError: If the fields contradict each other; the message names the fix.
@@ -200,13 +201,13 @@ class TensorSpec:
 
     @property
     def _symmetry_of_levels(self) -> Symmetry | None:
-        """The symmetry that two-level scales require; `None` for other scales."""
+        """Symmetry that quantized scales with integer codes require; `None` for other scales."""
         multiples = self.scale.multiples
         return None if multiples is None else Symmetry.SIGN_AWARE if multiples.signed else Symmetry.OFFSET
 
     @cached_property
     def scheme(self) -> Scheme:
-        """The fields that determine the arithmetic: format, symmetry, scale format, and reduced range."""
+        """Fields that determine the arithmetic: format, symmetry, scale format, and reduced range."""
         return Scheme(
             format=self.format,
             symmetry=self.symmetry or (Symmetry.SYMMETRIC if self.format.signed else Symmetry.ASYMMETRIC),
@@ -216,34 +217,34 @@ class TensorSpec:
 
     @property
     def new_observer(self) -> Observer:
-        """The observer that finds the range, before it has seen a value."""
+        """Observer that determines the range, in its initial state."""
         return self.observer or (Placeholder() if self.is_cast else MinMax())
 
     @property
     def is_cast(self) -> bool:
-        """True if the format needs only a cast and no scale."""
+        """True if the format needs only a cast and not a scale."""
         return not self.format.needs_scale
 
     @property
     def is_calibrated(self) -> bool:
-        """True if scales of activations, or the scale of their scales, come from calibration data."""
+        """True if the scales of an activation, or the second scale of its scales, come from calibration data."""
         return (not self.dynamic or self.scale.calibrated) and not self.is_cast
 
     @property
     def ratio(self) -> float:
-        """The fraction of the range that `Adjusted` keeps; 1 for other observers."""
+        """Fraction of the range that `Adjusted` keeps; 1 for other observers."""
         return self.observer.ratio if isinstance(self.observer, Adjusted) else 1.0
 
     @property
     def measures_a_share(self) -> bool:
-        """True if only a fraction of the range that is measured at run time is used."""
+        """True if the scale covers only a fraction of the range that is measured at run time."""
         return self.dynamic and self.ratio != 1
 
     def measurement(self, dim: int) -> Measurement:
-        """Return the arguments of `quark_fx.numbers.ops.dynamic_qparams` that follow the tensor, for a dynamic spec.
+        """Return the arguments of `quark_fx.numbers.ops.dynamic_qparams` after the tensor, for a dynamic spec.
 
         Args:
-            dim: Reduction dimension of the activation. Groups, and the channels of a token, are along it.
+            dim: Reduction dimension of the activation, which holds the groups and the channels of a token.
         """
         axis, block = None, 0
         if self.granularity is Granularity.TOKEN:
@@ -254,10 +255,12 @@ class TensorSpec:
         return str(self.format), str(self.symmetry), axis, block, str(self.scale), group, self.ratio
 
     def replace(self, **changes: Any) -> Self:
-        """Return a validated copy with `changes`; defaults that depend on the format follow a new format.
+        """Return a validated copy with `changes`.
+
+        If the format changes, a symmetry or observer that was the default becomes the default of the new format.
 
         Raises:
-            ConfigError: For an unknown field, or if the result contradicts itself.
+            ConfigError: If a field is unknown, or the fields of the result contradict each other.
         """
         known_fields(type(self), changes)
         if "format" in changes:
@@ -293,15 +296,18 @@ class TensorSpec:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data; fields at their default are left out."""
+        """Return plain data; fields with their default value are omitted."""
         return {"format": str(self.format), **plain_fields(self, TensorSpec(format=self.format))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; raises `ConfigError` for an unknown key or value and lists the valid ones.
+        """Build a spec from plain data, the inverse of `to_dict`.
 
-        Earlier versions wrote `scale_type`, the name of the scale format, and `sub_group_size`, the number of values
-        per scale if groups of scales share a scale.
+        Data of earlier versions can contain `scale_type`, the name of the scale format, and `sub_group_size`, the
+        number of values per scale if groups of scales share a second scale.
+
+        Raises:
+            ConfigError: For an unknown key or value; the message lists the valid ones.
         """
         values = known_fields(cls, _with_scale(data))
         if "format" not in values:
@@ -310,7 +316,7 @@ class TensorSpec:
 
 
 def _with_scale(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields, with `scale` and `group_size` in place of fields of earlier versions."""
+    """Return the fields of a spec, with fields of earlier versions converted to `scale` and `group_size`."""
     earlier = [key for key in ("scale_type", "sub_group_size") if isinstance(data, Mapping) and key in data]
     if not earlier:
         return data

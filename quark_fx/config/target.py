@@ -1,7 +1,7 @@
 """`Target`: one frozen value per backend, in a registry. `quark_fx.targets` holds the targets of the package.
 
 To add a backend, pass a `Target` to `register_target`. Configurations, YAML, and stored models then refer to it by its
-name. No code tests for a specific target: configurations, placement, training, and export read the value's fields.
+name. No code tests for a specific target: configurations, placement, training, and export read the fields of `Target`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quark_fx.system.untrusted import brief
 
 
 class Operand(StrEnum):
-    """The tensors of an operator that have a spec, named after the fields of a configuration."""
+    """Tensors of an operator that can have a spec, named after the fields of `QuantConfig`."""
 
     WEIGHT = "weight"
     INPUT = "input"
@@ -36,14 +36,14 @@ class Operand(StrEnum):
 @checked
 @dataclass(frozen=True)
 class Refusal:
-    """Specs that a backend does not support.
+    """A rule that rejects specs that a backend does not support.
 
     Attributes:
-        when: Function that tells whether the backend refuses a spec for an operand.
-        why: Message of the error, which names the fix. Fields such as `{spec.format}` are filled in.
+        when: Function of a spec and its operand that returns True if the backend does not support the spec.
+        why: Error message, which names the fix. Placeholders such as `{spec.format}` are filled in.
 
     Raises:
-        ConfigError: If `why` has a field that no spec can fill in.
+        ConfigError: If `why` has a placeholder that a spec cannot fill in.
     """
 
     when: Callable[[TensorSpec, Operand], bool]
@@ -80,22 +80,22 @@ class Placement:
 
     Attributes:
         arithmetic: Operators without weights that run in integers, such as `"aten.add.Tensor"`.
-        anywhere: Whether these run in integers wherever their inputs are in integers; otherwise, they do so only
-            between quantized operators.
-        rounds_output: Function that tells whether the output of an operator with a weight is always rounded; otherwise,
-            it is rounded only if all its consumers read it in integers.
+        anywhere: Whether the operators in `arithmetic` run in integers wherever their inputs are in integers; if False,
+            they do so only between quantized operators.
+        rounds_output: Function that returns True if the output of an operator with a weight is always rounded. If
+            False, the output is rounded only if all its consumers read it in integers.
         in_float: Kinds (such as `"lstm"`) and roles (such as `"router"`) of operators whose weights stay in float.
-        rounds_input: Function that tells whether an operator of a kind with a quantized weight reads its activation
-            with a given spec; otherwise, it reads it in float.
-        continues: Function that tells whether a node works on the value it reads before rounding, such as an activation
-            function that a kernel applies to its sums.
+        rounds_input: Function of an operator's kind and an activation's spec that returns True if operators of that
+            kind with a quantized weight read the activation in that spec. If False, they read it in float.
+        continues: Function of two nodes that returns True if the second reads the result of the first before rounding,
+            such as an activation function that a kernel applies to its sums.
         refuses: Function that returns why the backend cannot run an operator, with the fix; empty if it can. Its
             arguments are the kind, the spec of the weight, the spec of the input (`None`: float), and the geometry
             (`None` for recurrent layers and embeddings).
-        fuses: Whether the backend runs siblings (`quark_fx.plan.siblings`) as one kernel, so that all have the same
-            specs, or all stay in float.
-        branches: Whether the backend computes float branches that a pass adds next to an operator. `LowRank` changes
-            nothing if it does not.
+        fuses: Whether the backend runs siblings (`quark_fx.plan.siblings`) as one kernel, so that all siblings have the
+            same specs, or all stay in float.
+        branches: Whether the backend computes float branches that a pass adds next to an operator. If False, `LowRank`
+            does not change anything.
     """
 
     arithmetic: frozenset[str] = frozenset()
@@ -115,15 +115,15 @@ class OnnxFiles:
     """Options of the backend's ONNX files.
 
     Attributes:
-        formats: Formats of `quark_fx.export.onnx` that the backend reads, its default first. Default: every format, and
-            `"qdq"` first.
+        formats: Formats of `quark_fx.export.onnx` that the backend reads, the preferred one first. Default: every
+            format, with `"qdq"` first.
         opset: Default opset.
         opsets: Oldest and newest opset that the backend reads.
-        runtime: Runtime whose defects the file works around: `"onnxruntime"`, or a name for which `register_workaround`
-            adds rows. Without a runtime, a file has no workarounds, and ONNX Runtime may compute other values from it.
+        runtime: Runtime whose defects the files work around: `"onnxruntime"`, or a name for which `register_workaround`
+            adds rows. If empty, files have no workarounds, and ONNX Runtime may compute different values.
         rules: Rewrites for this backend alone, which run last: see `quark_fx.export.onnx`.
-        check: Function that raises `ExportError` for an `onnx_ir.Model` that the backend does not load. It need not
-            repeat two general checks of every file: `onnx.checker` accepts it, and ONNX Runtime loads it.
+        check: Function that raises `ExportError` for an `onnx_ir.Model` that the backend does not load. It does not
+            need to call `onnx.checker` or load the file in ONNX Runtime, because every export does both.
 
     Raises:
         ConfigError: If `formats` is empty, or the backend does not read the default opset.
@@ -160,14 +160,16 @@ class CheckpointFiles:
         refuses: Function that returns why the backend does not read a format of `quark_fx.export.huggingface`, with the
             fix; empty if it does. Its arguments are the format, its `quantization_config`, and the names of experts'
             modules that stay in float.
-        stacks: Whether compressed-tensors stores experts that stay in float as stacks, where transformers looks for
-            them if other layers are quantized; otherwise, each expert has its own matrices, as in a float checkpoint.
+        stacks: Whether compressed-tensors stores experts that stay in float as stacked tensors, which transformers
+            expects if other layers are quantized. If False, each expert has separate matrices, as in a float
+            checkpoint.
         fused: Names of the backend's fused layers, each with the names of the layers that it fuses. If all of these
-            stay in float, the checkpoint also lists the fused name.
+            layers stay in float, the checkpoint also lists the fused name.
         unrotated: Function that returns why the backend does not rotate the input of an operator at run time (the
             `transform_config` of compressed-tensors), with the fix; empty if it does. Its arguments are the kinds of
-            the operator in patterns, whether it has a bias, and the size of the matrix. `Rotate` skips operators that
-            it refuses. `None` means that the backend's support is unknown: checkpoints with rotations are refused.
+            the operator in patterns, whether the operator has a bias, and the size of the matrix. `Rotate` skips
+            operators for which a reason is returned. `None` means that the backend's support is unknown: checkpoints
+            with rotations are refused.
     """
 
     refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken
@@ -190,7 +192,7 @@ TARGETS: Final[Registry[Target, Target]] = Registry(
 
 
 class _Named(type):
-    """Class of `Target`, whose attributes include the registered targets, such as `Target.ONNX`."""
+    """Metaclass of `Target`; makes registered targets attributes, such as `Target.ONNX`."""
 
     def __getattr__(cls, name: str) -> Target:
         return TARGETS.attribute(name)
@@ -201,17 +203,17 @@ class _Named(type):
 class Target(metaclass=_Named):
     """A backend: the specs it supports, its placement of quantizers, its integer limits, and its files.
 
-    Every registered target is an attribute in upper case, such as `Target.ONNX`.
+    Every registered target is an uppercase attribute of this class, such as `Target.ONNX`.
 
     Attributes:
         name: Name in configurations. Targets with the same name are equal.
-        refuses: Specs that `QuantConfig` refuses for it; the first one that applies gives the error.
+        refuses: Rules for specs that `QuantConfig` rejects; the first rule that applies gives the error message.
         placement: Positions of quantizers.
-        limits_pairs: Whether weight codes are limited so that two products of 8 bits, added in 16 bits, never saturate
+        limits_pairs: Whether weight codes are limited so that two 8-bit products, added in 16 bits, never saturate
             (`quark_fx.plan.pair_sums`).
-        onnx: Options of its ONNX files.
-        checkpoints: Options of its checkpoints (`quark_fx.export.huggingface`).
-        latency_runtime: Runtime that `quark_fx.search` measures latency in: `"onnxruntime"`, `"compile"`
+        onnx: Options of the backend's ONNX files.
+        checkpoints: Options of the backend's checkpoints (`quark_fx.export.huggingface`).
+        latency_runtime: Runtime in which `quark_fx.search` measures latency: `"onnxruntime"`, `"compile"`
             (`QuantizedModel.compile`), or empty if the backend is on another machine.
     """
 
@@ -245,10 +247,10 @@ _add = TARGETS.add
 
 
 def register_target(target: Target) -> Target:
-    """Register a target by its name. A module can register a name again, for example from a notebook cell.
+    """Register a target under its name, and return it. A module can register a name again, as in a rerun notebook cell.
 
     Raises:
-        ConfigError: For a value that is not a `Target`, or the name of a target that another module registered.
+        ConfigError: If `target` is not a `Target`, or another module registered its name.
     """
     if not isinstance(target, Target):
         raise ConfigError(f"{brief(target)} is not a Target; write register_target(Target(name=...))")
@@ -256,11 +258,11 @@ def register_target(target: Target) -> Target:
 
 
 find_target = TARGETS.find
-"""Returns the target with a name; the error lists the closest name and all names."""
+"""Function that returns the target with a given name; its error lists the closest name and all names."""
 
 
 def stored_target(name: str) -> Target:
-    """Return the target of a stored model: the registered one, or a `Stored` value in its place."""
+    """Return the registered target with a stored model's target name, or a `Stored` value if there is none."""
     with keeping_stored():
         return TARGETS.make(name)
 
@@ -268,13 +270,13 @@ def stored_target(name: str) -> Target:
 def undivided_groups(
     weight: TensorSpec, linear: Linear | None, sizes: Iterable[int], otherwise: str, *, shorter: bool = True
 ) -> str:
-    """Return why a backend cannot run groups that do not divide an operator's inputs; empty if it can.
+    """Return why a backend cannot run a weight whose group size does not divide the inputs; empty if it can.
 
     Args:
         weight: Spec of the weight, with or without groups.
         linear: Geometry of the operator.
-        sizes: Group sizes that the backend supports; the first one that divides the inputs is proposed.
-        otherwise: Fix to propose if none does.
+        sizes: Group sizes that the backend supports; the first one that divides the number of inputs is proposed.
+        otherwise: Fix to propose if none of `sizes` divides the number of inputs.
         shorter: Whether the backend supports rows shorter than a group.
     """
     size, inputs = weight.group_size, 0 if linear is None else linear.shape[linear.input_axis]
