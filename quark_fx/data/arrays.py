@@ -1,4 +1,4 @@
-"""Batches from files of numpy and of safetensors."""
+"""Batches from numpy and safetensors files."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from quark_fx.system.options import PositiveInt, checked_call
 from quark_fx.system.untrusted import require_regular
 
 ARRAY_SUFFIXES = (".npy", ".npz", ".safetensors")
-"""Suffixes of the files that `read_arrays` reads."""
+"""File suffixes that `read_arrays` supports."""
 
 
 @checked_call
 def read_arrays(
     path: str | Path, *, count: PositiveInt | None = None, batch_size: PositiveInt = 8
 ) -> list[Tensor] | list[dict[str, Tensor]]:
-    """Return the samples of a file, along the first dimension of its arrays, in batches. Nothing is unpickled.
+    """Read the samples of a file, indexed by the first dimension of its arrays, in batches. Pickled data is refused.
 
     Args:
         path: File with suffix `.npy`, `.npz`, or `.safetensors`.
-        count: Number of samples, spread evenly over all; default: all.
+        count: Number of samples, spread evenly over all samples. Default: all.
         batch_size: Samples per batch.
 
     Returns:
-        Tensors if the file holds one array; otherwise, dictionaries from names of arrays to tensors: the keyword
-        arguments of the model. float64, numpy's default, becomes float32.
+        Tensors if the file holds one array; otherwise, dictionaries of tensors by array name, the keyword arguments of
+        the model. float64, numpy's default, becomes float32.
 
     Raises:
-        CalibrationError: If the file cannot be read, is empty, or holds objects, or if its arrays differ in their
-            number of samples.
+        CalibrationError: If the file cannot be read, is empty, or holds Python objects, or if its arrays have different
+            numbers of samples.
     """
     path = Path(path)
     tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in _read(path).items()}

@@ -1,4 +1,4 @@
-"""Helpers of all readers: select samples evenly, and split them into batches."""
+"""Even selection of samples, and their division into batches, for all readers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def spread(items: Sequence[T], count: int | None) -> list[T]:
-    """Return `count` items, spread evenly and in order; all items if there are fewer.
+    """Return `count` items, spread evenly and in order; all items if there are at most `count`.
 
     >>> spread("abcdefgh", 3)
     ['a', 'c', 'f']
@@ -20,5 +20,5 @@ def spread(items: Sequence[T], count: int | None) -> list[T]:
 
 
 def in_batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Return the items in batches of `size`; the last one may be shorter."""
+    """Split the items into batches of `size`; the last batch may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]

@@ -9,11 +9,11 @@ _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 def context_length(config: Any) -> int | None:
-    """Return the largest number of tokens that a language model reads; `None` if its configuration does not say.
+    """Return the context length of a language model in tokens; `None` if its configuration does not contain one.
 
     Args:
-        config: Configuration of a transformers model, or the JSON object of a checkpoint. In a multimodal model, the
-            length is in the configuration of the text part.
+        config: Configuration of a transformers model, or the JSON object of a checkpoint. For a multimodal model, the
+            configuration of the text part is used.
     """
     if isinstance(config, Mapping):
         text = config.get("text_config")

@@ -12,7 +12,7 @@ from quark_fx.errors import CalibrationError
 from quark_fx.system.options import PositiveInt, checked_call
 
 _GREEDY = 4
-"""Number of most probable tokens after the first one, so that a text begins in a typical way."""
+"""Number of greedily chosen tokens after the first one, so that a text begins in a typical way."""
 
 
 @checked_call
@@ -21,19 +21,19 @@ def generated_windows(
 ) -> list[dict[str, Tensor]]:
     """Return windows of text that the model itself generates, for calibration when no text is available.
 
-    The first token is drawn from the vocabulary, the next four are the most probable ones, and all others are sampled
-    at temperature 1 (LLM-QAT, https://arxiv.org/abs/2305.17888, section 2.1). A window begins with the model's
-    beginning-of-text token, if it has one.
+    The first token is drawn at random from the vocabulary, the next four are the most probable ones, and the rest are
+    sampled at temperature 1 (LLM-QAT, https://arxiv.org/abs/2305.17888, section 2.1). Every window begins with the
+    model's beginning-of-text token, if there is one.
 
     Args:
         model: Causal language model of transformers in eval mode, on any device.
-        length: Tokens per window, including the first ones.
+        length: Tokens per window, including the beginning-of-text token.
         count: Number of windows.
         batch_size: Windows per batch.
-        seed: Seed of the sampling; the caller's random state does not change.
+        seed: Seed of the sampling; torch's random state is restored afterwards.
 
     Returns:
-        Batches `{"input_ids": (batch_size, length)}` in int64 on the CPU; the last one may have fewer windows.
+        Batches `{"input_ids": (batch_size, length)}` in int64 on the CPU; the last batch may have fewer windows.
 
     Raises:
         CalibrationError: If the model does not generate text, is in training mode, or does not support windows of
@@ -70,7 +70,7 @@ def generated_windows(
 
 
 def _continued(model: Any, tokens: Tensor, more: int, *, sample: bool) -> Tensor:
-    """Return `tokens` and exactly `more` generated ones; end-of-text tokens and the model's settings do not matter."""
+    """Append exactly `more` generated tokens to `tokens`; end-of-text tokens and the model's settings are ignored."""
     import transformers
 
     settings, plain = (
@@ -80,10 +80,10 @@ def _continued(model: Any, tokens: Tensor, more: int, *, sample: bool) -> Tensor
         ),
     )
     plain.eos_token_id, plain.pad_token_id = settings.eos_token_id, 0
-    model.generation_config = transformers.GenerationConfig()  # `generate` reads missing settings from it
+    model.generation_config = transformers.GenerationConfig()  # `generate` reads missing settings from the model
     try:
         generated: Tensor = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=plain)
-    except (RuntimeError, IndexError, ValueError) as error:  # torch's and transformers' own
+    except (RuntimeError, IndexError, ValueError) as error:  # errors of torch and transformers
         raise CalibrationError(f"the {type(model).__name__} does not generate: {error}") from error
     finally:
         model.generation_config = settings

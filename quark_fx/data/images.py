@@ -17,10 +17,10 @@ from quark_fx.system.isolation import warn
 from quark_fx.system.options import PositiveInt, checked_call
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff")
-"""Suffixes of the files that count as images."""
+"""Suffixes of image files."""
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's red, green, and blue, from 0 to 1; most networks were trained with them."""
+"""Mean and standard deviation of red, green, and blue in ImageNet, on a scale from 0 to 1, which most networks use."""
 
 Prepare = Callable[[list[Any]], Any]
 """Function from a list of Pillow images to a batch."""
@@ -49,18 +49,18 @@ def image_folder(
     batch_size: PositiveInt = 8,
     prepare: Prepare | None = None,
 ) -> list[Any]:
-    """Return the images in a folder and its subfolders in batches, normalized with `mean` and `std` per color.
+    """Read the images in a folder and its subfolders in batches, normalized with `mean` and `std` per color.
 
     Images are rotated by the orientation in their EXIF data. Hidden files and folders (`.ipynb_checkpoints`,
     `._a.png`) are skipped.
 
     Args:
-        directory: Folder to search, with its subfolders.
-        size: Side length in pixels: images are scaled so that the shorter side has this length, then cropped to the
-            center. By default, images keep their size, which has to be the same for all.
+        directory: Folder to search, including its subfolders.
+        size: Side length in pixels. Images are scaled so that the shorter side has this length, then center-cropped.
+            By default, images keep their size, which must be the same for all images.
         mean: Mean of each color, from 0 to 1; one number for grayscale images.
-        std: Standard deviation of each color, in the same form.
-        count: Number of images, spread evenly over all; default: all.
+        std: Standard deviation of each color, in the same form as `mean`.
+        count: Number of images, spread evenly over all images. Default: all.
         batch_size: Images per batch.
         prepare: Function from a list of Pillow images to a batch, such as an image processor of transformers; it
             replaces scaling and normalization.
@@ -80,23 +80,23 @@ def image_folder(
 def labeled_images(
     directory: str | Path, *, count: PositiveInt | None = None, batch_size: PositiveInt = 8, **options: Any
 ) -> LabeledImages:
-    """Return the images of a folder that has one folder per class, in batches with their labels.
+    """Read the images of a folder that has one subfolder per class, in batches with their labels.
 
-    A class is a folder with at least one image; hidden and empty folders do not count. If the names of all classes are
-    different integers, these are the labels. Otherwise, labels count the classes from 0 in the order of their names, as
-    in torchvision's `ImageFolder`. `class_to_idx` of the result maps names to labels.
+    Every subfolder with at least one image is a class; hidden and empty folders are skipped. If the names of all
+    classes are distinct integers, those integers are the labels. Otherwise, classes are numbered from 0 in the order of
+    their names, as in torchvision's `ImageFolder`. `class_to_idx` of the result maps names to labels.
 
     Args:
-        directory: Folder that holds the folders of the classes.
-        count: Number of images, spread evenly over all; default: all.
+        directory: Folder that contains the folders of the classes.
+        count: Number of images, spread evenly over all images. Default: all.
         batch_size: Images per batch.
-        options: Arguments of `image_folder`.
+        options: Other arguments of `image_folder`.
 
     Returns:
         Pairs of a batch and its labels, `(batch_size,)` in int64.
 
     Raises:
-        CalibrationError: For errors of `image_folder`, and if an image is not in the folder of a class.
+        CalibrationError: If an image is not in the folder of a class, and for the errors of `image_folder`.
     """
     directory = Path(directory)
     files = image_files(directory)
@@ -104,7 +104,7 @@ def labeled_images(
         raise CalibrationError(f"{loose[0]} is not in the folder of a class; move the images of each class to a folder")
     classes = [file.relative_to(directory).parts[0] for file in files]
     names = sorted(set(classes))
-    numbered = all(name.isdecimal() for name in names) and len(names) == len(set(map(int, names)))  # 1 and 01 are names
+    numbered = all(name.isdecimal() for name in names) and len(names) == len(set(map(int, names)))  # 1 equals 01
     label = {name: int(name) if numbered else index for index, name in enumerate(names)}
     visible = {entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
     if (empty := sorted(visible - label.keys())) and not numbered:
@@ -118,7 +118,10 @@ def labeled_images(
 
 
 class _Prepare:
-    """Function from images of the same size to a tensor."""
+    """Default `prepare` function: scales, crops, and normalizes Pillow images, and stacks them.
+
+    It remembers the first image's size, and raises an error for images of another size.
+    """
 
     def __init__(self, size: int | None, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         if len(mean) != len(std) or len(mean) not in (1, 3) or not all(std):
@@ -162,12 +165,12 @@ class _Prepare:
 
 
 def image_files(directory: Path) -> list[Path]:
-    """Return the image files in a folder and its subfolders, sorted, without hidden ones."""
+    """Return the image files in a folder and its subfolders, sorted; hidden files and folders are skipped."""
     if not directory.is_dir():
         raise CalibrationError(f"{directory} is not a folder; pass a folder of images")
     files: list[Path] = []
     for folder, subfolders, names in os.walk(directory, followlinks=True):
-        place = Path(folder).resolve()  # following a link to a parent folder would never end
+        place = Path(folder).resolve()  # do not follow links to parent folders, which would loop forever
         subfolders[:] = [
             name
             for name in subfolders

@@ -16,7 +16,7 @@ from quark_fx.system.options import checked_call
 from quark_fx.system.untrusted import parse_json, require_regular
 
 Conversation = list[dict[str, Any]]
-"""Messages of a chat, `{"role": "user", "content": "..."}` each."""
+"""List of the messages of a chat, each a dictionary `{"role": "user", "content": "..."}`."""
 
 _INSTALLED = re.compile(r"([A-Za-z_][\w.]*):([\w./-]+)")
 
@@ -24,11 +24,11 @@ _JSON = (".json", ".jsonl", ".ndjson")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 _ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles in chat templates by the names that ShareGPT gives them."""
+"""Roles in chat templates by their ShareGPT names."""
 
 
 def is_installed_name(source: str | Path) -> bool:
-    """Tell whether a source names a file or variable of a package (`module:name`) and not a file on disk.
+    """Return True if a source names a file or variable of a package (`module:name`) and is not a file on disk.
 
     >>> is_installed_name("pydoc_data.topics:topics")
     True
@@ -40,18 +40,18 @@ def is_installed_name(source: str | Path) -> bool:
 
 @checked_call
 def read_text(source: str | Path) -> str | list[str] | list[Conversation]:
-    """Return the text of a file or of an installed package: one text, documents, or conversations.
+    """Read text from a file or an installed package: one text, documents, or conversations.
 
     >>> texts = read_text("pydoc_data.topics:topics")  # Python's language reference, which comes with Python
 
     Args:
         source: File, or `package.module:name`: a file in the folder of a package, or a variable of a module that holds
-            a text, texts, or a mapping to texts. JSON (a list, or one value per line) holds strings, objects with a
-            `text`, or objects with `messages` (`role`, `content`) or `conversations` (`from`, `value`). `.csv` and
-            `.tsv` files have a column `text`. A byte order mark is dropped.
+            a text, texts, or a mapping to texts. A JSON file (a list, or one value per line) holds strings, objects
+            with a `text`, or objects with `messages` (`role`, `content`) or `conversations` (`from`, `value`). A `.csv`
+            or `.tsv` file needs a column `text`. A byte order mark is ignored.
 
     Raises:
-        CalibrationError: If the source does not exist, or holds something else.
+        CalibrationError: If the source does not exist, or does not have one of these forms.
     """
     if is_installed_name(source):
         content = _installed(str(source))
@@ -86,7 +86,7 @@ def _installed(name: str) -> Path | str | list[str]:
             return file
     try:
         value = getattr(importlib.import_module(package), part, None)
-    except (Exception, SystemExit) as error:  # the package's own code
+    except (Exception, SystemExit) as error:  # the code of the package can raise any error
         raise CalibrationError(f"importing {package} raised {type(error).__name__}: {error}") from error
     texts = list(value.values()) if isinstance(value, Mapping) else value
     if isinstance(texts, Iterable) and not isinstance(texts, str | bytes):
@@ -100,7 +100,7 @@ def _installed(name: str) -> Path | str | list[str]:
 
 
 def _records(path: Path, text: str) -> list[tuple[str, Any]] | None:
-    """Return the values in a JSON file or a table, each with its place for messages; `None` for plain text."""
+    """Return pairs of a place, for error messages, and a value of a JSON file or table; `None` for plain text."""
     suffix = path.suffix.lower()
     if suffix in _DELIMITERS:
         return _rows(path, text, _DELIMITERS[suffix])
@@ -113,7 +113,7 @@ def _records(path: Path, text: str) -> list[tuple[str, Any]] | None:
         if suffix not in _JSON and not isinstance(_first_line(text), dict):
             return None  # plain text that begins with a bracket
     records: list[tuple[str, Any]] = []
-    for number, line in enumerate(text.split("\n"), 1):  # a string of JSON may hold other separators
+    for number, line in enumerate(text.split("\n"), 1):  # a JSON string may contain other line separators
         try:
             records += [(f"line {number}", parse_json(line))] if line.strip() else []
         except ValueError as error:

@@ -23,17 +23,17 @@ def text_windows(
     count: PositiveInt | None = None,
     batch_size: PositiveInt = 8,
 ) -> list[dict[str, Tensor]]:
-    """Return windows of a text's tokens, without padding or overlap, to calibrate language models.
+    """Split a text's tokens into windows without padding or overlap, to calibrate language models.
 
     Args:
-        text: One text, or documents; the tokenizer's end-of-text token follows each document.
-        tokenizer: Tokenizer of transformers, or a function that returns `input_ids`.
+        text: One text, or several documents; the tokenizer's end-of-text token is added after each document.
+        tokenizer: Tokenizer of transformers, or a function from a text to a mapping with `input_ids`.
         length: Tokens per window.
-        count: Number of windows, spread evenly over the text; default: all.
+        count: Number of windows, spread evenly over the text. Default: all.
         batch_size: Windows per batch.
 
     Returns:
-        Batches `{"input_ids": (batch_size, length)}` in int64; the last one may have fewer windows.
+        Batches `{"input_ids": (batch_size, length)}` in int64; the last batch may have fewer windows.
 
     Raises:
         CalibrationError: If the text has fewer tokens than one window.
@@ -56,19 +56,20 @@ def chat_windows(
     count: PositiveInt | None = None,
     batch_size: PositiveInt = 8,
 ) -> list[dict[str, Tensor]]:
-    """Return windows of conversations in the tokenizer's chat template, packed like documents in `text_windows`.
+    """Format conversations with the tokenizer's chat template, and split their tokens into windows.
 
-    Chat models do not read plain text: the template puts roles and special tokens around every message.
+    Chat models do not read plain text: the template puts roles and special tokens around every message. Conversations
+    are packed like documents in `text_windows`.
 
     Args:
-        conversations: Lists of messages, `{"role": "user", "content": "..."}`, in the form that the template reads.
+        conversations: Lists of messages, `{"role": "user", "content": "..."}`, in the form that the template expects.
         tokenizer: Tokenizer of transformers with a chat template.
         length: Tokens per window.
-        count: Number of windows, spread evenly over all; default: all.
+        count: Number of windows, spread evenly over all windows. Default: all.
         batch_size: Windows per batch.
 
     Returns:
-        Batches `{"input_ids": (batch_size, length)}` in int64; the last one may have fewer windows.
+        Batches `{"input_ids": (batch_size, length)}` in int64; the last batch may have fewer windows.
 
     Raises:
         CalibrationError: If the tokenizer lacks a chat template, the template refuses a conversation, or the
@@ -87,7 +88,7 @@ def chat_windows(
             )
         try:
             encoding = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=True)
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template can raise any error
             raise CalibrationError(f"the chat template refuses conversation {index}: {error}") from error
         tokens += encoding["input_ids"]
     return _windows(tokens, length, count, batch_size)
@@ -112,17 +113,18 @@ def text_lines(
     count: PositiveInt | None = None,
     batch_size: PositiveInt = 8,
 ) -> list[dict[str, Tensor]]:
-    """Return one sample per line, padded to the longest of its batch, to calibrate text encoders.
+    """Tokenize one sample per line, padded to the longest sample of its batch, to calibrate text encoders.
 
     Args:
-        lines: Texts, or one text that is split into its lines; empty lines are skipped.
+        lines: Texts, or one text that is split into lines; empty lines are skipped.
         tokenizer: Tokenizer of transformers.
         length: Maximum number of tokens; longer lines are truncated.
-        count: Number of lines, spread evenly over all; default: all.
+        count: Number of lines, spread evenly over all lines. Default: all.
         batch_size: Lines per batch.
 
     Returns:
-        Batches with all results of the tokenizer: `input_ids`, `attention_mask`, ..., `(batch_size, tokens)` each.
+        Batches with all results of the tokenizer, such as `input_ids` and `attention_mask`, each `(batch_size,
+        tokens)`.
 
     Raises:
         CalibrationError: If all lines are empty, or the tokenizer cannot pad.
@@ -142,7 +144,7 @@ def _split(lines: str | Iterable[str]) -> Iterable[str]:
 
 
 def _texts(items: Iterable[Any]) -> Iterator[str]:
-    """Yield texts; raise an error for other values."""
+    """Yield the items; raise `CalibrationError` for an item that is not a string."""
     if isinstance(items, bytes | bytearray | Mapping):
         remedy = "pass its values" if isinstance(items, Mapping) else "decode it (text.decode('utf-8'))"
         raise CalibrationError(f"texts are strings, and this is a {type(items).__name__}; {remedy}")
