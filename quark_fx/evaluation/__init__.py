@@ -1,4 +1,4 @@
-"""Evaluate a model in any form: float, quantized, stored, a checkpoint, or an exported file."""
+"""Evaluation of a model in any form: float, quantized, stored, a checkpoint, or an exported file."""
 
 from quark_fx.evaluation.comparison import Distance, compare
 from quark_fx.evaluation.runs import runner_of

@@ -16,13 +16,13 @@ from quark_fx.evaluation.runs import named_tensors, runner_of, same_place
 
 @dataclass(frozen=True)
 class Distance:
-    """Distance between an output of one model and the same output of another.
+    """Distance between an output of one model and the same output of another model.
 
     Attributes:
         name: Name of the output; empty for a single output.
         max_abs: Largest absolute difference.
-        sqnr: Signal-to-noise ratio in dB: the first model's values are the signal, differences are the noise.
-        cosine: Cosine similarity of all values.
+        sqnr: Signal-to-noise ratio in dB, where the first model's values are the signal and the differences the noise.
+        cosine: Cosine similarity of the two outputs, flattened over all batches.
         agreement: Fraction of rows with the same argmax along the last dimension, from 0 to 1.
     """
 
@@ -35,15 +35,15 @@ class Distance:
 
 @torch.no_grad()
 def compare(first: Any, second: Any, batches: Iterable[Any]) -> tuple[Distance, ...]:
-    """Run the same batches through two models; return one `Distance` per common output.
+    """Run the same batches through two models, and return one `Distance` per common output.
 
     Args:
         first: Reference model, in any form that `evaluate` accepts.
-        second: Model to compare with it, in any form that `evaluate` accepts.
+        second: Model to compare with the reference, in any form that `evaluate` accepts.
         batches: Batches in the form of calibration data.
 
     Raises:
-        QuarkError: If batches are missing, or the models do not have a common output.
+        QuarkError: If `batches` is empty, or the models do not have a common output.
     """
     runs = runner_of(first), runner_of(second)
     sums: dict[str, _Sums] = {}
@@ -57,7 +57,7 @@ def compare(first: Any, second: Any, batches: Iterable[Any]) -> tuple[Distance, 
 
 
 def _pairs(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-    """Return the common outputs, matched by names, or by position if both models have the same number of outputs."""
+    """Return the common outputs, matched by their names, or by position if no names match and the counts are equal."""
     if common := [name for name in first if name in second]:
         return [(name, first[name], second[name]) for name in common]
     if len(first) == len(second):
@@ -81,7 +81,7 @@ class _Sums:
                 f"output {name!r} has shape {tuple(a.shape)} in one model and {tuple(b.shape)} in the other; are they "
                 "the same model?"
             )
-        a, b = a.double(), b.double()  # booleans, too
+        a, b = a.double(), b.double()  # also converts booleans
         if a.dim() and a.shape[-1]:
             equal = a.argmax(-1) == b.argmax(-1)
             self.same, self.rows = self.same + int(equal.sum()), self.rows + equal.numel()

@@ -1,4 +1,4 @@
-"""Open a model in any form: module, function, checkpoint, or exported file."""
+"""Opening and running a model in any form: module, function, checkpoint, or exported file."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from quark_fx.export.runtime.runners import RUNNERS, FileRunner, Runner, TorchRu
 from quark_fx.model.serialization import load
 
 Run = Callable[[Any], Any]
-"""Function from a batch, in the form of calibration data, to the result of the model, such as a `Runner`."""
+"""Function, such as a `Runner`, from a batch in the form of calibration data to the result of the model."""
 
 
 def runner_of(model: Any, runtime: str | None = None) -> Runner:
     """Return a runner of a model: `runner(batch)` runs a batch in the form of calibration data.
 
     Args:
-        model: Module in eval mode, result of `quantize`, function that is called like the model, path of an ONNX file,
-            of a directory that `save` wrote, of a checkpoint, or of a GGUF file, or a runner.
+        model: Module in eval mode; result of `quantize`; function that is called like the model; path of an ONNX file,
+            a GGUF file, a checkpoint, or a directory that `save` wrote; or a runner.
         runtime: Runtime of a file: `"onnxruntime"`, or the `onnx.runtime` of another target. Default: ONNX Runtime for
             ONNX files, and torch for other models.
 
     Raises:
-        QuarkError: For a model of another type, or a path that cannot be read.
+        QuarkError: If the type of the model is not supported, or a path cannot be read.
     """
     if runtime is not None:
         if runtime not in RUNNERS or not isinstance(model, str | os.PathLike):
@@ -55,10 +55,10 @@ def open_model(path: str | os.PathLike[str]) -> Any:
 
     Args:
         path: ONNX file, directory that `save` wrote, checkpoint of transformers (float or quantized), or GGUF file,
-            which transformers decodes to float32. No code of it is run.
+            which transformers decodes to float32. Code in a checkpoint is never run.
 
     Raises:
-        QuarkError: If the path is not a model of these kinds, or cannot be read.
+        QuarkError: If the path is not one of these, or cannot be read.
     """
     path = Path(path)
     if path.suffix == ".onnx":
@@ -83,12 +83,12 @@ def _opened(path: Path, runtime: str) -> FileRunner:
         return RUNNERS[runtime](path)
     except ExportError:
         raise
-    except Exception as error:  # errors of protobuf and the runtimes
+    except Exception as error:  # protobuf and the runtimes raise errors of many types
         raise ExportError(f"{path} cannot be loaded: {error}") from error
 
 
 def _gguf_model(path: Path) -> nn.Module:
-    """Return a language model with the decoded weights of a GGUF file."""
+    """Return the language model in a GGUF file, with decoded weights."""
     options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
     try:
         require_bounded(path)
@@ -97,13 +97,13 @@ def _gguf_model(path: Path) -> nn.Module:
             path.parent, gguf_file=path.name, output_loading_info=True, **options
         )
     except Exception as error:  # the reader of the format can raise anything
-        open_gguf(path)  # raises a better error if the file is damaged
+        open_gguf(path)  # raises a clearer error if the file is damaged
         raise CheckpointError(
             f"transformers does not load {path}: {error}\nIt knows some architectures and types of blocks only; "
             "evaluate the model that the file was exported from, which has the same weights, or "
             "run the file in llama.cpp (llama-perplexity)"
         ) from error
-    if names := sorted(loaded["missing_keys"]):  # transformers gives these random numbers
+    if names := sorted(loaded["missing_keys"]):  # transformers initializes these weights at random
         raise CheckpointError(
             f"{path} lacks weights for {some_of(names)} of the {type(model).__name__} that it describes; copy or "
             "export it again"
@@ -139,7 +139,7 @@ def _quantized_checkpoint(path: Path) -> nn.Module:
 
 
 def main_tensor(output: Any, *names: str) -> Tensor:
-    """Return the tensor of a model's result with one of the names, or the first tensor.
+    """Return the tensor of a model's result with the first of `names` that the result has, or else its first tensor.
 
     Raises:
         QuarkError: If the result does not contain tensors.
@@ -151,7 +151,7 @@ def main_tensor(output: Any, *names: str) -> Tensor:
 
 
 def same_place(name: str) -> str:
-    """Return the spelling of an output's name common to all forms of a model: `past.0.1` becomes `past_0_1`."""
+    """Return an output's name in the spelling that all forms of a model share: `past.0.1` becomes `past_0_1`."""
     return re.sub(r"\W", "_", name)
 
 

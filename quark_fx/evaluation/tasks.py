@@ -1,4 +1,4 @@
-"""`evaluate` and its tasks: metrics that are the same for every form of a model."""
+"""`evaluate` and its tasks, which compute the same metrics for every form of a model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from quark_fx.errors import QuarkError
 from quark_fx.evaluation.runs import Run, main_tensor, runner_of
 
 IGNORED = -100
-"""Label of tokens that do not count, in torch and in transformers."""
+"""Label of tokens to ignore, as in torch and transformers."""
 
 _LARGEST_LOSS = 700.0
 """Loss in nats above which the perplexity overflows a float."""
 
 Task = Callable[[Run], dict[str, float]]
-"""Function that runs its batches through a model and returns metrics and their names."""
+"""Function that runs batches through a model and returns a dictionary of metrics."""
 
 
 def evaluate(model: Any, task: Task) -> dict[str, float]:
@@ -35,8 +35,8 @@ def evaluate(model: Any, task: Task) -> dict[str, float]:
     Args:
         model: Module in eval mode; result of `quantize` or `eager()`; path of an ONNX file, a GGUF file, a checkpoint,
             or a directory that `save` wrote; or a function that is called like the model.
-        task: `LanguageModeling`, `Classification`, `Embedding`, or a function. Your function gets a function that runs
-            a batch, and returns a dictionary of metrics.
+        task: `LanguageModeling`, `Classification`, `Embedding`, or a function. The function receives a function that
+            runs a batch, and returns a dictionary of metrics.
 
     Raises:
         QuarkError: If the model cannot be read or run, or its results do not fit the task.
@@ -55,13 +55,14 @@ def evaluate(model: Any, task: Task) -> dict[str, float]:
 class LanguageModeling:
     """Prediction of the next token.
 
-    Metrics: `perplexity`, e to the power of the mean cross entropy of all tokens but the first of each row; and with a
-    reference, `KL`, the mean Kullback-Leibler divergence from the reference's predictions, in nats per token.
+    Metrics: `perplexity`, e to the power of the mean cross entropy over all tokens except the first of each row; and
+    with a reference, `KL`, the mean Kullback-Leibler divergence from the reference's predictions, in nats per token.
 
     Args:
-        batches: `{"input_ids": (rows, tokens), ...}`, read again by each evaluation. Tokens with an `attention_mask` of
-            0 are skipped, both as predicted tokens and as context. `labels` of the same shape are predicted instead of
-            `input_ids`; labels of -100 do not count. Models get the labels only if they do not run without them.
+        batches: Batches `{"input_ids": (rows, tokens), ...}`, read again by each evaluation. Tokens with an
+            `attention_mask` of 0 are skipped, both as predicted tokens and as context. If there are `labels`, of the
+            same shape, they are predicted instead of `input_ids`; labels of -100 are ignored. Models get the labels
+            only if they do not run without them.
         reference: Float model, in any form that `evaluate` accepts.
     """
 
@@ -77,7 +78,7 @@ class LanguageModeling:
             mask, labels = batch.get("attention_mask"), batch.get("labels", batch["input_ids"])
             for row, ids in enumerate(labels):  # row by row, because the logits of a vocabulary are large
                 ones = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
-                counts = ones[1:] & ones[:-1]  # the last position of padding on the left must not predict a token
+                counts = ones[1:] & ones[:-1]  # the last position of left padding must not predict a token
                 counts &= ids[1:] != IGNORED
                 log_probs, tokens_of = _predictions(output, row, counts), ids[1:][counts]
                 _require_vocabulary(tokens_of, log_probs.shape[-1])
@@ -99,8 +100,8 @@ class Classification:
     logit, and `KL`, the mean divergence from the reference's probabilities, in nats.
 
     Args:
-        batches: Pairs of inputs, in the form of calibration data, and labels, `(samples,)`; read by each evaluation.
-            Among labels per token, `(samples, tokens)`, labels of -100 do not count.
+        batches: Pairs of inputs, in the form of calibration data, and labels, `(samples,)`; read again by each
+            evaluation. Labels can also be per token, `(samples, tokens)`; labels of -100 are then ignored.
         reference: Float model, in any form that `evaluate` accepts.
     """
 
@@ -133,13 +134,14 @@ class Classification:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Similarity of embeddings to the embeddings of a reference.
+    """Similarity of a model's embeddings to the embeddings of a reference.
 
-    Metric: `cosine`, the mean cosine similarity. Vectors per token are averaged over the tokens with an
-    `attention_mask` of 1; other results are one vector per sample. Rows that hold only padding do not count.
+    Metric: `cosine`, the mean cosine similarity. If the model returns one vector per token, vectors are averaged over
+    the tokens with an `attention_mask` of 1; other results are one vector per sample. Rows that contain only padding
+    are ignored.
 
     Args:
-        batches: Batches in the form of calibration data, read by each evaluation.
+        batches: Batches in the form of calibration data, read again by each evaluation.
         reference: Float model, in any form that `evaluate` accepts.
     """
 
@@ -157,17 +159,20 @@ class Embedding:
 
 
 def _log_probs(logits: Tensor) -> Tensor:
-    """Return the log probabilities of logits."""
+    """Return the log probabilities of logits, float32; raise an error for NaN."""
     return _numbers(logits).log_softmax(-1)
 
 
 def _predictions(output: Any, row: int, counts: Tensor) -> Tensor:
-    """Return the log probabilities of a row's tokens, except the first one.
+    """Return the log probabilities that predict a row's tokens, from the second token on.
 
     Args:
         output: Result of the model.
         row: Index of the row in the batch.
-        counts: Mask of the tokens that count, (tokens - 1,).
+        counts: Mask of the predicted tokens, shape (tokens - 1,).
+
+    Returns:
+        Log probabilities, shape (masked tokens, vocabulary).
     """
     logits, tokens = main_tensor(output, "logits"), len(counts) + 1
     if logits.dim() != 3 or logits.shape[1] != tokens:
@@ -182,7 +187,7 @@ def divergence_of(predicted: Tensor, expected: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence of predictions from a reference, in nats, summed over rows.
 
     Args:
-        predicted: Log probabilities, any shape; the last dimension counts classes.
+        predicted: Log probabilities, any shape; classes are along the last dimension.
         expected: Log probabilities of the reference; a class with probability 0 adds nothing.
     """
     terms = expected.exp() * (expected - predicted)
@@ -190,7 +195,7 @@ def divergence_of(predicted: Tensor, expected: Tensor) -> Tensor:
 
 
 def _divergence(predicted: Tensor, expected: Tensor) -> float:
-    """Return the divergence of predictions; raise an error if the reference has another number of classes."""
+    """Return the divergence of predictions; raise an error if the reference has a different number of classes."""
     if predicted.shape[-1] != expected.shape[-1]:
         raise QuarkError(
             f"the model predicts {predicted.shape[-1]} classes, and the reference {expected.shape[-1]}; compare models "
@@ -200,13 +205,13 @@ def _divergence(predicted: Tensor, expected: Tensor) -> float:
 
 
 def _run(run: Run, batch: Mapping[str, Tensor]) -> Any:
-    """Return a model's result for tokens; it gets the labels only if it does not run without them."""
+    """Run a model on a batch of tokens; the model gets the labels only if it does not run without them."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     try:
         return run(inputs)
     except QuarkError as error:
         if len(inputs) < len(batch):
-            with suppress(QuarkError):  # if the model does not run with labels either, the first error says more
+            with suppress(QuarkError):  # if the model fails with labels, too, the first error is more useful
                 return run(batch)
         error.add_note(
             f"The largest token id of the batch is {int(batch['input_ids'].max())}; the model may have fewer: "
@@ -216,14 +221,14 @@ def _run(run: Run, batch: Mapping[str, Tensor]) -> Any:
 
 
 def _numbers(output: Tensor) -> Tensor:
-    """Return a model's result in float32; raise an error for NaN."""
+    """Convert a model's result to float32; raise an error for NaN."""
     if bool(output.isnan().any()):
         raise QuarkError("the model returns NaN; check its inputs and its weights")
     return output.float()
 
 
 def _labeled(batch: Any) -> tuple[Any, Tensor]:
-    """Return the inputs and the labels of a batch."""
+    """Return the inputs and the labels, int64, of a batch; raise an error if they cannot be used."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise QuarkError(
             "Classification takes pairs of inputs and labels, such as [(images, labels), ...]; this "
@@ -264,7 +269,7 @@ def _require_logits(logits: Tensor, labels: Tensor) -> None:
 
 
 def _with_numbers(batch: Any) -> Any:
-    """Return a batch; raise an error for NaN, which a quantizer would turn into a number."""
+    """Return the batch; raise an error if it contains NaN, which a quantizer would turn into a number."""
     require_no_nan(pytree.tree_leaves(batch), (), "an evaluation batch")
     return batch
 
@@ -278,7 +283,7 @@ def _require_classes(labels: Tensor, classes: int) -> None:
 
 
 def _vectors(output: Any, batch: Any) -> Tensor:
-    """Return a vector for each sample."""
+    """Return one vector per sample, float32, shape (samples, features)."""
     value = main_tensor(output, "sentence_embedding", "last_hidden_state").float()
     if value.dim() < 2:
         raise QuarkError(f"the model returns {tuple(value.shape)}, not one vector per sample; use another task")
@@ -288,7 +293,7 @@ def _vectors(output: Any, batch: Any) -> Tensor:
     weight = value.new_ones(value.shape[:2]) if mask is None else mask.to(value)
     filled = weight.sum(1) > 0
     value, weight = value[filled], weight[filled]
-    value = _numbers(torch.where(weight[..., None] == 0, 0.0, value))  # NaN where the mask is 0 does not count
+    value = _numbers(torch.where(weight[..., None] == 0, 0.0, value))  # ignore NaN where the mask is 0
     return (value * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
 
 
