@@ -1,4 +1,4 @@
-"""The threshold of ONNX Runtime's entropy calibration, `HistogramCollector.get_entropy_threshold`."""
+"""Threshold of ONNX Runtime's entropy calibration, `HistogramCollector.get_entropy_threshold`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quark_fx.observers.histogram import Bins
 def onnxruntime_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor, Tensor]:
     """Return both ends of the range, scalars, for one row of signed values, by ONNX Runtime's rules.
 
-    Its divergences are float32 sums, so that it chooses by rounding among candidates that agree to 1e-6.
+    ONNX Runtime sums divergences in float32, so rounding decides among candidates that agree to 1e-6.
 
     Args:
         bins: Bins of one row.
         levels: Number of quantized bins over both signs.
-        inside: Candidates: numbers of bins inside the threshold on each side of the middle, increasing.
+        inside: Candidate thresholds: increasing numbers of bins on each side of the middle.
     """
     pieces = [_onnxruntime_divergence(bins.counts[0], levels, part) for part in torch.split(inside, 256)]
     best = inside[torch.cat(pieces).argmin()]
@@ -42,7 +42,7 @@ def _onnxruntime_divergence(counts: Tensor, levels: int, inside: Tensor) -> Tens
     merged = mass[borders].diff(dim=1)
     merged[:, -1] += mass[end[:, 0]] - mass[borders[:, -1]]
     filled = nonzero.gather(1, borders).diff(dim=1)
-    # The peer's integer array truncates the averages.
+    # ONNX Runtime stores the averages in an integer array, which truncates them.
     average = torch.where(filled > 0, merged / filled, 0.0).trunc()
     q = torch.where(valid, average.gather(1, cell.clamp(0, levels - 1)), 0.0)
     p, p_valid = _smooth(p, within)

@@ -1,7 +1,7 @@
-"""The peers' histogram: the first batch fixes the width of the bins, later ones add bins of that width.
+"""Linear histogram of other tools: the first batch fixes the width of the bins, later batches add bins of that width.
 
-It depends on which batch came first, so two of them merge only if they happen to share one grid. It exists to
-reproduce the numbers of ONNX Runtime, ModelOpt and Quark.
+The result depends on which batch comes first, so two histograms merge only if they happen to have the same bins. This
+module exists to reproduce the numbers of ONNX Runtime, ModelOpt, and Quark.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quark_fx.observers.histogram import Bins
 from quark_fx.parity.percentile import left_edges
 
 CAPACITY = 16
-"""The grid may grow to this many times its first number of bins."""
+"""Largest number of bins, as a multiple of the initial number."""
 
 SPANS = {
     "onnxruntime": "[-max|x|, max|x|]: ONNX Runtime's entropy and asymmetric percentile",
@@ -28,16 +28,16 @@ SPANS = {
 
 
 class LinearHistogram(NamedTuple):
-    """Counts on a grid of equal bins, one row per channel.
+    """Counts in bins of equal width, one row per channel.
 
-    Bin `i` holds `edges[i] <= x < edges[i + 1]`, and the last bin its right edge too, like `numpy.histogram`.
+    Bin `i` counts `edges[i] <= x < edges[i + 1]`; the last bin includes its right edge, like in `numpy.histogram`.
 
     Attributes:
         counts: Count per bin, int64, `(channels, room)`.
-        edges: Edges of bins, float32, `(channels, room + 1)`; infinite after index `size`.
-        size: Number of bins in use, int64, `(channels,)`; more than `room` if the data outgrew the grid.
-        low: Exact minimum, float32, `(channels,)`; NaN or infinite once a value is.
-        high: Exact maximum, float32, `(channels,)`; NaN or infinite once a value is.
+        edges: Edges of the bins, float32, `(channels, room + 1)`; infinite after index `size`.
+        size: Number of bins in use, int64, `(channels,)`; more than `room` if the data needs more bins than allowed.
+        low: Exact minimum, float32, `(channels,)`; NaN or infinite if the data contains such a value.
+        high: Exact maximum, float32, `(channels,)`; NaN or infinite if the data contains such a value.
     """
 
     counts: Tensor
@@ -48,11 +48,11 @@ class LinearHistogram(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, span: str, bins: int, *, skip_zeros: bool = False) -> LinearHistogram:
-        """Start a grid of `bins` bins from `x`, shape `(channels, values)`; `span` is a key of `SPANS`."""
+        """Count `x`, shape `(channels, values)`, in `bins` new bins; `span` is a key of `SPANS`."""
         low, high = x.amin(1).float(), x.amax(1).float()
         values = _values(x, span)
         first, last = _limits(values, span)
-        if skip_zeros and span in ("onnxruntime_absolute", "quark"):  # they begin where the values do
+        if skip_zeros and span in ("onnxruntime_absolute", "quark"):  # these spans begin at the smallest value
             first, last = _limits_without_zeros(values)
         size = torch.full_like(first, bins, dtype=torch.int64)
         point = first == last
@@ -62,7 +62,7 @@ class LinearHistogram(NamedTuple):
         return cls(_count(values, edges, size, skip_zeros), edges, size, low, high)
 
     def extend(self, x: Tensor, span: str, bins: int, *, skip_zeros: bool = False) -> LinearHistogram:
-        """Return the histogram after it saw `x` too; never synchronizes the device."""
+        """Return a histogram that also counts `x`, shape `(channels, values)`; never synchronizes the device."""
         values = _values(x, span)
         room = CAPACITY * bins
         edges = torch.nn.functional.pad(self.edges, (0, room + 1 - self.edges.shape[1]), value=torch.inf)
@@ -75,10 +75,10 @@ class LinearHistogram(NamedTuple):
         return LinearHistogram(moved + _count(values, edges, size, skip_zeros), edges, size, low, high)
 
     def merge(self, other: LinearHistogram) -> LinearHistogram:
-        """Return the histogram of the data of both.
+        """Return the histogram of the data of both histograms.
 
         Raises:
-            ValueError: If the first batches gave them different grids.
+            ValueError: If the histograms have different bins, because their first batches differed.
         """
         if not (torch.equal(self.size, other.size) and torch.equal(self._used(), other._used())):
             raise ValueError(
@@ -94,10 +94,10 @@ class LinearHistogram(NamedTuple):
         )
 
     def bins(self) -> Bins:
-        """Return edges and counts, with empty bins of the same width at the end of shorter rows.
+        """Return edges and counts; rows with fewer bins are padded with empty bins of the same width.
 
         Raises:
-            ValueError: If the data outgrew the grid.
+            ValueError: If the data needs more bins than allowed.
         """
         count = int(self.size.max())
         if count > self.counts.shape[1]:
@@ -131,7 +131,7 @@ def _limits(values: Tensor, span: str) -> tuple[Tensor, Tensor]:
 
 
 def _limits_without_zeros(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest nonzero value per row, or 0 and 1 for a row of zeros, like `numpy.histogram`."""
+    """Return the smallest and largest nonzero value per row; 0 and 1 for a row of zeros, like `numpy.histogram`."""
     low = torch.where(values == 0, torch.inf, values).amin(1)
     high = torch.where(values == 0, -torch.inf, values).amax(1)
     none = low > high
@@ -139,7 +139,7 @@ def _limits_without_zeros(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _linspace(first: Tensor, last: Tensor, size: Tensor, room: int) -> Tensor:
-    """`numpy.linspace` in float32, row by row, infinite after the `size`-th step."""
+    """Compute `numpy.linspace` in float32 for each row; values after the `size`-th step are infinite."""
     steps = torch.arange(room + 1, device=first.device)
     edges = steps.float() * ((last - first) / size)[:, None] + first[:, None]
     edges = torch.where(steps == size[:, None], last[:, None], edges)
@@ -147,9 +147,10 @@ def _linspace(first: Tensor, last: Tensor, size: Tensor, room: int) -> Tensor:
 
 
 def _grow(edges: Tensor, size: Tensor, values: Tensor, span: str, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return edges and size that also cover `values`, and the number of bins added on the left.
+    """Extend the bins to cover `values`; return the edges, the sizes, and the number of bins added on the left.
 
-    `zeros` marks rows with only zeros so far: their range is a single point, and ONNX Runtime and ModelOpt replace it.
+    `zeros` marks rows that have only seen zeros. Their range is a single point, which ONNX Runtime and ModelOpt
+    replace.
     """
     room = edges.shape[1] - 1
     low, high = _limits(values, span)
@@ -185,7 +186,7 @@ def _grow(edges: Tensor, size: Tensor, values: Tensor, span: str, zeros: Tensor)
 
 
 def _whole(ratio: Tensor) -> Tensor:
-    # The bound is far above the capacity, but sums of such counts still fit an int64.
+    # The bound is far above the capacity, but sums of such counts still fit in int64.
     return ratio.double().nan_to_num().clamp(0, 1 << 40).ceil().long()
 
 
@@ -204,7 +205,7 @@ def _count(values: Tensor, edges: Tensor, size: Tensor, skip_zeros: bool) -> Ten
 
 @dataclass(frozen=True)
 class PeerGrid:
-    """A grid that the first batch fixes.
+    """A grid whose bins the first batch fixes.
 
     Attributes:
         span: Key of `SPANS`.
@@ -214,25 +215,25 @@ class PeerGrid:
 
     @property
     def exact(self) -> bool:
-        """False: the first batch fixes the bins."""
+        """False, because the bins depend on the first batch."""
         return False
 
     @property
     def centered(self) -> bool:
-        """True if its middle is zero."""
+        """True if the middle of the grid is zero."""
         return self.span == "onnxruntime"
 
     def ends(self, bins: Bins, percentile: float) -> tuple[Tensor, Tensor]:
-        """Return the ends, `(channels,)`, of a range at a percentile, at left edges of bins."""
+        """Return the ends, `(channels,)`, of the range at a percentile; both are left edges of bins."""
         return left_edges(bins, percentile, absolute=self.absolute)
 
     @property
     def absolute(self) -> bool:
-        """True if the grid holds only magnitudes."""
+        """True if the grid counts magnitudes, not signed values."""
         return self.span in ("modelopt", "onnxruntime_absolute")
 
     def count(self, before: Any, x: Tensor, bins: int, *, skip_zeros: bool) -> LinearHistogram:
-        """Return the histogram that also counts `x`."""
+        """Return a histogram that also counts `x`; a new one if `before` is not a `LinearHistogram`."""
         count = before.extend if isinstance(before, LinearHistogram) else LinearHistogram.of
         return count(x, self.span, bins, skip_zeros=skip_zeros)
 

@@ -9,7 +9,13 @@ from quark_fx.observers.histogram import Bins
 
 
 def left_edges(bins: Bins, percentile: float, *, absolute: bool) -> tuple[Tensor, Tensor]:
-    """Return the ends, `(channels,)`, of the range that holds `percentile` percent of the values, or of magnitudes."""
+    """Return the ends, `(channels,)`, of the range that contains `percentile` percent of the values.
+
+    Args:
+        bins: Histogram of values, or of magnitudes.
+        percentile: Percentage of the values inside the range.
+        absolute: Whether `bins` count magnitudes; the range is then symmetric.
+    """
     if absolute:
         limit = _left_edge(bins, percentile / 100)
         return -limit, limit
@@ -17,7 +23,7 @@ def left_edges(bins: Bins, percentile: float, *, absolute: bool) -> tuple[Tensor
 
 
 def _left_edge(bins: Bins, share: float) -> Tensor:
-    """Return the left edge of the bin in which the cumulated share reaches `share`, in the peers' arithmetic."""
+    """Return the left edge, `(channels,)`, of the bin in which the cumulative fraction of counts reaches `share`."""
     cumulated = (bins.counts / bins.counts.sum(1, keepdim=True)).cumsum(1)
     index = torch.searchsorted(cumulated, torch.full_like(cumulated[:, :1], share))
     return bins.edges.gather(1, index)[:, 0]
