@@ -1,4 +1,4 @@
-"""The built-in backends, one file each. To add one outside of the package, call `register_target` in your module."""
+"""Built-in backends, one file each. To add a backend outside of the package, call `register_target` in your module."""
 
 from quark_fx.config.target import (
     TARGETS,
@@ -22,7 +22,7 @@ for target in (ONNX, ONNX_VNNI, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH):
 
 
 def __getattr__(name: str) -> Target:
-    """Return a target that another module registers."""
+    """Return a registered target by its name in upper case."""
     return TARGETS.attribute(name)
 
 

@@ -1,9 +1,9 @@
 """Inductor on x64 processors: quantizers are placed where the kernels of `QuantizedModel.compile` read codes.
 
 oneDNN's integer kernels return floats or codes, so a result with a float consumer is not rounded. If a convolution
-feeds an addition, its sums are not rounded first: the kernel adds the codes of the other operand to them. Other
-additions and pools between quantized operators run in loops that Inductor fuses; codes take a quarter of their memory
-traffic.
+feeds an addition, the output of the convolution is not rounded before the addition: its kernel adds the codes of the
+other operand to its sums. Other additions and poolings between quantized operators run in loops that Inductor fuses;
+with codes, they need a quarter of the memory traffic.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def _has_kernel(kind: str, spec: TensorSpec) -> bool:
 
 
 def adds_to_sums(node: Node, user: Node) -> bool:
-    """Tell whether the kernel of the convolution `node` also computes the addition `user`.
+    """Return True if the kernel of the convolution `node` also computes the addition `user`.
 
-    The other operand must be computed first; if both operands are convolutions, the kernel of the later one adds.
+    The other operand must be computed first; if both operands are convolutions, the kernel of the later convolution
+    computes the addition.
     """
     row = row_by_target(node)
     if target_name(user) != "aten.add.Tensor" or row is None or row.kind != "conv" or len(node.users) != 1:

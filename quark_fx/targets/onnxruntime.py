@@ -1,4 +1,4 @@
-"""ONNX Runtime's CPU provider: files whose int8 sums never saturate, and files for processors with VNNI."""
+"""ONNX Runtime on CPUs: one target whose int8 sums never saturate, and one for processors with VNNI."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ MOVERS: dict[str, Mover] = {
     **dict.fromkeys(("Identity", "Concat", "Pad", "Tile", "Split", "DepthToSpace", "SpaceToDepth"), Mover()),
     **dict.fromkeys(("GatherElements", "GatherND"), Mover()),
 }
-"""Operators of ONNX that move values; constant padding adds zeros, which every grid has."""
+"""ONNX operators that only move values; constant padding adds zeros, which every format can represent."""
 
 MOVES = frozenset(name for name, row in MOVERS.items() if row.crossed)
-"""Operators of ONNX that runtimes move quantizers across."""
+"""ONNX operators across which runtimes move quantizers."""
 
 
 def _has_no_type(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether ONNX lacks a type for the format and the export cannot build one from other operators."""
+    """Return True if ONNX lacks a type for the format, and the export cannot express it with other operators."""
     fmt, constant = spec.format, operand is Operand.WEIGHT
     if operand is Operand.BIAS:
         return False
     if fmt.has_onnx_type:
-        # DequantizeLinear does not support zero points of 32 bits.
+        # DequantizeLinear does not support 32-bit zero points.
         return fmt.bits >= 32 and spec.symmetry is Symmetry.ASYMMETRIC
     if fmt.onnx_container != fmt:
-        # Codes of an activation are clipped, and runtimes have clip kernels for whole bytes only.
+        # Codes of an activation are clipped, and runtimes only have clip kernels for whole bytes.
         return fmt.bits > 16 or (not constant and fmt.activation_container.bits != 8)
     if fmt.vector > 1 or fmt.bits > 8:
         return True
@@ -90,7 +90,7 @@ ONNX_TYPES = (
         "ONNX uses the whole range of activations in groups; drop the observer, or use target='torch'",
     ),
 )
-"""Specs that ONNX files cannot store."""
+"""Rules for specs that ONNX files cannot store."""
 
 ARITHMETIC = frozenset(
     {
@@ -98,17 +98,17 @@ ARITHMETIC = frozenset(
         *("aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default", "aten.avg_pool1d.default"),
     }
 )
-"""Operators whose integer kernels pay off only between quantized operators: the residual add of a convolutional network
-qualifies, the residual add of a transformer (whose output is normalized in float) does not."""
+"""Operators whose integer kernels only pay off between quantized operators. The residual add of a convolutional network
+qualifies; the residual add of a transformer, whose output is normalized in float, does not."""
 
 
 def _is_convolution(linear: Linear) -> bool:
-    """Tell whether the integer kernels of an operator need a quantized output; measured in ONNX Runtime."""
+    """Return True for a convolution, whose integer kernels need a quantized output; measured in ONNX Runtime."""
     return linear.kind == "conv"
 
 
 def _is_read_in_integers(kind: str, spec: TensorSpec) -> bool:
-    """Tell whether an operator reads codes; the only recurrent layer that does is an LSTM, with a dynamic input."""
+    """Return True if an operator reads codes; of the recurrent layers, only an LSTM with a dynamic uint8 input does."""
     if kind not in RECURRENT:
         return True
     return kind == "lstm" and spec.ratio == 1 and spec.replace(observer=None) == TensorSpec(format=UINT8, dynamic=True)

@@ -1,4 +1,4 @@
-"""PyTorch, which runs the graph itself and supports every spec. Quantizers are placed as for ONNX Runtime."""
+"""PyTorch, which runs the quantized graph itself and supports every spec. Quantizers are placed as for ONNX Runtime."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rules common to vLLM and SGLang, servers that load the checkpoints of `quark_fx.export.huggingface`.
+"""Rules common to vLLM and SGLang, two servers that load the checkpoints of `quark_fx.export.huggingface`.
 
 The rules follow vLLM 0.32: its configuration parsers (`CompressedTensorsConfig`, `AutoGPTQConfig`, `AutoAWQConfig`) and
-the layers that it builds. `benchmarks.in_sglang` shows how SGLang loads checkpoints that these rules refuse.
+the layers that they create. `benchmarks.in_sglang` shows how SGLang loads checkpoints that these rules refuse.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from quark_fx.numbers.qparams import Symmetry
 _CHANNEL = "granularity='channel'"
 
 ELSE = "or target='torch'"
-"""Alternative that every error names."""
+"""Alternative to propose in error messages."""
 
 _FLOAT = "float"
 
 
 @dataclass(frozen=True)
 class Product:
-    """Weights and activations that a server multiplies.
+    """A combination of weight and activation formats that a server can multiply.
 
     Attributes:
-        weight: Pattern for `kind_of` the weight.
-        reads: Patterns for `kind_of` the activation.
-        vllm: Least compute capability of an NVIDIA GPU on which vLLM loads them; in parentheses, the least on which it
-            also rounds the activations. Empty if it does not load them.
-        sglang: The same for SGLang.
+        weight: Glob for the `kind_of` a weight.
+        reads: Globs for the `kind_of` an activation.
+        vllm: Lowest compute capability of an NVIDIA GPU on which vLLM loads the weights; in parentheses, the lowest on
+            which it also rounds the activations. Empty if vLLM does not load them.
+        sglang: Lowest compute capabilities for SGLang, in the same form as `vllm`.
     """
 
     weight: str
@@ -43,12 +43,12 @@ class Product:
     sglang: str
 
     def has(self, operand: Operand, spec: TensorSpec | None) -> bool:
-        """Tell whether one of these has the spec."""
+        """Return True if the operand's patterns match the spec."""
         patterns = self.reads if operand is Operand.INPUT else (self.weight,)
         return any(fnmatchcase(kind_of(spec), pattern) for pattern in patterns)
 
     def on(self, server: str) -> str:
-        """Return the compute capability for a server."""
+        """Return the lowest compute capability for a server, `"vLLM"` or `"SGLang"`; empty if it is not supported."""
         return self.vllm if server == "vLLM" else self.sglang
 
 
@@ -75,13 +75,14 @@ PRODUCTS = (
     Product("fp4_e2m1 group 32 e8m0", ("fp8_e4m3 token dynamic", "fp8_e4m3 group 128 dynamic"), "8.0", ""),
     Product("fp8_e4m3 group 32 e8m0", (_FLOAT, "fp8_e4m3 group 32 e8m0 dynamic"), "7.5 (10.0)", ""),
 )
-"""The products of vLLM 0.32 (`CompressedTensorsConfig._get_scheme_from_parts`) and SGLang 0.5.23, with the capabilities
-of their schemes and kernels. vLLM packs integers of fewer than 8 bits, and any in groups, as `export.huggingface` does.
-From 10.0 on, vLLM rounds the activations of MX weights even if the checkpoint does not say so."""
+"""Products that vLLM 0.32 (`CompressedTensorsConfig._get_scheme_from_parts`) and SGLang 0.5.23 support, with the
+compute capabilities of their schemes and kernels. vLLM packs integers of fewer than 8 bits, and all integers in groups,
+like `export.huggingface`. From compute capability 10.0 on, vLLM rounds the activations of MX weights even if the
+checkpoint does not request it."""
 
 
 def kind_of(spec: TensorSpec | None) -> str:
-    """Return the properties of a spec that the choice of a kernel depends on.
+    """Describe the properties of a spec that determine the choice of a kernel.
 
     >>> kind_of(TensorSpec(format="int4", granularity="group", group_size=128)), kind_of(None)
     ('int4 group 128', 'float')
@@ -90,7 +91,7 @@ def kind_of(spec: TensorSpec | None) -> str:
         return _FLOAT
     rows = f"{spec.group_rows}x" if spec.group_rows > 1 else ""
     shared = f"group {rows}{spec.group_size}" if spec.group_size else str(spec.granularity)
-    # A server measures scales under a calibrated one only.
+    # A server measures E4M3 scales only if their second scale is calibrated.
     scales = (
         "e4m3" if spec.scale.has_unit and spec.dynamic == spec.scale.calibrated else "e8m0" if spec.scale.rule else ""
     )
@@ -100,7 +101,15 @@ def kind_of(spec: TensorSpec | None) -> str:
 
 
 def capability(server: str, weight: TensorSpec | None, read: TensorSpec | None) -> str:
-    """Return the compute capability of NVIDIA GPUs on which a server multiplies; empty if it does not.
+    """Return the lowest compute capability of NVIDIA GPUs on which a server multiplies a weight by an activation.
+
+    Args:
+        server: Name of the server, `"vLLM"` or `"SGLang"`.
+        weight: Spec of the weight; `None` means float.
+        read: Spec of the activation; `None` means float.
+
+    Returns:
+        Compute capability as in `Product`; empty if the server does not support the combination.
 
     >>> capability("vLLM", TensorSpec(format="int4", granularity="group", group_size=128), None)
     '7.5'
@@ -121,17 +130,17 @@ CACHES = {
     "vLLM": ("fp8_e4m3 tensor", "fp8_e4m3 head", "fp4_e2m1 group 16 e4m3 dynamic"),
     "SGLang": ("fp8_e4m3 tensor",),
 }
-"""Keys and values that a server caches. vLLM reads scales per head from compressed-tensors, for FlashAttention 3 or 4
-(compute capability 9.0), and NVFP4 from ModelOpt's layout, for FlashInfer (8.0)."""
+"""Formats of keys and values that a server can cache. vLLM reads scales per head from compressed-tensors, for
+FlashAttention 3 or 4 (compute capability 9.0), and NVFP4 from ModelOpt's layout, for FlashInfer (8.0)."""
 
 
 def _caches_otherwise(server: str) -> Callable[[TensorSpec, Operand], bool]:
-    """Return a function that tells whether the server has no such cache."""
+    """Return a function that returns True for a KV cache spec that the server does not support."""
     return lambda spec, operand: operand is Operand.KV_CACHE and kind_of(spec) not in CACHES[server]
 
 
 def _lacks(server: str, operand: Operand) -> Callable[[TensorSpec, Operand], bool]:
-    """Return a function that tells whether no product of the server has a spec for the operand."""
+    """Return a function that returns True for a spec of the operand that none of the server's products has."""
 
     def lacks(spec: TensorSpec, place: Operand) -> bool:
         return place is operand and not any(row.on(server) and row.has(operand, spec) for row in PRODUCTS)
@@ -140,11 +149,11 @@ def _lacks(server: str, operand: Operand) -> Callable[[TensorSpec, Operand], boo
 
 
 def refusals(server: str, weights: str) -> tuple[Refusal, ...]:
-    """Return the specs that a server does not support.
+    """Return the rules for specs that a server does not support.
 
     Args:
-        server: Name of the server.
-        weights: Weights that it supports, for the message.
+        server: Name of the server, `"vLLM"` or `"SGLang"`.
+        weights: Description of the supported weights, for the message.
     """
     reads = dict.fromkeys(kind for row in PRODUCTS if row.on(server) for kind in row.reads if kind != _FLOAT)
     return (
@@ -172,8 +181,8 @@ def refusals(server: str, weights: str) -> tuple[Refusal, ...]:
 
 
 def placement(server: str) -> Placement:
-    """Return the placement of a server: embeddings and routers in float, one scheme for layers that it fuses."""
-    # Many models of the servers build embeddings and routers in float, whatever the configuration says.
+    """Return the placement of a server: embeddings and routers stay in float, and fused layers have the same scheme."""
+    # In many models of the servers, embeddings and routers are in float, whatever the configuration says.
     in_float = (KINDS - {"linear", "experts", ATTENTION.kind}) | {"router"}
     return Placement(in_float=in_float, refuses=_refuses(server), fuses=True, branches=False)
 
@@ -216,7 +225,13 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
 
 
 def unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -> str:
-    """Return why no server loads a checkpoint with this `quantization_config`; empty if one does."""
+    """Return why vLLM and SGLang do not load a checkpoint with this `quantization_config`; empty if one of them does.
+
+    Args:
+        form: Format of `quark_fx.export.huggingface`.
+        config: The checkpoint's `quantization_config`.
+        left_experts: Names of the experts' modules that stay in float.
+    """
     if not form.startswith("gptq"):
         return ""
     if not config["sym"]:

@@ -1,7 +1,7 @@
 """SGLang, which loads the checkpoints of `quark_fx.export.huggingface` on GPUs.
 
-The rules follow SGLang 0.5.23: `CompressedTensorsConfig`, `GPTQMarlinConfig`, `AWQMarlinConfig`, and the layers that it
-builds. `benchmarks.in_sglang` loads checkpoints with SGLang's code, without a GPU.
+The rules follow SGLang 0.5.23: `CompressedTensorsConfig`, `GPTQMarlinConfig`, `AWQMarlinConfig`, and the layers that
+these classes create. `benchmarks.in_sglang` loads checkpoints with SGLang's code, without a GPU.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _FUSED = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-"""Names of fused layers, each with the layers that its models load into it (`stacked_params_mapping`)."""
+"""Names of SGLang's fused layers, each with the layers that it fuses (`stacked_params_mapping` of the models)."""
 
 
 def _unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -> str:
     if form == "awq" and config["lm_head"]:
         return "AWQ with a quantized head; add 'op:head' to exclude, or use format='compressed-tensors'"
     if form.startswith("gptq") and left_experts:
-        # SGLang loads all experts as quantized ones, even if `dynamic` in the configuration excludes them.
+        # SGLang loads all experts as quantized experts, even if `dynamic` in the configuration excludes them.
         return "GPTQ with experts in float; use format='compressed-tensors' or 'awq'"
     if form == "modelopt":
         return "ModelOpt's layout as it is written here for vLLM; use format='compressed-tensors'"

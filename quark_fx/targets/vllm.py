@@ -1,7 +1,7 @@
 """vLLM, which loads the checkpoints of `quark_fx.export.huggingface`, on any processor.
 
-Its documentation lists the processors that have kernels for each format (https://docs.vllm.ai, "Quantization").
-`benchmarks.in_vllm` runs it on a CPU.
+vLLM's documentation lists the processors that have kernels for each format (https://docs.vllm.ai, "Quantization").
+`benchmarks.in_vllm` runs vLLM on a CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quark_fx.config.target import CheckpointFiles, Target
 from quark_fx.targets.servers import placement, refusals, unread
 
 _LARGEST = 1024
-"""Size of the largest rotation. vLLM multiplies by the whole matrix; the graph multiplies by its two factors."""
+"""Size of the largest rotation. vLLM multiplies by the whole matrix, and the graph by its two Kronecker factors."""
 
 
 def _unrotated(kinds: Sequence[str], has_bias: bool, size: int) -> str:
