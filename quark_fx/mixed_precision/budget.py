@@ -1,4 +1,4 @@
-"""The budget of a search."""
+"""Budget of a search."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One limit: on bits, bytes, the latency of a call, or the error.
+    """Limit on one quantity: bits per weight, bytes, the latency of a call, or the error.
 
     Args:
-        bits: Average number of bits over all weights that at least one candidate quantizes.
+        bits: Largest average number of bits, over all weights that at least one candidate quantizes.
         size: Limit in bytes, or text such as `"60MiB"`, on the size that `output` selects.
-        output: Size to limit. `"report"`: the weights in `QuantizedModel.report()`, packed codes, scales, and zero
-            points, each weight once; files can be larger, because formats differ in how they pack codes, store a tied
-            table twice, and hold norms and a graph. `"onnx"`, `"checkpoint"` (Hugging Face), `"gguf"`, or `"saved"`
-            (`qmodel.save`): all bytes that this export writes with its default arguments, without a tokenizer. Each
-            configuration that is tried is written once to a temporary directory.
-        latency: Limit on the latency of one call in the target's runtime on this machine: a share of the float
-            model's latency there, at most 1, such as `0.6`; or a time, such as `"12ms"`.
+        output: Kind of size to limit. `"report"`: the weights in `QuantizedModel.report()`, that is, packed codes,
+            scales, and zero points, each weight once. Files can be larger, because they may pack codes differently,
+            store a tied table twice, and contain norms and a graph. `"onnx"`, `"checkpoint"` (Hugging Face), `"gguf"`,
+            or `"saved"` (`qmodel.save`): all bytes that this export writes with its default arguments, without a
+            tokenizer. Each configuration that is tried is written once to a temporary directory.
+        latency: Limit on the latency of one call in the target's runtime on this machine: a fraction of the float
+            model's latency, at most 1, such as `0.6`; or a time, such as `"12ms"`.
         error: Largest accepted error, in the metric of the search; the search then minimizes the size.
 
     Raises:
-        ConfigError: If there is not exactly one limit, `output` comes without a size, or the latency is above the float
-            model's.
+        ConfigError: If there is not exactly one limit, `output` is given without a size, or a fraction for the latency
+            is above 1.
 
     >>> print(Budget(bits=4.5), Budget(size="1KiB"), Budget(error=0.01), sep="; ")
     at most 4.5 bits per weight; at most 1,024 bytes of weights in the report; an error of at most 0.01
@@ -63,11 +63,11 @@ class Budget:
 
     @property
     def nbytes(self) -> int | None:
-        """`size` in bytes."""
+        """`size` in bytes; `None` without a limit on the size."""
         return parse_bytes(self.size, "size")
 
     def milliseconds(self, of_float: float) -> float:
-        """Return the largest latency in milliseconds; infinite if latency is not the budget.
+        """Return the largest latency in milliseconds; infinite if the budget is not a latency.
 
         Args:
             of_float: Latency of the float model, in milliseconds.
@@ -90,10 +90,10 @@ class Budget:
 
 
 def _parse_latency(latency: float | str | None) -> tuple[float, bool]:
-    """Return a latency, and whether it is a share of the float model's latency; otherwise, it is in milliseconds.
+    """Return a number, and True if it is a fraction of the float model's latency, False if it is in milliseconds.
 
     Raises:
-        ConfigError: If text lacks a unit, a share is above 1, or the latency is not positive.
+        ConfigError: If text lacks a unit, a fraction is above 1, or the latency is not positive and finite.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", latency) if isinstance(latency, str) else None
     if isinstance(latency, str) and match is None:

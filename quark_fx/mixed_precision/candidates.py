@@ -1,4 +1,4 @@
-"""The configurations that a search chooses from, and the mixed configuration that it builds from them."""
+"""Candidates of a search, and the mixed configuration that combines them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from quark_fx.quantization import resolve
 from quark_fx.system.names import unknown
 
 FLOAT = "float"
-"""Name of the candidate that quantizes nothing."""
+"""Name of the candidate that keeps all operators in float."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that an operator may get.
+    """A configuration whose specs an operator can get.
 
     Attributes:
-        name: Name of the preset or format, or description of its weights.
+        name: Name of the preset or format, or description of the weight spec.
         config: Configuration for all operators.
     """
 
@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def preset(self) -> str:
-        """The name of the preset with this configuration; empty if it is not a preset."""
+        """Name of the preset with this configuration; empty if it is not a preset."""
         return self.name if PRESETS.get(self.name) == self.config else ""
 
 
@@ -50,17 +50,19 @@ def specs_of(config: QuantConfig, operator: Named) -> OperatorSpecs | None:
 
 
 def float_config(config: QuantConfig) -> QuantConfig:
-    """Return a configuration that quantizes no operator, with the same settings for the whole model."""
+    """Return the configuration with all operators in float and the same settings for the whole model."""
     return config.replace(exclude=("*",), overrides=())
 
 
 def candidates_of(descriptions: Sequence[Any]) -> list[Candidate]:
-    """Return the candidates for names of presets, configurations, number formats, specs of weights, or `"float"`.
+    """Return the candidates that names of presets, configurations, number formats, weight specs, or `"float"` describe.
 
-    A format or spec replaces the spec of the weights in the first configuration, or in `int8_weight_only`.
+    A format or spec replaces the spec of the weights in the first configuration, or in `int8_weight_only` if there is
+    none.
 
     Raises:
-        ConfigError: If there are fewer than two, two are equal, or their settings for the whole model differ.
+        ConfigError: If there are fewer than two candidates, two are equal, or their settings for the whole model
+            differ.
     """
     if isinstance(descriptions, str | Mapping) or not isinstance(descriptions, Sequence):
         raise ConfigError(f'candidates is a list, such as ["w4a16_rtn", "int8"], not {descriptions!r}')
@@ -90,7 +92,7 @@ def candidates_of(descriptions: Sequence[Any]) -> list[Candidate]:
 
 
 def _configuration(description: Any) -> QuantConfig | None:
-    """Return a whole configuration; `None` if the argument is a part of one."""
+    """Return the configuration that `description` names; `None` for a spec, a number format, or `"float"`."""
     preset = isinstance(description, str) and description in PRESETS
     if not preset and (
         isinstance(description, TensorSpec) or description == FLOAT or as_format(description) is not None
@@ -118,20 +120,20 @@ def _candidate(description: Any, whole: QuantConfig | None, first: QuantConfig) 
 
 
 def is_expressible(candidate: Candidate, operators: Sequence[Named]) -> bool:
-    """Tell whether overrides can express a candidate: operators with the same name must have the same specs."""
+    """Return True if overrides can express a candidate: operators with the same name must have the same specs."""
     specs_by_name: dict[str, OperatorSpecs | None] = {}
     return all(specs_by_name.setdefault(op.name, specs) == specs for op in operators for specs in [candidate.specs(op)])
 
 
 def base_of(candidates: Sequence[Candidate], chosen: Sequence[int]) -> Candidate:
-    """Return the most frequent candidate."""
+    """Return the most frequent candidate of a choice, a candidate index per operator."""
     return candidates[Counter(chosen).most_common(1)[0][0]]
 
 
 def mixed(candidates: Sequence[Candidate], operators: Sequence[Named], chosen: Sequence[int]) -> QuantConfig:
     """Return the configuration that gives each operator the specs of its candidate.
 
-    It is the most frequent candidate's configuration, with overrides for the other operators, one per module.
+    The result is the most frequent candidate's configuration with overrides and exclusions for the other operators.
 
     Args:
         candidates: Candidates with the same settings for the whole model.
@@ -161,7 +163,7 @@ def mixed(candidates: Sequence[Candidate], operators: Sequence[Named], chosen: S
 
 
 def _patterns(names: Sequence[str], operators: Sequence[Named]) -> list[str]:
-    """Return globs that match only these modules; one glob for names that differ only in numbers, where possible."""
+    """Return globs that match only the given modules; names that differ only in numbers share a glob if possible."""
     modules = {*names}
     alike = {name: without_numbers(name) for name in names}
     only = {one: all(op.name in modules for op in operators if matches(one, op.name)) for one in {*alike.values()}}

@@ -1,4 +1,4 @@
-"""Operators that get the same format."""
+"""Groups of operators that get the same format."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Group:
     """Operators that get the same candidate. A stack of experts is one operator.
 
     Attributes:
-        places: Positions of its operators in the plan, in order.
-        names: Names of their modules, without duplicates.
-        weights: Number of values of each named weight.
+        places: Indices of the operators in the plan, increasing.
+        names: Names of the operators' modules, without duplicates.
+        weights: Number of values of each weight; the keys are names of weights.
     """
 
     places: tuple[int, ...]
@@ -29,10 +29,10 @@ class Group:
     weights: dict[str, int]
 
     def size(self, rows: Sequence[Row]) -> int:
-        """Return the size of its weights in bytes, counted like a report.
+        """Return the size of the group's weights in bytes, as a report counts it.
 
         Args:
-            rows: Rows of all operators of the plan.
+            rows: Report rows of all operators of the plan.
         """
         return stored_size([rows[i] for i in self.places])
 
@@ -41,7 +41,7 @@ def groups_of(gm: GraphModule) -> tuple[list[PlannedOperator], list[Group]]:
     """Return the operators of a float graph, and their groups, in graph order.
 
     A group contains operators with the same name, which patterns cannot distinguish; operators that share a weight; and
-    siblings, which servers fuse, such as query, key, and value, or the stacks of experts of one module.
+    siblings, which servers fuse, such as the query, key, and value projections, or the stacks of experts of one module.
     """
     operators = plan_quantization(gm, QuantConfig(), quiet=True).operators
     owner = list(range(len(operators)))
@@ -63,7 +63,7 @@ def groups_of(gm: GraphModule) -> tuple[list[PlannedOperator], list[Group]]:
 
 
 def _shared(op: PlannedOperator) -> Iterator[Hashable]:
-    """Yield keys that an operator shares with the others of its group."""
+    """Yield the keys of an operator; operators with a common key belong to the same group."""
     yield "name", op.name
     weight = getattr(op, "weight_node", None)
     if weight is not None:

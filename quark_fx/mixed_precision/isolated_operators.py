@@ -1,4 +1,4 @@
-"""A single operator as a model, with the inputs that it reads in the whole model."""
+"""Extraction of single operators as models, with the inputs that they read in the whole model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quark_fx.graph.nodes import parameter
 
 @dataclass(frozen=True)
 class IsolatedOperator:
-    """An operator as a model.
+    """An operator as a separate model.
 
     Attributes:
-        module: Model that computes the operator's result from values that depend on the inputs of the whole model.
-        inputs: Values that it read.
-        key: Key that is equal for operators with the same computation on tensors of the same shapes and types.
+        module: Model that computes the operator's result from `inputs`; its weights are parameters.
+        inputs: Values that the operator read in the whole model.
+        key: Text that is equal for operators with the same computation on tensors of the same shapes and dtypes.
     """
 
     module: GraphModule
@@ -31,7 +31,7 @@ class IsolatedOperator:
 
 
 def isolate_operators(gm: GraphModule, nodes: Iterable[Node], leaves: Sequence[Any]) -> dict[Node, IsolatedOperator]:
-    """Return operators of a graph as separate models; equal keys share one model, with the inputs of the first.
+    """Return operators of a graph as separate models; operators with equal keys share one model and its inputs.
 
     Args:
         gm: Float graph.
@@ -46,7 +46,7 @@ def isolate_operators(gm: GraphModule, nodes: Iterable[Node], leaves: Sequence[A
 
 
 class _Extractor(Interpreter):
-    """Extract operators while a graph runs and their inputs exist."""
+    """Interpreter that extracts operators while it runs the graph, when their inputs are available."""
 
     def __init__(self, gm: GraphModule, parts: Mapping[Node, Sequence[Node]], constant: set[Node]) -> None:
         super().__init__(gm)
@@ -61,7 +61,7 @@ class _Extractor(Interpreter):
 
 
 def _constants(gm: GraphModule) -> set[Node]:
-    """Return the nodes that do not depend on inputs."""
+    """Return the nodes that do not depend on the inputs of the graph."""
     constants: set[Node] = set()
     for node in gm.graph.nodes:
         computed = node.op == "call_function" and node.all_input_nodes and constants.issuperset(node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""Latency of a call in a target's runtime, for whole models and for each operator in each candidate's formats."""
+"""Latency of a call in a target's runtime, for whole models and for single operators in each candidate's formats."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from quark_fx.session import Session
 from quark_fx.system.isolation import without_warnings
 
 _ROUNDS = 11
-"""Number of rounds. Each times every model once; the median ignores rounds that other work on the machine slows."""
+"""Number of rounds. Each round times every model once; the median ignores rounds that other processes slow down."""
 
 _TIME_SLICE = 4e-3
-"""Seconds per model in each round; the fastest call in this time slice counts."""
+"""Seconds per model in each round; the fastest call in this time slice is used."""
 
 _CALLS = 20
 """Largest number of calls in a time slice."""
@@ -44,13 +44,13 @@ Call = Callable[[], object]
 
 @dataclass
 class Clock:
-    """Times configurations of a model with the same inputs.
+    """Timer for configurations of a model on the same inputs.
 
     Attributes:
         session: Model and its data.
         leaves: Flat inputs of a call.
         config: Configuration of a candidate, whose target runs the models.
-        milliseconds: Latency of the float model.
+        milliseconds: Latency of the float model in milliseconds.
     """
 
     session: Session
@@ -71,8 +71,9 @@ class Clock:
     def time(self, qmodel: QuantizedModel) -> float:
         """Return the latency of a model in milliseconds.
 
-        Its time slices alternate with slices that time the float model, whose latency is multiplied by the median of
-        their ratios. This makes all timed models comparable, even on a busy machine.
+        Time slices of the model alternate with time slices of the float model. The result is the float model's
+        `milliseconds` times the median ratio of the two, which makes all timed models comparable, even on a busy
+        machine.
         """
         float_times, times = time_interleaved([self._float, self._call(qmodel)])
         return self.milliseconds * statistics.median(b / a for a, b in zip(float_times, times, strict=True))
@@ -82,7 +83,7 @@ class Clock:
 
 
 def require_timed(target: Target) -> None:
-    """Raise `ConfigError` if the target's runtime is not on this machine."""
+    """Raise `ConfigError` if the target does not have a runtime on this machine."""
     if target.latency_runtime not in _OPENED:
         raise ConfigError(
             f"cannot measure latency for target {target.name!r} on this machine; give a budget of bits, size or error, "
@@ -91,7 +92,7 @@ def require_timed(target: Target) -> None:
 
 
 def quietly(model: Any, config: QuantConfig, data: Any = None) -> QuantizedModel:
-    """Quantize without a progress bar and warnings, because the user did not request these runs."""
+    """Quantize a model without a progress bar or warnings, because the user did not request these runs."""
     with without_warnings():
         return quantize(model, config, data, progress=False)
 
@@ -100,8 +101,8 @@ def call_of(qmodel: QuantizedModel, leaves: Sequence[Any]) -> Call:
     """Return a function that runs a model once in the runtime of its target, on as many threads as torch uses.
 
     Here, the threads of an ONNX Runtime session sleep between calls; by default, they spin for a while, which would
-    slow the next model. With several threads, every call therefore wakes them, unlike in applications whose calls
-    follow each other closely.
+    slow the next model. If there are several threads, every call therefore has to wake them, unlike in applications
+    whose calls follow each other closely.
     """
     return _OPENED[qmodel.config.target.latency_runtime](qmodel, leaves)
 
@@ -132,7 +133,7 @@ _OPENED: Mapping[str, Callable[[QuantizedModel, Sequence[Any]], Call]] = {
 
 
 def time_interleaved(calls: Sequence[Call]) -> list[list[float]]:
-    """Return the milliseconds of each call, one value per round: the fastest in its time slice."""
+    """Time calls in alternation; return the milliseconds of each call: one value per round, the fastest of a slice."""
     counts = []
     for call in calls:
         call()  # the first call allocates memory
@@ -159,10 +160,11 @@ def operator_latencies(
     operators: Sequence[PlannedOperator],
     groups: Sequence[Group],
 ) -> list[list[float]]:
-    """Return the latency of each group's operators with each candidate, in milliseconds.
+    """Return the latency of each group's operators in milliseconds, by group and candidate.
 
-    Each operator runs as a separate model, interleaved with the same one in other candidates' formats. Operators with
-    the same computation on tensors of the same shapes run once. The times include conversions of inputs and outputs.
+    Each operator runs as a separate model, in alternation with the same operator in other candidates' formats. Of
+    several operators with the same computation on tensors of the same shapes, only one is timed. The times include
+    conversions of inputs and outputs.
 
     Args:
         gm: Float graph.
@@ -186,7 +188,7 @@ def operator_latencies(
                 error.add_note(f"while {op.name!r} was timed alone")
                 raise
         by_place[place] = times_by_key[key]
-    # A recurrent layer is one call with several weights.
+    # A recurrent layer is one node with several weights; count it once.
     once = [{operators[place].node: by_place[place] for place in group.places} for group in groups]
     return [[sum(times[i] for times in of_group.values()) for i in range(len(candidates))] for of_group in once]
 
@@ -201,7 +203,7 @@ def _times(
 
 
 def _config_of(config: QuantConfig, specs: OperatorSpecs | None) -> QuantConfig:
-    """Return the configuration of a model with a single operator."""
+    """Return the configuration of a model whose single operator gets `specs`; `None` keeps it in float."""
     if specs is None:
         return float_config(config).replace(passes=())
     return config.replace(

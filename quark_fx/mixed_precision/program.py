@@ -1,4 +1,4 @@
-"""The integer program: one option per group with the least total cost under a limit."""
+"""Integer program that chooses one option per group, with the least total cost under a limit."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Sequence
 import numpy as np
 
 _CUTS = 32
-"""Number of choices to forbid one by one; the solver computes in floats and may exceed a limit by its tolerance."""
+"""Number of solutions to forbid one by one; the solver computes in floats and may exceed the limit by its tolerance."""
 
 _SLACK = 1e-4
-"""Share of the limit that stays unused if that does not suffice."""
+"""Fraction of the limit that stays unused if forbidding solutions is not enough."""
 
 _SECONDS = 60.0
-"""Time limit of the solver, which then returns the best solution so far."""
+"""Time limit of the solver in seconds; it then returns the best solution so far."""
 
 
 def choose(
     costs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], limit: float, *, gap: float = 0.0
 ) -> list[int] | None:
-    """Return one option per group: the least total cost whose weights add up to at most `limit`.
+    """Choose one option per group, with the least total cost and a total weight of at most `limit`.
 
     Args:
-        costs: Costs of each group's options; infinite for forbidden options.
-        weights: Weights of each group's options, at least 0.
-        limit: Largest sum of weights.
-        gap: Accepted excess over the least cost, as a share of it.
+        costs: Costs, by group and option; infinite for forbidden options.
+        weights: Weights, by group and option, at least 0.
+        limit: Largest total weight.
+        gap: Accepted excess over the least total cost, as a fraction of that cost.
 
     Returns:
-        One option per group; `None` if no choice meets the limit.
+        Index of one option per group; `None` if no choice meets the limit.
     """
     lightest = [min(range(len(row)), key=lambda i: (math.isinf(costs[g][i]), row[i])) for g, row in enumerate(weights)]
     if _total(weights, lightest) > limit or math.isinf(_total(costs, lightest)):
@@ -67,7 +67,7 @@ def _solved(
     forbidden = np.zeros((len(cuts), len(flat)))
     for row, cut in zip(forbidden, cuts, strict=True):
         row[starts + np.asarray(cut)] = 1
-    # The tolerances of the solver are designed for numbers near 1.
+    # The tolerances of the solver suit numbers near 1.
     (cost, weight), unit = np.where(allowed, (flat, weight), 0.0), limit or 1.0
     solution = milp(
         cost / (np.abs(cost).max() or 1.0),

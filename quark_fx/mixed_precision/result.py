@@ -1,4 +1,4 @@
-"""The result of a search: a configuration, the alternatives, and the benefit of more bits."""
+"""Result of a search: a configuration, its alternatives, and the error for each size or latency."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ _MEASURED = f"Measured on {_VALIDATION}"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The result for one group of operators.
+    """Result for one group of operators.
 
     Attributes:
-        operators: Names of their modules.
-        candidate: Name of their candidate.
-        weight: Format of their weights; empty for float.
-        bits: Average number of bits of a weight.
-        size: Size of their weights in bytes, in the budget's `output`.
-        errors: Estimated increase in error from rounding them, for each candidate, in the order of
+        operators: Names of the operators' modules.
+        candidate: Name of the chosen candidate.
+        weight: Format of the weights; empty for float.
+        bits: Average number of bits per weight.
+        size: Size of the weights in bytes, in the budget's `output`.
+        errors: Estimated increase in error from rounding the group, for each candidate, in the order of
             `Search.candidates`.
-        latencies: Estimated share of a call in milliseconds, for each candidate; empty unless the budget is a latency.
+        latencies: Estimated milliseconds that the group takes of a call, for each candidate; empty unless the budget is
+            a latency.
     """
 
     operators: tuple[str, ...]
@@ -51,14 +52,14 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The names of their modules, shortened."""
+        """Names of the operators' modules, shortened."""
         first, *rest = self.operators
         return first + "".join(f", {other.rpartition('.')[2]}" for other in rest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The best choice for one size, or for one latency if that is the budget.
+    """Best choice for one size, or for one latency if the budget is a latency.
 
     Attributes:
         bits: Average number of bits over all weights that at least one candidate quantizes.
@@ -81,9 +82,9 @@ class Verified(Point):
 
     Attributes:
         name: Name of the candidate, or `"mixed"`.
-        error: Measured error; infinite if an output is not finite that is finite in float.
+        error: Measured error; infinite if an output that is finite in float is not finite.
         latency: Measured milliseconds of a call; `None` unless the budget is a latency.
-        fits: Whether it meets the budget.
+        fits: Whether the configuration meets the budget.
     """
 
     name: str
@@ -92,23 +93,23 @@ class Verified(Point):
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The best configuration for a budget; `str(search)` is a table. See `quark_fx.search`.
+    """Best configuration for a budget; `str(search)` is a table. See `quark_fx.search`.
 
     Attributes:
         config: Configuration of the winner, for `quantize`; `to_yaml` returns it as text.
         winner: `"mixed"`, or the name of a candidate that is as good for all operators.
-        preset: Name of the preset that `config` starts from; empty if none.
-        budget: Budget that it meets.
+        preset: Name of the preset that `config` is based on; empty if none.
+        budget: Budget that the winner meets.
         metric: `"error"` (squared, relative to the square of the float outputs), `"kl"` (in nats), or the name of a
             function.
         candidates: Names of the candidates.
         verified: Configurations that were quantized and measured, the winner first.
-        curve: Points from the smallest size or latency to the largest, each better than all before.
-        choices: Results of all groups of operators with a choice, in graph order.
+        curve: Points from the smallest size or latency to the largest, each with a smaller error than the previous one.
+        choices: Results of all groups of operators that at least one candidate quantizes, in graph order.
         samples: Number of samples on which errors were estimated.
         verified_on: Number of samples on which configurations were measured.
         float_latency: Milliseconds of a call of the float model; `None` unless the budget is a latency.
-        seconds: Duration of the search.
+        seconds: Duration of the search in seconds.
     """
 
     config: QuantConfig
@@ -133,28 +134,28 @@ class Search:
 
     @property
     def uniform(self) -> bool:
-        """Tell whether one candidate for all operators is as good as the best mixture found."""
+        """True if one candidate for all operators is as good as the best mixture."""
         return self.winner != MIXED
 
     @property
     def found(self) -> Verified:
-        """The measurements of the winner."""
+        """Measurements of the winner."""
         return self.verified[0]
 
     def to_yaml(self) -> str:
-        """Return `config` as text for `QuantConfig.from_yaml`: the differences from the preset it starts from."""
+        """Return `config` as text for `QuantConfig.from_yaml`: differences from `preset`, or all fields without one."""
         return yaml_of(self.config, self.preset)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with the configuration in the form of `to_yaml`."""
+        """Return plain data; the configuration has the fields of `to_yaml`."""
         return asdict(self) | {"config": yaml.safe_load(self.to_yaml()), "budget": str(self.budget)}
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the curve, one dict per point: `pandas.DataFrame(search.to_rows())` is a data frame."""
+        """Return the curve, one dictionary per point, for `pandas.DataFrame(search.to_rows())`."""
         return [asdict(point) for point in self.curve]
 
     def facts(self) -> dict[str, str]:
-        """Return the main facts for a page."""
+        """Return the summary for a page, text by label."""
         facts = {
             "budget": str(self.budget),
             "winner": self.winner,
@@ -167,13 +168,13 @@ class Search:
         return facts
 
     def _speed(self, one: Point) -> tuple[float, float] | None:
-        """Return the milliseconds, and the share of the float model's; `None` unless the budget is a latency."""
+        """Return the milliseconds, and their ratio to the float model's; `None` unless the budget is a latency."""
         if self.float_latency is None or one.latency is None:
             return None
         return one.latency, one.latency / self.float_latency
 
     def _across(self, one: Point) -> float:
-        """Return the coordinate of the curve's horizontal axis."""
+        """Return the coordinate on the curve's horizontal axis: bits per weight, or milliseconds."""
         return one.bits if one.latency is None else one.latency
 
     def figures(self) -> dict[str, Figure]:
@@ -209,7 +210,7 @@ class Search:
         return Table(_MEASURED, columns, self.verified)
 
     def _costs(self) -> list[Column[Any]]:
-        """Return the table columns for a point of the curve: its costs and its error."""
+        """Return the table columns of a `Point`: bits, size, latency, and error."""
         speed: list[Column[Any]] = [
             Column("ms", lambda point: point.latency, ".4g"),
             Column("of float", lambda point: (self._speed(point) or (None, None))[1], ".3f"),
@@ -222,7 +223,11 @@ class Search:
         ]
 
     def operators(self, choices: Sequence[Choice] | None = None) -> Table[Choice]:
-        """Return the table of groups of operators; `choices` are all of them by default."""
+        """Return the table of groups of operators.
+
+        Args:
+            choices: Results of the groups to show. Default: all.
+        """
 
         def of(values: str, index: int) -> Callable[[Choice], Any]:
             return lambda choice: getattr(choice, values)[index]
@@ -240,7 +245,7 @@ class Search:
         return Table("Formats of operators", columns, self.choices if choices is None else choices)
 
     def texts(self) -> dict[str, str]:
-        """Return the text to copy from a page: the configuration."""
+        """Return the texts to copy from a page, by title: the configuration."""
         return {"Configuration": self.to_yaml()}
 
     @checked_call
@@ -255,10 +260,10 @@ class Search:
         write_page(path, "Best bits", self.facts(), [*self.figures().values()], self.tables(), self.texts())
 
     def table(self, rows: int | None = 12) -> str:
-        """Return operators as text, those with the largest possible error first.
+        """Return the table of groups of operators as text; groups whose largest error is largest come first.
 
         Args:
-            rows: Number of groups of operators; `None` for all.
+            rows: Number of groups; `None` for all.
         """
         most = sorted(self.choices, key=lambda choice: -max(filter(math.isfinite, choice.errors), default=0.0))
         lines = self.operators(most[:rows]).lines()

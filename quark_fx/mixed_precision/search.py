@@ -1,4 +1,4 @@
-"""`search`: find the formats with the least error under a budget, operator by operator."""
+"""`search`: choose each operator's formats for the least error under a budget."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ from quark_fx.session import Session, divisible, flat_batches, peek
 from quark_fx.system.isolation import isolated
 
 _BETTER = 0.98
-"""Ratio of errors (or sizes) below which a mixture is better than a uniform candidate; the margin excludes luck."""
+"""Ratio of errors (or sizes) below which a mixture counts as better than a uniform candidate; a smaller gain may be
+luck."""
 
 _ROUNDS = 5
 """Number of mixtures to try for a limit on error or latency; each measurement corrects the next estimate."""
 
 _NEAR = 0.9
-"""Share of the limit from which a measured error or latency is close enough to stop."""
+"""Fraction of the limit above which a measured error or latency is close enough to stop."""
 
 _SAFE = 0.99
-"""Share of the remaining latency that the next mixture aims at, because times vary; for file sizes, enough to stop."""
+"""Fraction of the latency limit that the next mixture aims at, because times vary; fraction of a limit on the file size
+above which a mixture is close enough to stop."""
 
 _NOTHING = 1e-3
-"""Share of the limit below which a measured error counts as zero."""
+"""Fraction of the limit below which a measured error is treated as this fraction, to avoid a division by zero."""
 
 _Verify = Callable[[str, QuantConfig], Verified]
-"""Function that quantizes with a configuration and measures the result."""
+"""Function of a name and a configuration that quantizes the model and measures the result."""
 
 
 @isolated
@@ -65,49 +67,52 @@ def search(
     dynamic_shapes: Any = None,
     progress: bool = True,
 ) -> Search:
-    """Return the configuration of least error under a budget; each operator gets the formats of one candidate.
+    """Return the configuration with the least error under a budget; each operator gets the formats of one candidate.
 
-    One forward and backward pass per candidate estimates the increase in error from each operator's roundings, like
-    `analyze`; an integer program chooses. Operators that servers fuse, which are in one module and read the same value,
-    get the same candidate, and so do the stacks of experts of one module and operators that share a weight.
+    One forward and backward pass per candidate estimates the increase in error from each operator's roundings, as in
+    `analyze`; an integer program then chooses one candidate per operator. Operators in one module with the same input,
+    which servers fuse, get the same candidate. So do the stacks of experts of one module, and operators that share a
+    weight.
 
-    The result is quantized like by `quantize`, including passes that learn codes, and measured on validation data,
-    which does not calibrate but decides among the configurations tried: the mixture, and the candidates that meet the
-    budget for all operators. A candidate within 2 % of the mixture is returned instead. With a budget of the error,
-    validation data also corrects the error allowed for the next mixture, so evaluate the result on other data.
+    Configurations are quantized as in `quantize`, including passes that learn codes, and measured on validation data.
+    Validation data does not calibrate, but decides among the configurations tried: the mixture, and each candidate that
+    meets the budget for the whole model. A candidate within 2% of the mixture is returned instead. With a budget of
+    the error, validation data also corrects the error allowed for the next mixture, so evaluate the result on other
+    data.
 
-    With a budget of latency, every candidate is timed as a whole in the runtime of the target: the ONNX file of
-    `export.onnx` in ONNX Runtime, or the result of `compile()`, on as many threads as torch uses
+    With a budget of latency, a model with each candidate is timed as a whole in the runtime of the target: the ONNX
+    file of `export.onnx` in ONNX Runtime, or the result of `compile()`, on as many threads as torch uses
     (`torch.get_num_threads()`). Each operator is timed alone in the formats of each candidate, once for all operators
-    of the same shapes. The program uses these times, scaled so that their sum for a candidate is the time of its whole
-    model. Mixtures are then timed as a whole, and the error of the estimate corrects the next one. The winner is timed
-    again, because the first time of a configuration that barely meets the budget may be luck; it is not returned if it
-    then exceeds the budget.
+    of the same shapes. The integer program uses the operators' times, scaled so that their sum for a candidate is the
+    time of the whole model. Mixtures are then timed as a whole, and the error of each estimate corrects the next
+    mixture. The winner is timed again, because the first time of a configuration that barely meets the budget may be
+    luck; it is not returned if its second time exceeds the budget.
 
     All times are relative to the float model, whose calls alternate with calls of the timed model, and are valid for
-    this machine. With several threads, ONNX Runtime's threads sleep between calls, so every call wakes them; in an
-    application whose calls follow each other closely, they still spin.
+    this machine only. If there are several threads, ONNX Runtime's threads sleep between calls here, and every call
+    wakes them. In an application whose calls follow each other closely, the threads still spin when the next call
+    comes.
 
     Args:
         model: Model; see `quantize`.
-        candidates: Names of presets, `QuantConfig`s, `"float"`, or number formats or `TensorSpec`s, which replace the
-            weights' in the first configuration (default: `int8_weight_only`). All have the same passes, biases, and
-            target.
+        candidates: Names of presets, `QuantConfig`s, `"float"`, number formats, or `TensorSpec`s. A format or spec
+            replaces the spec of the weights in the first configuration of the list (default: `int8_weight_only`). All
+            candidates must have the same passes, biases, KV cache, and target.
         budget: Limit to meet.
-        data: Batches; see `calibration_data` of `quantize`. A `Session` has its own.
-        validation_data: Batches that do not calibrate but decide among the configurations tried; default: the last
+        data: Batches; see `calibration_data` of `quantize`. A `Session` already has data.
+        validation_data: Batches that do not calibrate but decide among the configurations tried. Default: the last
             quarter of `data`.
         metric: Metric; see `analyze`.
-        samples: Number of samples on which errors are estimated, the last ones of the calibration data.
-        timed_batch: Batch to time calls with, for a budget of latency; default: the first batch of validation data.
+        samples: Number of samples on which errors are estimated, taken from the end of the calibration data.
+        timed_batch: Batch for timing calls, for a budget of latency. Default: the first batch of validation data.
         resources: Resources; see `quantize`. Only `device` and `cache` apply.
-        dynamic_shapes: Sizes that vary; see `quantize`.
+        dynamic_shapes: Dimensions whose size varies; see `quantize`.
         progress: Whether to show the number of configurations measured, and the current step.
 
     Raises:
-        ConfigError: If candidates are incompatible or their outputs are not finite, or no mixture meets the budget; see
+        ConfigError: If candidates are incompatible, their outputs are not finite, or no mixture meets the budget; see
             also `analyze`.
-        CalibrationError: If data is missing, no validation data is left, or outputs of the float model are not finite.
+        CalibrationError: If data or validation data is missing, or outputs of the float model are not finite.
     """
     start = time.perf_counter()
     require_usable(resources, "search", OF_SESSION)
@@ -146,7 +151,7 @@ def search(
     with bar, session.run(alternatives[0].config) as context:
         bar.set_postfix_str("estimating errors")
         trials = Trials(session, context, measure, validation, names)
-        trials.targets()  # raise early if the float model cannot be compared with
+        trials.targets()  # raises early if the outputs of the float model cannot be compared
         parts, of_batches = parts_of(context, samples, divisible=divisible(captured))
         space = Space.measure(Trials(session, context, measure, parts, of_batches), alternatives)
 
@@ -206,7 +211,7 @@ def search(
 
 
 def _divided(data: Any, validation_data: Any) -> tuple[list[Any], list[Any]]:
-    """Return batches for calibration and estimates, and batches for validation."""
+    """Split the data into batches for calibration and estimates, and batches for validation."""
     _, batches = peek(data)
     batches, (_, held_out) = [*batches], peek(validation_data, "validation")
     held_out = [*held_out]
@@ -217,11 +222,11 @@ def _divided(data: Any, validation_data: Any) -> tuple[list[Any], list[Any]]:
 
 
 _Tried = list[tuple[Verified, list[int]]]
-"""Measurements with the candidate of every group, the winner first."""
+"""Measurements of configurations, each with the candidate index of every group; ranked lists begin with the winner."""
 
 
 def _by_size(space: Space, budget: Budget, verify: _Verify) -> _Tried:
-    """Return configurations that meet a budget of bits or bytes, the one with the least error first."""
+    """Measure configurations that meet a budget of bits or bytes; return them with the least error first."""
     count = sum(space.weights.values())
     limit = math.floor(budget.bits * count / 8) if budget.bits is not None else (budget.nbytes or 0) - space.fixed
     choices = [chosen for chosen in _uniform(space) if space.total(chosen) <= limit]
@@ -243,7 +248,8 @@ def _by_size(space: Space, budget: Budget, verify: _Verify) -> _Tried:
 def _by_written_size(space: Space, budget: Budget, verify: _Verify) -> tuple[Space, _Tried]:
     """Return the space with written sizes, and the measurements, with the least error within the budget first.
 
-    The candidates' files show how much larger weights are when written; the file of a mixture corrects the next one.
+    The candidates' files show how much larger weights are when written; the size of each mixture's file corrects the
+    target for the next mixture.
     """
     limit = budget.nbytes or 0
     tried = [(_verify(space, chosen, verify), chosen) for chosen in _uniform(space)]
@@ -275,20 +281,20 @@ def _by_latency(
 ) -> tuple[Space, _Tried]:
     """Return the space with latencies, and the measurements, with the least error within the budget first.
 
-    The winner is timed twice, and its second latency counts: ranking first favors a first latency that is too low.
+    The winner is timed twice, and its second latency counts, because ranking favors first latencies that are too low.
 
     Args:
         space: Space without latencies.
-        alone: Latencies of each group's operators alone, in milliseconds, by candidate.
+        alone: Latency of each group's operators, timed alone, in milliseconds, by group and candidate.
         budget: Budget of latency.
-        limit: The same in milliseconds.
+        limit: Budget in milliseconds.
         verify: Function that measures a configuration.
     """
     tried = [(_verify(space, chosen, verify), chosen) for chosen in _uniform(space)]
     space = space.timed(alone, [one.latency or 0.0 for one, _ in tried])
     target, mixtures, again = limit, _Tried(), list[list[int]]()
     for _ in range(_ROUNDS):
-        # The corrected target may be below the fastest mixture, which is then tried.
+        # If the corrected target is below the latency of the fastest mixture, that mixture is tried.
         mixture = choose(space.errors, space.latencies, max(target, least(space.latencies, space.errors) * (1 + 1e-9)))
         if (settled := _untried(space, mixture, [*tried, *mixtures])) is None:
             break
@@ -320,7 +326,7 @@ def _by_latency(
 
 
 def _by_error(space: Space, ceiling: float, verify: _Verify) -> _Tried:
-    """Return the measurements for a limit on the error, with the smallest size within the limit first."""
+    """Measure configurations for a limit on the error; return them with the smallest size within the limit first."""
     tried: _Tried = []
     target, floor = ceiling, sum(min(row) for row in space.errors)
     for _ in range(_ROUNDS):
@@ -350,13 +356,13 @@ def _by_error(space: Space, ceiling: float, verify: _Verify) -> _Tried:
 
 
 def _uniform(space: Space) -> Iterator[list[int]]:
-    """Yield every candidate for all groups."""
+    """Yield, for every candidate, the choice of that candidate for all groups."""
     for i in range(len(space.candidates)):
         yield [i] * len(space.groups)
 
 
 def _untried(space: Space, mixture: Sequence[int] | None, tried: _Tried) -> list[int] | None:
-    """Return the choice, with its most frequent candidate where equivalent; `None` if it is missing or measured."""
+    """Return `Space.settled` of a mixture; `None` if the mixture is `None` or has been measured."""
     settled = None if mixture is None else space.settled(mixture)
     return None if any(settled == chosen for _, chosen in tried) else settled
 
@@ -377,7 +383,7 @@ def _require_finite(tried: _Tried) -> None:
 
 
 def _ranked(tried: _Tried, quantity: Callable[[Verified], float]) -> _Tried:
-    """Sort by the budget, then by `quantity`; a mixture comes before others only if it is clearly better."""
+    """Sort configurations that meet the budget first, then by `quantity`; a mixture must be better by 2% to win."""
 
     def key(pair: tuple[Verified, list[int]]) -> tuple[bool, float]:
         one, _ = pair

@@ -1,4 +1,4 @@
-"""The search space: groups of operators, with the size and error of each group for each candidate."""
+"""Search space: groups of operators, with the size and error of each group for each candidate."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from quark_fx.plan.report import Row, stored_size
 from quark_fx.system.isolation import without_warnings
 
 _HALF = 0.5
-"""Share of the roundings at which the slope of the error is computed.
+"""Fraction of the rounding errors at which the slope of the error is computed.
 
-If the error is quadratic in the roundings, the contribution of each follows from the slope at any share. 2 bits are far
-from that: the slope at half the roundings is then closer to the contribution of an operator among others with more bits
-than the slope at the end, which is too steep.
+If the error is quadratic in the rounding errors, the slope at any fraction gives the contribution of each operator. At
+2 bits, the error is far from quadratic, and the slope at the full rounding errors is too steep. The slope at half of
+them is closer to the contribution of an operator if the other operators have more bits.
 """
 
 _POINTS = 24
 """Number of sizes at which the curve is computed."""
 
 _GAP = 1e-3
-"""Accepted excess of a point of the curve over the least error, as a share of it."""
+"""Accepted excess of the error of a curve's point over the least error, as a fraction of the least error."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ class Space:
         candidates: Candidates.
         operators: Operators of the float graph.
         groups: Groups that at least one candidate quantizes.
-        rows: Rows of a report, by candidate.
-        errors: Estimated errors, by group and candidate; infinite if no configuration can express the choice, or its
-            outputs are not finite.
-        float_graph: Graph of the operators.
-        latencies: Measured latencies in milliseconds, by group and candidate; empty unless the budget is a latency.
-        shares: Ratios of written to reported bytes of the weights, by candidate; empty if sizes in the report count.
-        overhead: Number of bytes of a file that do not depend on weights or candidate.
+        rows: Report rows of all operators, by candidate.
+        errors: Estimated errors, by group and candidate; infinite if a configuration cannot express the choice, or
+            the outputs are not finite.
+        float_graph: Float graph that contains the operators.
+        latencies: Estimated latencies in milliseconds, by group and candidate; empty unless the budget is a latency.
+        shares: Ratio of written to reported bytes of the weights, by candidate; empty if the budget does not limit the
+            size of files.
+        overhead: Number of bytes of a file that do not depend on weights or the candidate.
     """
 
     candidates: Sequence[Candidate]
@@ -67,7 +68,7 @@ class Space:
 
     @classmethod
     def measure(cls, trials: Trials, candidates: Sequence[Candidate]) -> Self:
-        """Convert a model with each candidate, and run each once forward and backward."""
+        """Convert a model with each candidate, and run a forward and a backward pass of each converted model."""
         trials.targets()
         float_graph = trials.convert(candidates[0].config).float_graph
         operators, groups = groups_of(float_graph)
@@ -99,24 +100,24 @@ class Space:
         return cls(candidates, operators, [groups[g] for g in free], rows, group_errors, float_graph)
 
     def timed(self, alone: Sequence[Sequence[float]], whole: Sequence[float]) -> Self:
-        """Return a space with latencies of groups; for each candidate, they add up to the latency of its model.
+        """Return a space with latencies of groups; for each candidate, they add up to the latency of the whole model.
 
-        The latencies of operators alone only determine how they share this sum: alone, they convert their inputs and
-        outputs, which neighbors of the same formats do not need.
+        The latencies of operators that run alone only determine their shares of this sum: alone, operators also convert
+        their inputs and outputs, which is unnecessary between operators with the same formats.
 
         Args:
-            alone: Milliseconds of each group's operators alone, by group and candidate.
-            whole: Milliseconds of each candidate's model.
+            alone: Milliseconds of each group's operators, timed alone, by group and candidate.
+            whole: Milliseconds of the whole model, by candidate.
         """
         sums = [sum(of_candidate) for of_candidate in zip(*alone, strict=True)]
         shares = [one / total for one, total in zip(whole, sums, strict=True)]
         return replace(self, latencies=[[a * s for a, s in zip(row, shares, strict=True)] for row in alone])
 
     def written(self, whole: Sequence[int]) -> Self:
-        """Return a space with the sizes of written weights; for each candidate, they add up to the size of its file.
+        """Return a space with the sizes of written weights; for each candidate, sizes add up to the size of its file.
 
         Args:
-            whole: Size of each candidate's file in bytes.
+            whole: Size of the file in bytes, by candidate.
         """
         totals = [sum(of_candidate) for of_candidate in zip(*self.sizes, strict=True)]
         more = [size - self.fixed - total for size, total in zip(whole, totals, strict=True)]
@@ -125,19 +126,19 @@ class Space:
 
     @cached_property
     def sizes(self) -> list[list[int]]:
-        """The sizes of weights in bytes, by group and candidate."""
+        """Sizes of the weights in bytes, by group and candidate."""
         shares = self.shares or [1.0] * len(self.rows)
         columns = [*zip(self.rows, shares, strict=True)]
         return [[math.ceil(group.size(rows) * share) for rows, share in columns] for group in self.groups]
 
     @cached_property
     def weights(self) -> dict[str, int]:
-        """The number of values of each named weight that at least one candidate quantizes."""
+        """Number of values of each weight that at least one candidate quantizes; the keys are names of weights."""
         return {name: count for group in self.groups for name, count in group.weights.items()}
 
     @cached_property
     def fixed(self) -> int:
-        """The size of all other weights and parts of a file, in bytes."""
+        """Size in bytes of all other weights, and of the other parts of a file."""
         return self.overhead + stored_size(self.rows[0]) - sum(group.size(self.rows[0]) for group in self.groups)
 
     def bits(self, size: float) -> float:
@@ -149,11 +150,11 @@ class Space:
         return self.bits(stored_size([row for row in rows if row.parameter in self.weights]))
 
     def total(self, chosen: Sequence[int]) -> int:
-        """Return the size in bytes of the weights of all groups for a choice."""
+        """Return the size in bytes of the weights of all groups for a choice, a candidate index per group."""
         return sum(row[i] for row, i in zip(self.sizes, chosen, strict=True))
 
     def latency(self, chosen: Sequence[int]) -> float | None:
-        """Return the estimated milliseconds of a call; `None` unless the budget is a latency."""
+        """Return the estimated milliseconds of a call for a choice; `None` unless the budget is a latency."""
         if not self.latencies:
             return None
         return sum(row[i] for row, i in zip(self.latencies, chosen, strict=True))
@@ -163,7 +164,7 @@ class Space:
         return sum(row[i] for row, i in zip(self.errors, chosen, strict=True))
 
     def settled(self, chosen: Sequence[int]) -> list[int]:
-        """Return an equivalent choice, with the most frequent candidate wherever its specs are the same."""
+        """Return an equivalent choice: groups that get the same specs from the most frequent candidate use it."""
         most = max(range(len(self.candidates)), key=[*chosen].count)
         pairs = zip(self.groups, chosen, strict=True)
         return [most if self._specs(group, most) == self._specs(group, i) else i for group, i in pairs]
@@ -176,19 +177,19 @@ class Space:
         return mixed(self.candidates, self.operators, self._by_place(chosen))
 
     def preset(self, chosen: Sequence[int]) -> str:
-        """Return the name of the preset that `config` starts from; empty if none."""
+        """Return the name of the preset that `config` is based on; empty if none."""
         return base_of(self.candidates, self._by_place(chosen)).preset
 
     def _by_place(self, chosen: Sequence[int]) -> list[int]:
         most = max(range(len(self.candidates)), key=[*chosen].count)
-        indices = [most] * len(self.operators)  # operators that no candidate quantizes follow the most frequent one
+        indices = [most] * len(self.operators)  # default for operators that no candidate quantizes
         for group, i in zip(self.groups, chosen, strict=True):
             for place in group.places:
                 indices[place] = i
         return indices
 
     def curve(self) -> list[Point]:
-        """Return the points with the least error for their size or latency, from the smallest to the most accurate."""
+        """Return the points with the least error for their size or latency, the smallest or fastest first."""
         costs = self.latencies or self.sizes
         low = least(costs, self.errors)
         best = [min(range(len(row)), key=row.__getitem__) for row in self.errors]
@@ -201,13 +202,13 @@ class Space:
         return points
 
     def point(self, chosen: Sequence[int]) -> Point:
-        """Return the estimates of a choice."""
+        """Return the bits, size, error, and latency of a choice, all estimated."""
         error, latency = self.error(chosen), self.latency(chosen)
         reported = sum(group.size(self.rows[i]) for group, i in zip(self.groups, chosen, strict=True))
         return Point(bits=self.bits(reported), size=self.fixed + self.total(chosen), error=error, latency=latency)
 
     def choices(self, chosen: Sequence[int]) -> list[Choice]:
-        """Return the result for each group."""
+        """Return the results of all groups for a choice."""
         results = []
         latencies = self.latencies or [()] * len(self.groups)
         columns = zip(self.groups, chosen, self.sizes, self.errors, latencies, strict=True)
@@ -229,13 +230,16 @@ class Space:
 
 
 def least(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]) -> float:
-    """Return the sum over all groups of the smallest value among options with a finite error."""
+    """Return the sum over all groups of the smallest cost among candidates with a finite error."""
     pairs = (zip(*rows, strict=True) for rows in zip(costs, errors, strict=True))
     return sum(min(cost for cost, error in row if math.isfinite(error)) for row in pairs)
 
 
 def _by_operator(rounded: Sequence[RoundedValue], added: Tensor) -> dict[str, float]:
-    """Return the error that each operator's roundings add, by node; a value's error is split evenly among operators."""
+    """Return the error that each operator's roundings add, by node name.
+
+    The error of a value that several operators read is split evenly among them.
+    """
     errors: dict[str, float] = {}
     for value, error in zip(rounded, added.tolist(), strict=True):
         for name in value.operators:
@@ -247,7 +251,7 @@ def _error(group: Group, candidate: Candidate, operators: Sequence[PlannedOperat
     members = [operators[i] for i in group.places]
     if not is_expressible(candidate, members):
         return math.inf
-    # A negative estimate comes from interactions with other operators' roundings: it is neither a gain nor zero.
+    # Interactions with other operators' roundings can make an estimate negative; use its magnitude as the error.
     return abs(sum(added.get(name, 0.0) for name in dict.fromkeys(op.node.name for op in members)))
 
 

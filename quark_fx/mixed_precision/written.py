@@ -1,4 +1,4 @@
-"""Size of written models."""
+"""Size of a model's files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def written_size(qmodel: QuantizedModel, output: str) -> int:
     """Return the size in bytes of all files that an export writes.
 
     Raises:
-        QuarkError: If the export refuses the model, or it does not fit the temporary directory.
+        QuarkError: If the export refuses the model, or the files do not fit in the temporary directory.
     """
     with _temporary_folder() as folder:
         with without_warnings():
