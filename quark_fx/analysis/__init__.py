@@ -1,1 +1,1 @@
-"""Analysis of the error of a configuration: contributions of operators, and remedies."""
+"""Analysis of the error of a configuration: contributions of operators to the error, and remedies."""

@@ -29,20 +29,21 @@ from quark_fx.session import Session, divisible
 from quark_fx.system.isolation import isolated
 
 _NOTABLE = 0.02
-"""Fraction of the error below which remedies of an operator are not tried."""
+"""Fraction of the error that an operator must contribute for remedies to be tried."""
 
 _HELPS = 0.01
 """Fraction of the error that a change must remove to be proposed."""
 
 _MUCH = 0.5
-"""Largest remaining fraction of the error with which 16-bit activations are worth an advice."""
+"""Largest fraction of the error that may remain with 16-bit activations if they are recommended."""
 
 _CULPRIT = 1.5
-"""Contribution, relative to the average operator, from which leaving an operator in float is proposed."""
+"""Contribution of an operator, relative to the average, above which leaving it in float is proposed."""
 
 
 _Row = tuple[Contribution, list[str], list[int]]
-"""Contribution of an operator, its node if it has weights, and the indices of its rounded values."""
+"""Contribution of an operator, the name of its node (in a list, empty for a value without an operator), and the indices
+of its rounded values."""
 
 
 @isolated
@@ -64,38 +65,39 @@ def analyze(
     The model is captured and calibrated once. One forward and backward pass with all values rounded gives the
     derivative of the error with respect to the rounding of each value and each weight. The derivatives estimate the
     contributions of all operators; the estimates are accurate if the model is nearly linear in its rounding errors. For
-    the `top` operators, two errors are measured: with only their values rounded, and with all other values rounded
-    (`in_float`). Gains of other remedies are estimated from the operator's own output on a few samples. The proposed
-    configuration contains only changes that reduced the measured error, each on top of the previous ones. `advice` says
-    whether to analyze again, and how much 16-bit activations would gain.
+    each of the `top` operators, two errors are measured: the error with only the operator's values rounded, and the
+    error with all other values rounded (`in_float`). Gains of other remedies are estimated from the operator's output
+    on a few samples. The proposed configuration contains only changes that reduced the measured error, each added to
+    the previous changes. `advice` says whether to analyze again, and how much 16-bit activations would gain.
 
     Passes on the float graph run as in `quantize`. Passes that learn codes (`GPTQ`, `AdaRound`, …) do not run: the
-    analysis is about rounding to nearest, and shows where learning is needed.
+    analysis covers rounding to nearest, and shows where learning is needed.
 
     Args:
-        model: Same as in `quantize`.
-        config: Same as in `quantize`.
-        calibration_data: Same as in `quantize`; ranges are measured on all of it.
-        metric: `"error"`, the squared error of the outputs over their square, averaged over outputs; `"kl"`, the
-            divergence of the classes predicted by the first output's logits; or a function of two lists of tensors,
-            the outputs of the quantized and of the float model, that returns a differentiable scalar. A function can
-            weight parts of one output, such as boxes and scores.
-        samples: Number of samples, the last ones, to measure errors on; whole batches if these cannot be divided.
+        model: Model; see `quantize`.
+        config: Configuration; see `quantize`.
+        calibration_data: Batches; see `quantize`. Ranges are measured on all batches.
+        metric: `"error"`, the squared error of the outputs relative to their square, averaged over outputs; `"kl"`, the
+            KL divergence of the class probabilities from the first output's logits; or a function of two lists of
+            tensors, the outputs of the quantized and of the float model, that returns a differentiable scalar. A
+            function can weight parts of one output, such as boxes and scores.
+        samples: Number of samples on which errors are measured, taken from the end of the data; whole batches if
+            batches cannot be divided.
         top: Number of operators that are measured and get remedies.
-        resources: Same as in `quantize`; only `device` and `cache` apply.
-        dynamic_shapes: Same as in `quantize`.
-        progress: Show the number of measured configurations.
+        resources: Resources; see `quantize`. Only `device` and `cache` apply.
+        dynamic_shapes: Dimensions whose size varies; see `quantize`.
+        progress: Whether to show the number of measured configurations.
 
     Raises:
-        ConfigError: For an unknown metric or one without a derivative, for `samples` or `top` below 1, for a model
-            without float outputs that depend on its inputs, for a quantized model whose outputs are not finite, and for
+        ConfigError: If the metric is unknown or not differentiable, `samples` or `top` is below 1, the model does not
+            have float outputs that depend on its inputs, or the quantized model's outputs are not finite; and for
             errors of `quantize`.
-        CalibrationError: If data is missing or unusable, or the float model's outputs on it are not finite.
+        CalibrationError: If data is missing or unusable, or the float model's outputs on the data are not finite.
         CaptureError: If the model cannot be captured.
 
     Source:
-        The derivative along the line from float to rounded values is the attribution of Sundararajan et al. 2017, with
-        one step; for an error that is quadratic in the rounding errors, one step is exact.
+        The derivative along the line from float to rounded values is the attribution of Sundararajan et al. 2017
+        (integrated gradients) with one step; for an error that is quadratic in the rounding errors, one step is exact.
     """
     require_usable(resources, "analyze", OF_SESSION)
     metric, measure = metric_of(metric)
@@ -159,7 +161,7 @@ def _analyzed(trials: Trials, config: QuantConfig, top: int, measured: Callable[
 
 
 def _applied(remedy: Remedy, config: QuantConfig) -> QuantConfig | None:
-    """Return a configuration with a remedy; `None` if it already has the remedy or contradicts it."""
+    """Add a remedy to a configuration; return `None` if the configuration already has it or does not allow it."""
     try:
         changed = remedy.applied(config)
     except ConfigError:
@@ -168,7 +170,13 @@ def _applied(remedy: Remedy, config: QuantConfig) -> QuantConfig | None:
 
 
 def _again(left: int, top: int, changed: bool) -> Iterator[str]:
-    """Yield the advice for operators that were not measured and add much of the remaining error."""
+    """Yield advice about operators that were not measured and add much of the remaining error.
+
+    Args:
+        left: Number of these operators.
+        top: Number of operators that were measured.
+        changed: Whether the proposed configuration differs from the analyzed one.
+    """
     if left:
         what = (
             f"{left} more operator{'s add' if left > 1 else ' adds'} at least {_NOTABLE:.0%} of the error that is left"
@@ -187,7 +195,7 @@ def _wider(
     """Yield the advice to use 16-bit activations, if they remove much of the error."""
     if sum(row.activation for row, *_ in rows) <= sum(row.weight for row, *_ in rows):
         return
-    with suppress(ConfigError):  # the target does not support them
+    with suppress(ConfigError):  # the target may not support 16-bit activations
         wide = config.replace(
             **{key: _in_16_bits(getattr(config, key)) for key in ("input", "output")},
             overrides=tuple(
@@ -219,12 +227,12 @@ def _estimated(trials: Trials, graph: SwitchedGraph) -> tuple[float, list[float]
             "the quantized model's output, or its derivative, is not finite on the calibration data, so its error "
             "cannot be attributed; choose formats with a wider range, or exclude operators whose values are too large"
         )
-    # The factor normalizes the sum to the error: 1/2 for a purely quadratic error, other values if it is not quadratic.
+    # The factor makes contributions add up to the error; it is 1/2 if the error is quadratic in the rounding errors.
     return error, (slopes * (error / added if added > 0 else 0.0)).tolist()
 
 
 def _rows(plan: Plan, rounded: Sequence[RoundedValue], errors: Sequence[float]) -> list[_Row]:
-    """Return one row per operator with its rounded values, in the order of decreasing contributions."""
+    """Return one row per operator with its rounded values, the largest contribution first."""
     planned = {op.node.name: op for op in plan.operators}
     parts: dict[tuple[str, str, str], list[float]] = {}
     places: dict[tuple[str, str, str], list[int]] = {}

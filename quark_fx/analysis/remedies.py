@@ -1,4 +1,4 @@
-"""Remedies for the error of an operator, scored by its output on a few samples."""
+"""Remedies for the error of an operator; their gains are estimated from the operator's output on a few samples."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from quark_fx.rescale.rotation_sites import RotationAnalysis, RotationSite, find
 from quark_fx.rescale.scale_sites import SiteAnalysis, find_scale_sites
 
 _ENOUGH = 0.8
-"""Fraction of the largest gain from which a remedy that changes less is preferred."""
+"""Fraction of the largest gain above which a remedy that changes less is preferred."""
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimated gains of remedies, from the analysis of one configuration.
+    """Estimates of the gains of remedies, from the analysis of one configuration.
 
     Attributes:
         gm: Float graph.
-        config: Configuration of the conversion.
+        config: Analyzed configuration.
         rounded: All rounded values.
         errors: Contribution of each rounded value to the error.
         leaves: Flat inputs of a few samples.
-        positions: Positions in these samples that are not padding; `None` for all.
+        positions: Positions in the samples that are not padding; `None` for all positions.
     """
 
     gm: GraphModule
@@ -61,17 +61,20 @@ class Estimates:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan, on nodes of the float graph."""
+        """Plan of the configuration, on nodes of the float graph."""
         return plan_quantization(self.gm, self.config, quiet=True)
 
     @cached_property
     def operators(self) -> dict[str, Quantized]:
-        """The quantized operators, by names of nodes."""
+        """Quantized operators, by the names of their nodes."""
         return {op.node.name: op for op in self.plan.operators if isinstance(op, Quantized)}
 
     @cached_property
     def fused(self) -> dict[str, tuple[str, ...]]:
-        """Groups of operators that the target runs as one kernel with the same specs, by the name of each operator."""
+        """Names of the operators that the target fuses with each operator, by the operator's name.
+
+        The fused operators, including the operator itself, have the same specs. Empty if the target does not fuse.
+        """
         groups = siblings(self.plan.operators) if self.config.target.placement.fuses else ()
         return {op.name: tuple(other.name for other in group) for group in groups for op in group}
 
@@ -86,10 +89,10 @@ class Estimates:
         return find_rotation_sites(self.gm)
 
     def remedies(self, names: Sequence[str], module: str) -> list[Remedy]:
-        """Return the remedies for the values of some operators; the recommended one is first.
+        """Return the remedies for the values of some operators, the recommended one first.
 
         Args:
-            names: Names of the operators' nodes, all in one module; empty for a value without a weighted operator.
+            names: Names of the operators' nodes, all in one module; empty for a value without an operator.
             module: Name of the module.
         """
         exclusion = self._in_float(names, module)
@@ -103,7 +106,10 @@ class Estimates:
         return [best, *(r for r in rest if r is not exclusion), *([exclusion] if best is not exclusion else [])]
 
     def _in_float(self, names: Sequence[str], module: str) -> Remedy:
-        """Return the remedy that leaves operators in float, and if needed also others that round the same values."""
+        """Return the remedy that leaves operators in float.
+
+        If needed, the remedy also leaves other operators in float that round the same values.
+        """
         values = {v.value: v for v in self.rounded if not v.is_weight and set(names) & set(v.operators)}
         makers = [self._pattern(node) for node, value in self.plan.outputs.items() if value.name in values]
         nodes = named_nodes(self.gm)
@@ -122,7 +128,7 @@ class Estimates:
         return self.operators[node.name].name if node.name in self.operators else names_of(node).name
 
     def ended(self, exclude: tuple[str, ...]) -> set[int]:
-        """Return the indices of the values that are no longer rounded with more exclusions."""
+        """Return the indices of the values that are no longer rounded if `exclude` is added to the exclusions."""
         plan = plan_quantization(self.gm, self.config.replace(exclude=(*self.config.exclude, *exclude)), quiet=True)
         quantized = {op.node.name for op in plan.operators if isinstance(op, Quantized)}
         values = {point.value.name for point in plan.points.values()}
@@ -130,7 +136,7 @@ class Estimates:
         return {place for place, stays in enumerate(stay) if not stays}
 
     def _cheaper(self, op: Coded) -> Iterator[Remedy]:
-        """Yield remedies that leave an operator quantized, in the order of increasing changes."""
+        """Yield remedies that leave an operator quantized, from the smallest change to the largest."""
         trial, name = _OperatorTrial.of(self, op), op.node.name
         pairs = zip(self.errors, self.rounded, strict=True)
         shares = [(e / len(v.operators), v.is_weight) for e, v in pairs if name in v.operators]
@@ -144,7 +150,7 @@ class Estimates:
             try:
                 candidate.applied(self.config)
                 gain = error * (1 - local() / before)
-            except (ConfigError, ValueError):  # not possible with this target or data
+            except (ConfigError, ValueError):  # the remedy is not possible with this target or data
                 return
             if gain > 0:
                 yield Remedy(what=what, gain=gain, **changes)
@@ -185,7 +191,7 @@ class Estimates:
                     yield from remedy("Rotate", partial(trial.rotated, rotation), passes=(Rotate(only=only),))
 
     def _value_overrides(self, op: Coded, linear: Linear, spec: TensorSpec) -> Iterator[Override]:
-        """Yield the overrides that change the spec of an operator's input everywhere that it is rounded."""
+        """Yield the overrides that change the spec of an operator's input value wherever that value is rounded."""
         value = linear.activation
         for other in self.operators.values():
             if other.input == op.input and value in other.node.all_input_nodes:
@@ -196,14 +202,24 @@ class Estimates:
 
 
 def _covers(site: RotationSite, linear: Linear) -> bool:
-    """Tell whether a site rotates all inputs of an operator; a trial rotates the whole activation."""
+    """Return True if a site rotates all inputs of an operator, because a trial rotates the whole activation."""
     inputs, weight = linear.shape[linear.input_axis], linear.stored.node
     return any(absorber.parameter is weight and absorber.runs.numel() == inputs for absorber in site.absorbers)
 
 
 @dataclass(frozen=True, eq=False)
 class _OperatorTrial:
-    """One operator with samples of its input and its output."""
+    """One operator, with its input and output on a few samples.
+
+    Attributes:
+        op: Operator.
+        linear: Geometry of the operator.
+        module: Graph from the activation and the weight to the output.
+        x: Float activation.
+        weight: Float weight.
+        positions: Positions in the samples that are not padding; `None` for all positions.
+        output: Float output.
+    """
 
     op: Coded
     linear: Linear
@@ -225,11 +241,11 @@ class _OperatorTrial:
             return cls(op, op.linear, module, x, weight, estimates.positions, module(x, weight)[0])
 
     def error(self, activation: TensorSpec | None, weight: TensorSpec) -> float:
-        """Return the squared error of the operator's output with other specs, relative to its square."""
+        """Return the squared error of the operator's output with other specs, relative to the square of the output."""
         return self._error(_rounded(self.x, activation, self.linear), self._coded(self.weight, weight))
 
     def smoothed(self) -> float:
-        """Return the error with channels scaled by SmoothQuant with strength 0.5."""
+        """Return the relative error with channels scaled by SmoothQuant at strength 0.5."""
         largest = self._by_channel(self.x)
         reach = self.weight.float().abs().movedim(self.linear.input_axis, 0).flatten(1).amax(1)
         scale = torch.where((largest > 0) & (reach > 0), (largest / reach.clamp_min(1e-12)).sqrt(), 1.0)
@@ -238,7 +254,7 @@ class _OperatorTrial:
         return self._error(x * of_inputs, self._coded(self.weight * of_weight, self.op.weight) / of_weight)
 
     def rotated(self, rotation: Rotation) -> float:
-        """Return the error with a rotated activation and weight."""
+        """Return the relative error with a rotated activation and weight."""
 
         def turn(x: Tensor, axis: int, how: Rotation) -> Tensor:
             return how.apply(x.double().movedim(axis, -1)).movedim(-1, axis).to(x)
@@ -267,7 +283,7 @@ class _OperatorTrial:
 
 
 def _rounded(x: Tensor, spec: TensorSpec | None, linear: Linear) -> Tensor:
-    """Return a fake-quantized activation, with the range of these samples."""
+    """Return an activation fake-quantized with the range of `x` itself; `spec=None` leaves it in float."""
     if spec is None:
         return x
     if spec.is_cast:
@@ -284,7 +300,7 @@ def _rounded(x: Tensor, spec: TensorSpec | None, linear: Linear) -> Tensor:
 
 
 def _other_activations(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:
-    """Yield other specs for an activation, each with a description and whether it needs more bits."""
+    """Yield alternative specs for an activation, each with a description and whether it needs more bits."""
     if not spec.dynamic and spec.observer == MinMax():
         yield "observer Mse", spec.replace(observer=Mse()), False
         yield "observer Percentile(99.9)", spec.replace(observer=Percentile(percentile=99.9)), False
@@ -293,7 +309,7 @@ def _other_activations(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool
 
 
 def _other_weights(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:
-    """Yield other specs for a weight, each with a description and whether it needs more bits."""
+    """Yield alternative specs for a weight, each with a description and whether it needs more bits."""
     offsets = spec.symmetry is Symmetry.OFFSET  # requires unsigned codes, and ranges that begin at the smallest value
     if spec.observer == MinMax() and not offsets:
         yield "weight observer Mse", spec.replace(observer=Mse()), False

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change of the configuration, and its gain.
+    """A change of the configuration, and its reduction of the error.
 
     Attributes:
         what: Description in a few words.
@@ -42,10 +42,10 @@ class Remedy:
     passes: tuple[GraphPass, ...] = ()
 
     def applied(self, config: QuantConfig) -> QuantConfig:
-        """Return the configuration with the change.
+        """Return `config` with the change.
 
         Raises:
-            ConfigError: If the target does not support it.
+            ConfigError: If the changed configuration is not valid, for example because of its target.
         """
         floats = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
         added = [p for p in self.passes if p not in config.passes]
@@ -57,7 +57,7 @@ class Remedy:
 
     @property
     def best_known(self) -> float:
-        """The measured gain if there is one, otherwise the estimated gain."""
+        """Measured gain if there is one; otherwise, the estimated gain."""
         return self.gain if self.measured is None else self.measured
 
 
@@ -65,15 +65,15 @@ class Remedy:
 class Contribution:
     """Contribution of one operator to the error.
 
-    The error of a value with several quantized consumers is divided among them equally; a value without one counts to
-    the operator that computes it.
+    The error of a value with several quantized consumers is divided equally among them. If a value does not have any,
+    its error is attributed to the operator that computes the value.
 
     Attributes:
-        name: Module path.
-        kind: Operator family.
-        place: Index in graph order, from 0.
-        weight: Estimated error from rounding its weight and bias.
-        activation: Estimated error from rounding its activations.
+        name: Path of the operator's module.
+        kind: Operator kind.
+        place: Index of the operator in graph order, from 0.
+        weight: Estimated error from rounding the operator's weight and bias.
+        activation: Estimated error from rounding the operator's activations.
         alone: Measured error with only this operator rounded; `None` if it was not measured.
         remedies: Remedies, the recommended one first; empty if none was tried.
     """
@@ -88,12 +88,12 @@ class Contribution:
 
     @property
     def error(self) -> float:
-        """The estimated error from rounding its weight, bias, and activations."""
+        """Estimated error from rounding the operator's weight, bias, and activations."""
         return self.weight + self.activation
 
     @property
     def in_float(self) -> Remedy | None:
-        """The remedy that leaves the operator in float; `None` if it was not tried."""
+        """Remedy that leaves the operator in float; `None` if it was not tried."""
         return next((remedy for remedy in self.remedies if remedy.exclude), None)
 
 
@@ -105,15 +105,15 @@ class Analysis:
         metric: `"error"`, the squared error relative to the square of the float outputs; `"kl"`, in nats; or the name
             of a function.
         error: Measured error of the configuration.
-        rows: Contributions of all operators with rounded values, the largest first. They add up to `error`.
+        rows: Contributions of all operators with rounded values, the largest first; they add up to `error`.
         config: Proposed configuration, with remedies that reduced the measured error. An operator stays in float only
-            if it adds at least 1.5 times the average.
+            if its contribution is at least 1.5 times the average.
         remedied: Measured error of `config`.
         advice: Further proposals: another round of `analyze`, or 16-bit activations.
         preset: Name of the preset that was analyzed; empty for other configurations.
-        samples: Number of samples that errors are measured on.
-        seconds: Duration of the analysis, without the capture of the model.
-        forward_seconds: Duration of the float model's forward pass on the samples.
+        samples: Number of samples on which errors were measured.
+        seconds: Duration of the analysis in seconds, without the capture of the model.
+        forward_seconds: Duration of the float model's forward passes on the samples, in seconds.
     """
 
     metric: str = "error"
@@ -135,11 +135,11 @@ class Analysis:
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantization noise of the outputs, dB; NaN unless `metric` is `"error"`."""
+        """Signal-to-quantization-noise ratio of the outputs in dB; NaN unless `metric` is `"error"`."""
         return _decibel(self.error) if self.metric == "error" else math.nan
 
     def to_yaml(self) -> str:
-        """Return `config` as text for `QuantConfig.from_yaml`: the differences from `preset`, or all fields."""
+        """Return `config` as text for `QuantConfig.from_yaml`: differences from `preset`, or all fields without one."""
         return yaml_of(self.config, self.preset)
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,10 +166,10 @@ class Analysis:
         }
 
     def figures(self) -> dict[str, Figure]:
-        """Return matplotlib plots: `"error"` by operator, and `"build_up"`, the error through the graph.
+        """Return matplotlib plots: `"error"`, the error by operator, and `"build_up"`, the error through the graph.
 
         Raises:
-            QuarkError: If matplotlib is missing.
+            QuarkError: If matplotlib is not installed.
         """
         from quark_fx.plan.page import bars, build_up
 
@@ -183,15 +183,16 @@ class Analysis:
         }
 
     def tables(self) -> list[Table[Any]]:
-        """Return the table of a page: operators and their remedies."""
+        """Return the tables of a page: one, of operators and their remedies."""
         return [self.operators()]
 
     def operators(self, rows: int | None = None) -> Table[Contribution]:
         """Return the table of operators and remedies, with errors in percent of the whole error.
 
+        As text, the table shows the first remedy of each operator.
+
         Args:
-            rows: Number of operators; default: all. The last row is the sum of the others. As text, the table has the
-                first remedy of each.
+            rows: Number of operators to show; a last row sums the remaining operators. Default: all.
         """
         rest = self.rows[len(self.rows[:rows]) :]
         summed = [
@@ -233,12 +234,12 @@ class Analysis:
         return Column(title, percent, lambda row: self._share(error(row) or 0.0))
 
     def texts(self) -> dict[str, str]:
-        """Return the text of a page to copy: the proposed configuration."""
+        """Return the texts to copy from a page, by title: the proposed configuration."""
         return {"Proposed configuration": self.to_yaml()}
 
     @checked_call
     def html(self, path: str | Path) -> None:
-        """Write one self-contained page; `Report.html(path, analysis)` writes it with the report of a model.
+        """Write one self-contained page; `Report.html(path, analysis)` adds it to the report of a model.
 
         Raises:
             QuarkError: If matplotlib is missing (`pip install 'quark_fx[report]'`), or the file cannot be written.
@@ -248,7 +249,7 @@ class Analysis:
         write_page(path, "Error by operator", self.facts(), [*self.figures().values()], self.tables(), self.texts())
 
     def table(self, rows: int | None = 12) -> str:
-        """Return operators and remedies as text.
+        """Return the table of operators and remedies as text.
 
         Args:
             rows: Number of operators; `None` for all.
@@ -302,11 +303,11 @@ def yaml_of(config: QuantConfig, preset: str) -> str:
 
 
 UNITS: Final = {"error": "of the outputs' square", "kl": "nats"}
-"""Units of errors, by metric; metrics of users do not have a unit."""
+"""Units of errors by metric; metrics of users do not have a unit."""
 
 
 def format_error(error: float, metric: str) -> str:
-    """Return an error as text, with its unit or the name of a user's metric."""
+    """Return an error as text, with its unit, or the name of a user's metric."""
     decibel = f", {_decibel(error):.1f} dB" * (metric == "error")
     return f"{error:.3g} {UNITS.get(metric, f'({metric})')}{decibel}"
 

@@ -1,4 +1,4 @@
-"""A converted graph with a switch for each rounding, which turns it off or returns its gradient."""
+"""Converted graph with a switch for each rounding that can turn the rounding off or measure its gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quark_fx.graph.straight_through import quantize_of, run_with_gradients
 from quark_fx.plan.placement import Coded, Plan, Quantized, module_name
 
 NO_FLOATS = "the model returns no floating-point output that depends on its inputs; return logits instead"
-"""Message for models without an error to measure."""
+"""Message for models whose outputs do not have a measurable error."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,12 @@ class RoundedValue:
     """A value or constant that is rounded.
 
     Attributes:
-        value: Name of its node in the float graph.
-        operators: Names of the operators that its error counts to: its quantized consumers, or else its producer.
-        module: Module that computes it, for a value without a weighted producer or consumer.
-        kind: Operator kind of its producer.
-        is_weight: True for a weight or a bias.
+        value: Name of the value's node in the float graph.
+        operators: Names of the operators to which the value's error is attributed: its quantized consumers, or if there
+            are none, its producer.
+        module: Name of the module that computes the value.
+        kind: Operator kind of the value's producer.
+        is_weight: Whether the value is a weight or a bias.
     """
 
     value: str
@@ -49,7 +50,10 @@ class RoundedValue:
 
 
 class _Switch(nn.Module):
-    """Identity on a rounded value; the gradient of `share` is the derivative with respect to the rounding."""
+    """Interpolation between a float value and its rounded value; the gradient of `share` is the rounding's derivative.
+
+    At `share` 1, the output is the rounded value; at 0, the float value.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +71,7 @@ class _Pair:
         value: Node in the float graph.
         source: Float value in the converted graph.
         rounded: Rounded value in the converted graph.
-        readers: Consumers of the rounded value: nodes of the float graph.
+        readers: Nodes of the float graph that consume the rounded value.
     """
 
     value: Node
@@ -79,8 +83,8 @@ class _Pair:
 class SwitchedGraph:
     """A converted graph in which every rounding can be turned off.
 
-    Nodes of both graphs are matched by their names. If an operator has another input than in the float graph, that
-    input is a rounded value.
+    Nodes of both graphs are matched by their names. If an operator's input differs from its input in the float graph,
+    the input is a rounded value.
 
     Args:
         float_graph: Graph before conversion.
@@ -119,13 +123,13 @@ class SwitchedGraph:
         return self._pairs[rounded]
 
     def _original(self, value: Node) -> Node:
-        """Return the float value in the converted graph; its computation is added if the graph lacks it."""
+        """Return the node of a float value in the converted graph; if there is none, add the value's computation."""
         if value.name not in self._nodes:
             inputs = {node: self._original(node) for node in value.all_input_nodes}
             if is_parameter(value):
                 set_parameter(self._gm, str(value.target), parameter(self._float_graph, value))
             graph = self._gm.graph
-            # As early as possible: the next reader may be an earlier one.
+            # Insert the node as early as possible: another reader of it may come earlier in the graph.
             with (
                 graph.inserting_after(max(inputs.values()))
                 if inputs
@@ -143,7 +147,11 @@ class SwitchedGraph:
         return call
 
     def only(self, wanted: Collection[int]) -> GraphModule:
-        """Return the float graph with only the values at the indices `wanted` of `rounded` rounded."""
+        """Return the float graph in which only some values are rounded.
+
+        Args:
+            wanted: Indices of these values in `rounded`.
+        """
         gm = copy_graph(self._gm)
         nodes = named_nodes(gm)
         for place, call in enumerate(self._calls):
@@ -155,11 +163,14 @@ class SwitchedGraph:
         return gm
 
     def run(self, leaves: Sequence[Any], share: float = 1.0) -> Sequence[Any]:
-        """Return the outputs of the graph with all values rounded, with gradients for `gradients`.
+        """Run the graph with all values rounded, and record what `gradients` needs.
 
         Args:
             leaves: Flat inputs.
-            share: Fraction of the rounding errors that is applied, from 0 (float) to 1.
+            share: Fraction of the rounding errors to apply, from 0 (float) to 1.
+
+        Returns:
+            Outputs of the graph.
         """
         for switch in self._switches:
             switch.share.data.fill_(share)
@@ -172,10 +183,10 @@ class SwitchedGraph:
         return [switch for switch in modules if isinstance(switch, _Switch)]
 
     def gradients(self, loss: Tensor) -> Tensor:
-        """Return the derivative of a loss with respect to the rounding of each value, float64, in order of `rounded`.
+        """Return the derivative of a loss with respect to the rounding of each value in `rounded`, float64, shape (n,).
 
         Raises:
-            ConfigError: If the loss does not depend on the values.
+            ConfigError: If the loss does not depend on the rounded values.
         """
         if not self._calls:
             return torch.zeros(0, dtype=torch.float64)
@@ -192,7 +203,7 @@ def _arguments(node: Node) -> list[Node]:
 
 
 def _source(rounded: Node) -> Node | None:
-    """Return the input of a rounding; `None` for a constant and for an embedding of codes."""
+    """Return the input of a rounding; `None` for a constant, or an embedding that looks up codes."""
     if (codes := quantize_of(rounded)) is not None:
         return codes.args[0]  # type: ignore[return-value]
     inner = rounded.args[0] if rounded.op == "call_function" else None
@@ -201,8 +212,8 @@ def _source(rounded: Node) -> Node | None:
 
 
 def _described(pairs: Sequence[_Pair], plan: Plan) -> list[RoundedValue]:
-    """Return the rounded value of each pair. Values with data movement between them share a scale and operators."""
-    # Names are compared, because the nodes of the plan belong to a graph that conversion rewrote.
+    """Return the rounded value of each pair; values that share a static scale also share their operators."""
+    # Compare names, because the nodes of the plan belong to a graph that conversion rewrote.
     operators = {op.node.name for op in plan.operators if isinstance(op, Quantized)}
     weights: dict[str, list[str]] = {}
     for op in plan.operators:
@@ -234,7 +245,7 @@ def _described(pairs: Sequence[_Pair], plan: Plan) -> list[RoundedValue]:
 
 
 def _scale(rounded: Node) -> str:
-    """Return the name of a rounded activation's static scale; the name of the node for other roundings."""
+    """Return the name of a rounded activation's static scale, or the name of the node for other roundings."""
     scale = rounded.args[1] if quantize_of(rounded) is not None else None
     return str(scale.target) if is_parameter(scale) else rounded.name
 

@@ -1,4 +1,4 @@
-"""`Trials`: errors of several configurations of one captured model, measured against its float outputs."""
+"""`Trials`: errors of several configurations of one captured model, relative to its float outputs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from quark_fx.system.isolation import without_warnings
 from quark_fx.system.names import unknown
 
 _AT_ONCE = 8
-"""Number of samples that run together: a backward pass keeps the activations of all of them."""
+"""Number of samples that run together, limited because a backward pass keeps the activations of all samples."""
 
 
 def divergence(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
-    """Return the KL divergence of the class probabilities from the probabilities of the float model, in nats.
+    """Return the mean KL divergence of the class probabilities from those in the float model, in nats.
 
     Args:
-        outputs: Outputs; the last dimension of the first float output holds logits.
+        outputs: Outputs of the quantized model; the last dimension of the first float output holds logits.
         targets: Outputs of the float model, with the same shapes.
     """
     y, target = next((y, t) for y, t in zip(outputs, targets, strict=True) if _holds_floats(t))
@@ -55,17 +55,17 @@ METRICS: Mapping[str, Callable[[Sequence[Any], Sequence[Any]], Tensor]] = {"erro
 
 
 Metric = Callable[[Sequence[Any], Sequence[Any]], Tensor]
-"""Function from the flat outputs of the quantized and of the float model to a differentiable scalar."""
+"""Function of two lists, the flat outputs of the quantized and of the float model, to a differentiable scalar."""
 
 
 def metric_of(given: Any) -> tuple[str, Metric]:
-    """Return the name of a metric and its function.
+    """Return the name and the function of a metric.
 
     Args:
-        given: A name in `METRICS`, or a function.
+        given: Name in `METRICS`, or a function.
 
     Raises:
-        ConfigError: For a name that is not in `METRICS`.
+        ConfigError: If a name is not in `METRICS`.
     """
     if callable(given):
         name = str(getattr(given, "__name__", type(given).__name__))
@@ -76,7 +76,7 @@ def metric_of(given: Any) -> tuple[str, Metric]:
 
 
 def _checked(metric: Callable[..., Any]) -> Metric:
-    """Return a user's metric with checks that its results are differentiable scalars."""
+    """Wrap a user's metric, and check that its results are differentiable scalars."""
 
     def compare(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
         value: Any = metric(outputs, targets)
@@ -99,7 +99,7 @@ def _checked(metric: Callable[..., Any]) -> Metric:
 
 @dataclass(frozen=True)
 class Converted:
-    """A model in float and converted, with the plan between them.
+    """A float graph and its conversion.
 
     Attributes:
         float_graph: Float graph after its passes.
@@ -118,18 +118,18 @@ class Converted:
 class Trials:
     """Conversions of a captured model with several configurations, and their errors on the same samples.
 
-    Float passes run again only if a configuration has other ones, and only new ranges are calibrated.
+    Passes on the float graph run again only if a configuration has different ones, and only new ranges are calibrated.
 
     Attributes:
         session: Model and data.
         context: Context of the run.
-        metric: Function that compares outputs, see `METRICS`.
-        parts: Flat inputs of the samples that errors are measured on, a few samples per part. Parts that are all
+        metric: Function that compares outputs; see `METRICS`.
+        parts: Flat inputs of the samples on which errors are measured, a few samples per part. Parts that are all
             padding are dropped.
-        names: Name of the batch of each part, for messages.
-        positions: Positions of each part that are not padding; `None` if the data does not say.
-        counts: Number of these positions, or of samples, of each part: its weight in a mean.
-        forward_seconds: Duration of the float model's forward pass on all parts.
+        names: Name of each part's batch, for messages.
+        positions: Positions of each part that are not padding; `None` if the data does not have an attention mask.
+        counts: Weight of each part in a mean: the number of its `positions`, or of its samples.
+        forward_seconds: Duration of the float model's forward passes on all parts, in seconds.
     """
 
     session: Session
@@ -161,7 +161,7 @@ class Trials:
         self.counts = [samples_in(part) if places is None else len(places.rows) for part, _, places in usable]
 
     def convert(self, config: QuantConfig) -> Converted:
-        """Return the model converted with a configuration, without the passes that learn codes."""
+        """Convert the model with a configuration, without the passes that learn codes."""
         context = replace(self.context, config=config, rows=[], calibrated=None, changes=[])
         floats = tuple(p for p in config.passes if pass_stage(p) is Stage.FLOAT)
         if floats not in self._floats:
@@ -176,13 +176,14 @@ class Trials:
         return Converted(float_graph, gm, context.planned.plan, context.rows)
 
     def compare(self, base: GraphModule, variants: Sequence[GraphModule]) -> list[float]:
-        """Return the error of each variant of a graph; nodes before a variant's first change run once for all variants.
+        """Return the error of each variant of a graph.
 
-        The error is infinite if a variant returns NaN or infinity for an output that is finite in float.
+        Nodes before the first change of a variant run once, for all variants. An error is infinite if a variant returns
+        NaN or infinity for an output that is finite in float.
 
         Args:
             base: Graph of the model with computed weights.
-            variants: Graphs whose nodes have the same names as nodes of the base, up to the first difference.
+            variants: Graphs whose nodes have the same names as the nodes of `base`, up to the first difference.
         """
         starts = [_shared(base, variant) if variant is not base else {} for variant in variants]
         needed = {node.name for start in starts for node, is_read in start.items() if is_read}
@@ -193,7 +194,7 @@ class Trials:
                 inputs = [*map(lay_out, leaves)]
                 values = _Prefix(base, needed).values(inputs) if needed else {}
                 for variant, start, total in zip(variants, starts, totals, strict=True):
-                    computed = {node: values.get(node.name) for node in start}  # `None` for values without a reader
+                    computed = {node: values.get(node.name) for node in start}  # `None` for values that are not needed
                     outputs = Interpreter(variant).run(*inputs, initial_env=computed)
                     total.append(_finite_or_infinite(self.metric(unpadded(outputs, positions), targets)))
         return [self.mean(total) for total in totals]
@@ -210,8 +211,8 @@ class Trials:
 
         Args:
             graph: Graph with switches; derivatives are in the order of `graph.rounded`.
-            share: Fraction of the rounding errors that is applied. If the error is quadratic in the rounding errors,
-                the contribution of a value is its derivative divided by twice the share.
+            share: Fraction of the rounding errors to apply. If the error is quadratic in the rounding errors, the
+                contribution of a value is its derivative divided by twice the fraction.
         """
         slopes, errors = torch.zeros(len(graph.rounded), dtype=torch.float64), list[float]()
         parts = zip(self.parts, self.targets(), self.positions, self.counts, strict=True)
@@ -225,7 +226,8 @@ class Trials:
         """Return the outputs of the float model for each part, without padding.
 
         Raises:
-            CalibrationError: If an output is NaN, infinite, or too large to square. Minus infinity, a mask, is allowed.
+            CalibrationError: If an output is NaN, infinite, or too large to square. Minus infinity, as in a mask, is
+                allowed.
             ConfigError: If no output is a float tensor.
         """
         if not self._outputs:
@@ -253,19 +255,19 @@ class Trials:
             )
 
     def mean(self, values: Sequence[float]) -> float:
-        """Return the mean of one value per part, weighted by positions that are not padding, or by samples."""
+        """Return the mean of one value per part, weighted by `counts`."""
         return sum(value * count for value, count in zip(values, self.counts, strict=True)) / sum(self.counts)
 
 
 def unpadded(values: Sequence[Any], positions: Positions | None) -> Sequence[Any]:
-    """Return `values` without rows of padding in floating-point tensors; other values do not change."""
+    """Remove padded positions from floating-point tensors in `values`; other values do not change."""
     if positions is None:
         return values
     return [without_padding(x, positions) if _holds_floats(x) and x.dim() else x for x in values]
 
 
 def _finite_or_infinite(error: Tensor) -> float:
-    """Return an error as a number, with infinity for NaN, so that a result with NaN never wins."""
+    """Return an error as a number, with infinity for NaN, so that a configuration that returns NaN never wins."""
     value = float(error)
     return value if math.isfinite(value) else math.inf
 
@@ -291,13 +293,16 @@ class _Prefix(Interpreter):
         return value
 
     def values(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """Return the values of these nodes, by node name."""
+        """Return the values of the nodes called `names`, by node name."""
         self.run(*inputs)
         return self.computed
 
 
 def _shared(base: GraphModule, variant: GraphModule) -> dict[Node, bool]:
-    """Return the calls of a variant before its first difference, and whether a node after the difference reads them."""
+    """Return the calls of a variant before its first difference from `base`.
+
+    The value of each call is True if a node after the difference reads it.
+    """
     same, before = named_nodes(base), dict[Node, None]()
     for node in variant.graph.nodes:
         other = same.get(node.name)
@@ -318,7 +323,7 @@ def single_passes(config: QuantConfig) -> list[GraphPass]:
 
 
 def parts_of(context: Context, samples: int, *, divisible: bool) -> tuple[list[list[Any]], list[str]]:
-    """Return flat inputs of the last `samples` samples, a few per part, and the names of their batches.
+    """Return flat inputs of the last `samples` samples, a few samples per part, and the name of each part's batch.
 
     If batches are not divisible into samples, parts are whole batches.
     """
@@ -334,7 +339,7 @@ def parts_of(context: Context, samples: int, *, divisible: bool) -> tuple[list[l
 
 
 def _split(leaves: list[Any], wanted: int) -> Iterator[list[Any]]:
-    """Yield the last samples of a batch, a few at a time."""
+    """Yield the last `wanted` samples of a batch, a few at a time."""
     count = samples_in(leaves)
     for start in range(max(0, count - wanted), count, _AT_ONCE):
         yield [leaf[start : start + _AT_ONCE] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
