@@ -1,15 +1,16 @@
-"""Notes that keep a model's own code in agreement with a graph in which a pass folded affine maps into operators.
+"""Notes that keep a model's own code consistent with a graph in which a pass folded affine maps into operators.
 
-`eager()` and checkpoints keep the code that multiplies and adds. Each folded map leaves one of these notes:
+`eager()` and checkpoints use the model's own code, which still multiplies and adds. Each folded map is handled in one
+of three ways:
 
-- If the map is everything that the only call of a module computes (a batch norm), the module is left out.
-- If its constants are parameters, they are set to 1 or 0, so that the code changes nothing.
+- If a module is called once, and the call computes nothing but the map (a batch norm), the module is left out.
+- If the constants of the map are parameters, they are set to 1 or 0, so that the code changes nothing.
 - Otherwise the operator's module undoes the map (`node.meta["absorbed_maps"]`), and the code outside of the module
-  applies it again with the tensors it was folded with. A map that no module undoes has the same note: a module whose
+  applies the map again with its original tensors. If no module undoes the map, the note is the same, and a module whose
   code includes the map is replaced by a piece of the graph.
 
-`gm.meta["code_reads"]` maps the names of those tensors to the value that all elements are set to, or to `None` if the
-tensor stays as it is.
+`gm.meta["code_reads"]` maps the name of each tensor of a folded map to the value that all of its elements are set to,
+or to `None` if the tensor stays as it is.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from quark_fx.graph.provenance import CODE_READS, MAPS, PASSED
 
 @dataclass(frozen=True)
 class AbsorbedMap:
-    """A map of one factor and one offset per channel that an operator also computes.
+    """An affine map, with one factor and one offset per channel, that was folded into an operator.
 
     Attributes:
         before: Whether the map comes before the operator.
         factor: Factor of each channel, all nonzero; empty if no module undoes the map.
-        offset: Offset of each channel; empty if `factor` is.
-        calls: Number of module calls around the operator, outermost first, whose code also computes the map.
+        offset: Offset of each channel; empty if `factor` is empty.
+        calls: Number of module calls around the operator, from the outermost, whose code also computes the map.
     """
 
     before: bool
@@ -48,7 +49,7 @@ class AbsorbedMap:
 
 
 class AbsorbedMaps:
-    """Record the effect of folded maps on the modules of a graph.
+    """Recorder of the effect that folded maps have on the modules of a graph.
 
     Args:
         gm: Graph before any map is folded.
@@ -65,7 +66,7 @@ class AbsorbedMaps:
                 self.keys.setdefault(path, set()).add(key)
 
     def note(self, node: Node, steps: Sequence[Step], factor: Tensor, offset: Tensor, *, before: bool) -> None:
-        """Note that an operator also computes a chain of maps that is still in the graph."""
+        """Record that an operator now computes a chain of maps, whose nodes are still in the graph."""
         chain = {node for step in steps for node in step.nodes}
         neutral: dict[str, float] = {}
         passed: list[Step] = []
@@ -119,7 +120,7 @@ class AbsorbedMaps:
                 yield entry.meta.get("parameter", str(entry.target))
 
     def _is_left_out(self, node: Node, chain: set[Node]) -> bool:
-        """Tell whether a node's module has one call, which only computes a chain and uses its result."""
+        """Tell whether a node's module is called once, and the call only computes `chain` and uses its result."""
         calls = module_calls(node)
         if not calls:
             return False
@@ -128,7 +129,7 @@ class AbsorbedMaps:
         return len(self.keys[path]) == 1 and all(chain.union(rest).issuperset(n.all_input_nodes) for n in rest)
 
     def _neutral(self, step: Step) -> dict[str, float] | None:
-        """Return parameter values with which a call returns its input; `None` if there are none."""
+        """Return parameter values with which a step returns its input unchanged; `None` if no such values exist."""
         *earlier, node = step.nodes
         operands = [entry for entry in node.args if isinstance(entry, Node) and entry is not step.value]
         names = [self._own_parameter(entry) for entry in operands]

@@ -1,7 +1,7 @@
-"""Affine maps by constants, with one factor and one offset per channel, in every spelling.
+"""Affine maps with a constant factor and a constant offset for each channel, in every spelling.
 
 `x * g + b`, `(x - mean) / std`, `torch.addcmul(b, x, g)`, a batch norm in eval mode, and chains of them compute the
-same function. `affine_step` reads one operator as such a map; its constants can be computed from parameters.
+same kind of function. `affine_step` recognizes such maps; their constants can be computed from parameters.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from quark_fx.graph.operators import KEEPS_ORDER, Motion, argument, motion, name
 
 @dataclass(frozen=True)
 class Step:
-    """Operators that together multiply each channel of a value by a constant and add one.
+    """Operators that together multiply each channel of a value by a constant and add a constant.
 
     Attributes:
-        nodes: Calls, in order; the last one computes the result, and nothing else reads the others.
+        nodes: Calls, in graph order. The last call computes the result; only calls in `nodes` read the other results.
         value: Value that is multiplied.
         factor: Factor of each channel, float64 on the host, shape `(channels,)`.
-        offset: Offset, of the same type and shape.
-        per_channel: Whether a constant has an element for each channel, or channels differ in a number.
-        statistics: Mean and deviation of each channel of the result, if the operator is a batch norm.
+        offset: Offset of each channel, float64 on the host, shape `(channels,)`.
+        per_channel: Whether a constant has an element for each channel, or factors or offsets differ between channels.
+        statistics: Mean and standard deviation of each channel of the result if a batch norm computes it, each of
+            shape `(channels,)`; otherwise `None`.
     """
 
     nodes: tuple[Node, ...]
@@ -65,13 +66,13 @@ _OPERATORS: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten.masked_fill.Scalar": ((0,),),
     "aten.masked_fill.Tensor": ((0, 2),),
 }
-"""Operands in which an operator is affine if the other operands are constants."""
+"""Groups of operand positions, by operator: it is affine in the operands of a group if all others are constants."""
 
 _ALONG_A_DIMENSION = {
     *("aten.slice.Tensor", "aten.select.int", "aten.unbind.int", "aten.chunk.default", "aten.split.Tensor"),
     *("aten.split_with_sizes.default", "aten.cat.default", "aten.stack.default"),
 }
-"""Data movement along the dimension that the argument `dim` names."""
+"""Operators that move data along one dimension, their argument `dim`."""
 
 _NORMS = {"aten.batch_norm.default", "aten.instance_norm.default"}
 """Norms with stored statistics; their channels are dimension 1."""
@@ -81,23 +82,23 @@ _NATIVE_NORM = "aten._native_batch_norm_legit_no_training.default"
 _MAY_BE_AFFINE = {_NATIVE_NORM, "python.getitem", *_NORMS, *_OPERATORS, *_ALONG_A_DIMENSION}
 
 _LARGEST_STEP = 64
-"""Number of calls after which the search for the end of a step is given up."""
+"""Number of calls after which the search for the end of a step stops."""
 
 
 def affine_step(
     gm: GraphModule, value: Node, channels: int, constants: Collection[Node], within: Collection[Node] | None = None
 ) -> Step | None:
-    """Return the fewest readers of a value that together compute an affine function of it, with constants; or `None`.
+    """Return the shortest sequence of calls from `value` that computes an affine function of it, or `None`.
 
-    The constants vary along one dimension only. Every reader is evaluated as a function of the channels, until a single
-    value is left that holds each channel at its own place.
+    The constants vary along one dimension only. Each call is evaluated as a function of the channels, until a single
+    value remains that holds every channel at its original position.
 
     Args:
         gm: Graph.
         value: Any node.
-        channels: Dimension that the constants may vary along.
+        channels: Dimension along which the constants may vary.
         constants: Computed constants of the graph.
-        within: Readers of `value` to look at; all by default.
+        within: Consumers of `value` to consider; default: all.
 
     Raises:
         CalibrationError: If a constant holds NaN, or a batch norm has impossible statistics.
@@ -111,7 +112,7 @@ def affine_step(
     }
     pending = {user for user in readers(value) if within is None or user in within}
     while pending and len(parts) <= _LARGEST_STEP:
-        node = min(pending)  # the first in the graph: its inputs are known
+        node = min(pending)  # the first in graph order: its inputs are evaluated
         part = parts[node] = _part(gm, node, parts, constants)
         if part is None:
             return None
@@ -124,14 +125,15 @@ def affine_step(
             varies = varies.any() or (factor != factor[:1]).any() or (offset != offset[:1]).any()
             of_norm = None if bool(statistics[0].isnan().any()) else (statistics[0], statistics[1])
             return Step(tuple(parts)[1:], value, factor, offset, bool(varies), of_norm)
-        pending.update(readers(node) if keeps_shape else node.users)  # sizes of the value stay, other sizes do not
+        # If the shape is the same, consumers of its sizes can read the sizes of `value` instead.
+        pending.update(readers(node) if keeps_shape else node.users)
     return None
 
 
 def affine_step_to(gm: GraphModule, result: Node, channels: int, constants: Collection[Node]) -> Step | None:
-    """Return the fewest calls that compute `result` as an affine function, with constants, of an earlier value.
+    """Return the shortest sequence of calls that computes `result` as an affine function of an earlier value.
 
-    `None` if there are none. See `affine_step`. The earlier value may have other readers as well.
+    `None` if no such value exists. The earlier value may have other consumers, too. See `affine_step`.
     """
     calls, pending = set[Node](), {result}
     while pending and len(calls) < _LARGEST_STEP:
@@ -152,7 +154,7 @@ def affine_step_to(gm: GraphModule, result: Node, channels: int, constants: Coll
 
 
 def readers(value: Node) -> list[Node]:
-    """Return the readers of the elements of a value, without readers of its sizes."""
+    """Return the consumers of a value, except consumers that read only its sizes."""
     return [user for user in value.users if not _reads_sizes_alone(user, value)]
 
 
@@ -162,11 +164,12 @@ def _reads_sizes_alone(user: Node, value: Node) -> bool:
 
 
 def _part(gm: GraphModule, node: Node, parts: Mapping[Node, Any], constants: Collection[Node]) -> Any:
-    """Return how the result of a call depends on the channels that a step starts from, `None` if not as in a step.
+    """Return the result of a call as a function of the step's input channels; `None` if a step cannot contain the call.
 
-    A value is float64, shape `(6, ...)`: the factors, the offsets, the number of the channel at each place, whether a
-    constant has an element for each channel, and mean and deviation after a batch norm, else NaN. The other dimensions
-    equal the node's, with size 1 where they hold no channels. Calls with several results have a tuple.
+    The function is a tensor, float64, shape `(6, ...)`. Its first dimension holds the factor, the offset, the index of
+    the channel at each position, whether a constant has an element for each channel, and the mean and the standard
+    deviation after a batch norm, otherwise NaN. The other dimensions are the node's, with size 1 where they hold no
+    channels. For a call with several results, return a tuple of such tensors.
     """
     name = target_name(node)
     inputs = {entry: parts[entry] for entry in node.all_input_nodes if entry in parts}
@@ -195,7 +198,7 @@ def _part(gm: GraphModule, node: Node, parts: Mapping[Node, Any], constants: Col
 
 
 def _computed(gm: GraphModule, node: Node, inputs: Mapping[Node, Tensor], constants: Collection[Node]) -> Tensor | None:
-    """Return the result of an operator that computes each element from the elements at its place."""
+    """Return `_part` of an operator that computes each element from the elements at the same position."""
     origin = next(iter(inputs.values()))[2]
     positions = {position for position, entry in enumerate(node.args) if entry in inputs}
     groups = _OPERATORS[target_name(node)] if node.kwargs.get("rounding_mode") is None else ()
@@ -223,7 +226,7 @@ def _computed(gm: GraphModule, node: Node, inputs: Mapping[Node, Tensor], consta
 
 
 def _reshaped(part: Tensor, before: Sequence[int | torch.SymInt], after: Sequence[int | torch.SymInt]) -> Tensor | None:
-    """Return a value in another shape that has the dimensions of channels next to each other."""
+    """Reshape a tensor from `_part`; `None` if no adjacent dimensions of the new shape hold exactly the channels."""
     sizes, channels = part.shape[1:], part[0].numel()
     dims = [d for d, size in enumerate(sizes) if size > 1] or [0]
     start, stop = dims[0], dims[-1] + 1
@@ -236,7 +239,7 @@ def _reshaped(part: Tensor, before: Sequence[int | torch.SymInt], after: Sequenc
 
 
 def _normalized(gm: GraphModule, node: Node, part: Tensor, constants: Collection[Node]) -> Any:
-    """Return the result of a norm with constant statistics."""
+    """Return `_part` of a norm with constant statistics; `None` for any other norm."""
     native = target_name(node) == _NATIVE_NORM
     epsilon, training = argument(node, 6 if native else 7), not native and argument(node, 5)
     operands = [argument(node, position) for position in (1, 2, 3, 4)]
@@ -247,7 +250,7 @@ def _normalized(gm: GraphModule, node: Node, part: Tensor, constants: Collection
     if not part.shape[2] == part[0].numel() == len(mean):
         return None
     _require_usable(node, dict(zip(operands, (weight, bias, mean, variance), strict=True)), operands[3], epsilon)
-    # In half precision, the sum of a small variance and epsilon, or its root, is off by percents.
+    # In half precision, the sum of a small variance and epsilon, or its square root, is off by several percent.
     factor = torch.rsqrt(_wide(variance) + epsilon)
     gamma = torch.ones_like(factor) if weight is None else _wide(weight)
     beta = torch.zeros_like(factor) if bias is None else _wide(bias)
@@ -284,7 +287,10 @@ def _wide(x: Tensor) -> Tensor:
 def _channel_constant(
     gm: GraphModule, node: Node, source: Node, sizes: Sequence[int], constants: Collection[Node]
 ) -> Tensor | None:
-    """Return a constant operand, cut to size 1 where `sizes` are 1; `None` if it varies there or is not constant."""
+    """Return a constant operand, cut to size 1 in the dimensions where `sizes` are 1.
+
+    `None` if the operand is not constant, or varies along one of these dimensions.
+    """
     if not is_constant(_before_expansions(source), constants):
         return None
     constant = constant_value(gm, _before_expansions(source), wide=True)
@@ -303,7 +309,7 @@ def _channel_constant(
 
 
 def _keeps_shape(gm: GraphModule, node: Node, value: Node) -> bool:
-    """Tell whether a call gives each element of `value` a new value of the same type."""
+    """Tell whether the result of a call has the shape and dtype of `value`, a floating-point tensor."""
     before, after = value_of(gm, value), value_of(gm, node)
     if not (isinstance(before, Tensor) and isinstance(after, Tensor) and before.is_floating_point()):
         return False
@@ -336,7 +342,7 @@ def carried_dim(gm: GraphModule, node: Node, dim: int) -> int | None:
 
 
 def _before_expansions(node: Node) -> Node:
-    """Return the operand before it is expanded; it broadcasts to the same values."""
+    """Return the value before any expansions of it; it broadcasts to the same values."""
     while motion(node) is Motion.EXPAND:
         node = node.all_input_nodes[0]
     return node

@@ -22,13 +22,13 @@ class Cached:
     """Keys or values in the form that a cache holds: before heads are repeated for groups of queries.
 
     Attributes:
-        value: Node that computes them.
+        value: Node that computes the keys or values.
         reader: Consumer of `value` in the attention: the product itself, or the first data movement before it.
-        product: Operator that multiplies by them.
-        position: Position of their argument in `product`.
-        tokens: Dimension of `value` that counts tokens, from 0.
-        channels: Dimension of `value` that holds the channels of a head.
-        across: Dimension of the argument of `product` that holds those channels, counted from the last (-1).
+        product: Operator that multiplies by the keys or values.
+        position: Position of the keys or values among the arguments of `product`.
+        tokens: Dimension of `value` that indexes tokens, counted from 0.
+        channels: Dimension of `value` that indexes the channels of a head, counted from 0.
+        across: Dimension of the argument of `product` that indexes the channels, counted from the last (-1).
     """
 
     value: Node
@@ -41,7 +41,7 @@ class Cached:
 
     @property
     def heads(self) -> list[int]:
-        """Dimensions of `value` that count neither samples, tokens, nor channels: one for heads in most models."""
+        """Dimensions of `value` other than samples, tokens, and channels: in most models, one that indexes heads."""
         return [d for d in range(len(_sizes(self.value))) if d not in (0, self.tokens, self.channels)]
 
     @property
@@ -65,14 +65,14 @@ class Cached:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of a graph.
+    """One attention operation of a graph.
 
     Attributes:
         node: The fused operator, or the softmax.
         scores: Operator that multiplies queries by keys: the same fused operator, or a product.
         query: Position of the queries in the arguments of `scores`.
         keys: Keys in the form that a cache holds, or the reason why a cache cannot hold them.
-        values: Values, in the same form.
+        values: Values in the form that a cache holds, or the reason why a cache cannot hold them.
     """
 
     node: Node
@@ -113,7 +113,7 @@ _IN_PLACE = frozenset({*_REPEATING, Motion.RESHAPE, Motion.COPY, Motion.SLICE})
 """Data movement that leaves the last dimensions in place if their sizes do not change."""
 
 _PADDING = frozenset({"aten.cat.default", "aten.slice.Tensor"})
-"""Operators that add and remove places to attend to, such as an attention sink."""
+"""Operators that add or remove positions to attend to, such as an attention sink."""
 
 
 def find_attentions(graph: Graph) -> Iterator[Attention]:
@@ -127,7 +127,7 @@ def find_attentions(graph: Graph) -> Iterator[Attention]:
 
 
 def _spelled_out(softmax: Node) -> Attention | None:
-    """Return the attention around a softmax, with a product before and one after it; `None` if one is missing."""
+    """Return the attention around a softmax; `None` without a product before the softmax and a product after it."""
     dim, rank = int(argument(softmax, 1)), len(_sizes(softmax))
     axis = dim if dim < 0 else dim - rank
     before, after = list(_scores(softmax.all_input_nodes[0], axis)), list(_mixes(softmax, axis))
@@ -141,8 +141,8 @@ def _spelled_out(softmax: Node) -> Attention | None:
         why = "its scores are a sum of several products"
     if why:
         return Attention(softmax, scores, 0, why, why)
-    # The dimension that the softmax sums to one counts tokens: columns of scores come from the right factor, rows
-    # from the left.
+    # The dimension along which the softmax normalizes indexes the tokens of the keys: columns of the scores come from
+    # the right factor, rows from the left factor.
     left_factor, right_factor = PRODUCTS[target_name(scores)]
     key, query = (right_factor, left_factor) if summed == -1 else (left_factor, right_factor)
     keys = _cached(scores, key, _NAMES[0], summed, -3 - summed)
@@ -153,7 +153,7 @@ def _spelled_out(softmax: Node) -> Attention | None:
 
 
 def _scores(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
-    """Yield the products from which a value is computed element by element, with their dimension for `axis`."""
+    """Yield the products from which a value is computed element by element, each with its dimension that is `axis`."""
     pending, visited = [(value, axis)], set[Node]()
     while pending:
         value, axis = pending.pop()
@@ -170,7 +170,7 @@ def _scores(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
 
 
 def _mixes(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
-    """Yield the products that sum a value along `axis`, with their dimension for `axis`."""
+    """Yield the products that sum a value along `axis`, each with the dimension of its factor that is `axis`."""
     pending, visited = [(value, axis)], set[tuple[Node, int]]()
     while pending:
         step = value, axis = pending.pop()
@@ -185,9 +185,9 @@ def _mixes(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
 
 
 def _after(user: Node, value: Node, axis: int) -> Iterator[int]:
-    """Yield the dimensions, counted from the last, that dimension `axis` of a value has in the result of a consumer.
+    """Yield the dimensions, counted from the last (-1), of a consumer's result that hold dimension `axis` of a value.
 
-    For a product, yield the dimension of the value if the product sums over it.
+    For a product, yield `axis` itself if the product sums over it.
     """
     name = target_name(user)
     if name in PRODUCTS:
@@ -206,7 +206,10 @@ def is_pointwise(node: Node) -> bool:
 
 
 def _cached(product: Node, position: int, what: str, tokens: int, channels: int) -> Cached | str:
-    """Return a factor in the form that a cache holds, or why none can; dimensions are counted from the last (-1)."""
+    """Return a factor in the form that a cache holds, or the reason why a cache cannot hold it.
+
+    The dimensions `tokens` and `channels` are counted from the last (-1).
+    """
     steps: list[tuple[Node, tuple[int, ...]]] = [(argument(product, position), (tokens, channels))]
     while (before := _before(*steps[-1])) is not None:
         steps.append(before)
@@ -239,7 +242,7 @@ def _repeats(node: Node, source: Node) -> bool:
 
 
 def _before(node: Node, dims: tuple[int, ...]) -> tuple[Node, tuple[int, ...]] | None:
-    """Return the input of a data movement and the positions of some dimensions in it; `None` for any other node.
+    """Return the input of a data movement and the input's dimensions that become `dims`; `None` for any other node.
 
     Args:
         node: Data movement.
@@ -257,7 +260,7 @@ def _before(node: Node, dims: tuple[int, ...]) -> tuple[Node, tuple[int, ...]] |
         moved = tuple(d if d > at else d + 1 for d in dims)
         return None if at in dims else (source, moved)
     in_place = (name == CAST or motion(node) in _IN_PLACE) and all(-d <= before for d in dims)
-    if motion(node) is Motion.RESHAPE:  # only dimensions after all reshaped ones stay
+    if motion(node) is Motion.RESHAPE:  # only dimensions after the last reshaped one stay
         in_place = in_place and _sizes(node)[min(dims) :] == _sizes(source)[min(dims) :]
     return (source, dims) if in_place and all(_sizes(node)[d] == _sizes(source)[d] for d in dims) else None
 

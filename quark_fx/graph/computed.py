@@ -15,7 +15,7 @@ from quark_fx.graph.operators import argument, permutation, row_by_target, unsup
 
 
 def computed_constants(graph: Graph) -> frozenset[Node]:
-    """Return the calls that depend on no graph input and give the same result each time."""
+    """Return the calls that depend on no graph input and give the same result every time."""
     constants: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not _is_deterministic(node):
@@ -84,7 +84,7 @@ def constant_value(gm: GraphModule, value: Node, *, wide: bool = False) -> Tenso
 
 
 def weight_arguments(node: Node) -> tuple[Node, ...]:
-    """Return the operands of an operator in the positions of weights, stored or computed."""
+    """Return the operands of an operator at the positions of weights, stored or computed."""
     row = row_by_target(node)
     positions: Iterable[int] = unsupported_positions(node)
     if row is not None and row.weight is not None:
@@ -105,7 +105,7 @@ def _nodes_at(node: Node, positions: Iterable[int]) -> tuple[Node, ...]:
 
 
 def before_transpositions(value: Node) -> Node:
-    """Return the value that transpositions turn into a weight: the place where operators look for a parameter."""
+    """Return the value before the transpositions that produce a weight; operators look for a parameter there."""
     while value.op == "call_function" and len(value.users) == 1 and permutation(value) is not None:
         (value,) = value.all_input_nodes
     return value

@@ -1,4 +1,4 @@
-"""An operator that multiplies an activation by a weight, bound to its row of the table."""
+"""An operator that multiplies an activation by a weight, bound to its row of the operator table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Linear:
         kind: Operator family.
         shape: Shape of the weight.
         output_axis: Dimension of the weight that indexes output channels, counted from 0.
-        input_axis: Dimension of the weight that is summed over, counted from 0; groups of weights run along it.
+        input_axis: Dimension of the weight that is summed over, counted from 0; it is split into quantization groups.
         kernel_axes: Dimensions of the weight that hold the kernel of a convolution, from 0; empty for a matrix product.
         activation_at: Position of the activation among the arguments.
         weight_at: Position of the weight.
@@ -138,9 +138,10 @@ class Linear:
 
     @property
     def output_groups(self) -> int:
-        """Number of groups that share the output channels in the weight.
+        """Number of channel groups that share the indices of the weight's output dimension.
 
-        The weight of a transposed convolution has the output channels of one group; others have the channels of all.
+        The output dimension of a transposed convolution's weight indexes the channels of one group. For all other
+        operators, it indexes the channels of all groups, and the number is 1.
         """
         return self.groups if self.kind == _TRANSPOSED else 1
 
@@ -156,7 +157,7 @@ class Linear:
 
     @property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Padding before and after each dimension of the kernel: of the input, or cropped from a transposed output."""
+        """Padding before and after each dimension: of the input, or cropped from a transposed convolution's output."""
         padding = named_argument(self.node, "padding") if self.kernel else None
         if padding == "same":
             spans = (d * (size - 1) for size, d in zip(self.kernel, self.dilation, strict=True))
@@ -178,7 +179,8 @@ class Linear:
         """The weight as matrices and the activation as rows; `None` if not supported.
 
         Not supported: transposed and three-dimensional convolutions, convolution weights stored in another order,
-        images without a batch dimension, and a stack of matrices multiplied by several.
+        images without a batch dimension, stacks with more than one stack dimension, and stacks whose product has
+        another rank than the stack, unless the rows are assigned by offsets.
         """
         rank = self.node.meta["val"].dim()
         if not self.kernel:
@@ -218,7 +220,10 @@ class Linear:
         return self._placed(self._for_each(values, self.shape[self.input_axis]).T)
 
     def _for_each(self, values: Tensor, others: int) -> Tensor:
-        """Return, for each channel on the other side, the values of its group, shape (others, channels)."""
+        """Return, for each of the `others` channels on the other side, the values of its group.
+
+        The shape is (others, channels per group).
+        """
         return values.reshape(self.groups, -1).repeat_interleave(others // self.groups, 0)
 
     def _placed(self, table: Tensor) -> Tensor:
@@ -230,15 +235,15 @@ class Linear:
     def response(self, weight: Tensor, shift: Tensor) -> Tensor | None:
         """Return the change of each output channel when a constant is added to each input channel.
 
-        The borders that a convolution pads change less.
+        At the padded borders of a convolution, the change is smaller.
 
         Args:
             weight: Weight in its stored layout.
             shift: One value per input channel.
 
         Returns:
-            One value per output channel, float32 or wider; `None` for an operator without one such value (a transposed
-            convolution sums a different part of its kernel at every position).
+            One value per output channel, float32 or wider; `None` if the change is not one value per channel (a
+            transposed convolution sums a different part of its kernel at every position).
         """
         if self.kind not in ("conv", "linear") or self.stacked or self.has_factors:
             return None

@@ -1,4 +1,4 @@
-"""The product of a weighted operator: its weight as matrices, its activation as rows."""
+"""A weighted operator as a matrix product: its weight as matrices, its activation as rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quark_fx.numbers.sampling import spread_indices
 
 @dataclass(frozen=True)
 class LinearMap:
-    """The product of an operator: its weight as matrices, its activation as rows.
+    """An operator as a matrix product: its weight as matrices, its activation as rows.
 
     Attributes:
         groups: Number of independent channel groups.
@@ -41,7 +41,7 @@ class LinearMap:
         return (0, rows) if self.stacked else (rows,)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Return the weight as (groups, outputs per group, inputs per group * kernel)."""
+        """Return the weight in the shape (groups, outputs per group, inputs per group * kernel)."""
         if self.transposed:
             weight = weight.mT
         return weight if self.stacked else weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
@@ -52,12 +52,12 @@ class LinearMap:
         return (weight.mT if self.transposed else weight).contiguous()
 
     def rows(self, x: Tensor, y: Tensor, *, most: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs of each output value, and the outputs.
+        """Return the inputs from which each output position is computed, and the outputs at these positions.
 
         Args:
             x: Activation of the operator.
             y: Tensor of the shape of the operator's output.
-            most: Approximate number of output positions to use; for an image, positions of a lattice shifted by `seed`.
+            most: Approximate number of output positions to use. In an image, they form a lattice shifted by `seed`.
             seed: Seed of the choice of positions.
 
         Returns:

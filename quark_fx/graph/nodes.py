@@ -39,7 +39,7 @@ def _function_name(node: Node) -> str:
 
 
 def parameter(gm: GraphModule, node: Node) -> Tensor:
-    """Return the tensor a `get_attr` node reads."""
+    """Return the tensor that a `get_attr` node reads."""
     return tensor_of(gm, str(node.target))
 
 
@@ -57,12 +57,12 @@ _PIECE = 1 << 26
 
 
 def is_finite(x: Tensor) -> bool:
-    """Tell whether no value is NaN or infinite."""
+    """Tell whether all values are finite."""
     return bool(all_finite(x))
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Return whether no value is NaN or infinite, shape (), without a copy as large as `x`."""
+    """Return whether all values are finite, bool, shape (), without a copy as large as `x`."""
     if not x.is_floating_point() or not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
     rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
@@ -135,7 +135,7 @@ def call(gm: GraphModule, target: Any, *args: Any, like: Node | None = None, **k
     node.meta |= {"nn_module_stack": {}, "stack_trace": ""}
     if like is not None:
         node.meta |= {k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta}
-    # Torch's Python rules for composite operators keep dynamic sizes; the compiled ones need numbers, and fix them.
+    # Torch's Python rules for composite operators keep dynamic sizes; its compiled rules turn them into fixed numbers.
     with fake_mode(gm), enable_python_dispatcher():
         node.meta["val"] = SHAPES.get(target, target)(*(_values(gm, args)), **kwargs)
     return node
@@ -177,12 +177,12 @@ def buffer_names(gm: GraphModule) -> frozenset[str]:
 
 
 def stored_tensors(gm: GraphModule) -> dict[str, Tensor]:
-    """Return every tensor the graph reads, by its dotted name."""
+    """Return every tensor that the graph reads, keyed by its dotted name."""
     return {str(node.target): parameter(gm, node) for node in gm.graph.nodes if node.op == "get_attr"}
 
 
 def device_of(gm: GraphModule) -> torch.device:
-    """Return the device of the graph's tensors; the host's for a graph without any."""
+    """Return the device of the graph's tensors; the CPU for a graph without tensors."""
     return next((tensor.device for tensor in stored_tensors(gm).values()), torch.device("cpu"))
 
 
@@ -213,7 +213,7 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 
 def named_nodes(gm: GraphModule) -> dict[str, Node]:
-    """Return every node by its name."""
+    """Return every node, keyed by its name."""
     return {node.name: node for node in gm.graph.nodes}
 
 
@@ -230,7 +230,7 @@ def results_of(gm: GraphModule) -> tuple[Any, ...]:
 
 
 def static_size(size: int | torch.SymInt) -> int | None:
-    """Return a dimension's size, or `None` if it is dynamic; torch also wraps sizes that are fixed."""
+    """Return a dimension's size, or `None` if it is dynamic; torch wraps some fixed sizes in `SymInt`, too."""
     if isinstance(size, int):
         return size
     from torch.fx.experimental.symbolic_shapes import is_concrete_int  # imports sympy, which takes half a second
@@ -272,12 +272,12 @@ def describe(node: Node) -> str:
 
 
 def module_calls(node: Node) -> dict[str, str]:
-    """Return the module calls that contain the node, outermost first: the path by the key of the call."""
+    """Return the paths of the modules whose calls contain the node, keyed by call, outermost first."""
     return {k: path for k, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not k.startswith("_empty")}
 
 
 def module_path(node: Node) -> str:
-    """Return the path of the innermost module whose forward made the node."""
+    """Return the path of the innermost module whose `forward` called the node; empty if there is none."""
     return next(reversed(module_calls(node).values()), "")
 
 
@@ -308,14 +308,14 @@ def erase_dead(gm: GraphModule) -> int:
 
 
 def is_getitem(node: Node) -> bool:
-    """Tell whether the node selects one result of a call with several."""
+    """Tell whether the node selects one result of a call with several results."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def tensor_names(gm: GraphModule) -> Mapping[str, str]:
-    """Return the original names of a loaded graph's tensors, by the names that its nodes use.
+    """Return the original names of a loaded graph's tensors, keyed by the names that its nodes use.
 
-    The names come from a file; use them in messages and for names of tensors in other files.
+    The original names come from a file; use them in messages and as names of tensors in other files.
     """
     return gm.meta.get("tensor_names", {})  # type: ignore[no-any-return]
 
@@ -333,9 +333,9 @@ def restore_values(
     Args:
         gm: Functional graph.
         inputs: One tensor per input, `None` for an input that is not a tensor.
-        symbols: Dynamic dimensions of each input, with a number for the size: equal sizes have equal numbers.
-        check: Function called first with every call of the graph and the fake values of its arguments, and with every
-            node and its value; it raises an error to stop.
+        symbols: Dynamic dimensions of each input, mapped to numbers for their sizes: equal sizes have equal numbers.
+        check: Function that gets a node and fake values: before every call, the call's arguments; after every node, its
+            value. It raises an error to stop.
         device: Device that `inputs` on the meta device represent; default: their own device.
 
     Raises:
@@ -344,7 +344,7 @@ def restore_values(
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     env = ShapeEnv(duck_shape=False)
-    # Without this, an operator without a shape rule would be run on zeros.
+    # With fallback kernels, torch would run an operator without a shape rule on zeros.
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, allow_fallback_kernels=False)
     gm.meta["fake_mode"] = mode
     sizes: dict[int, torch.SymInt] = {}
@@ -358,7 +358,7 @@ def restore_values(
             value.fake_device = device
         for dim, symbol in dims.items():
             size: Any = value.shape[dim]
-            bool(size == sizes.setdefault(symbol, size))  # tells the environment that they are equal
+            bool(size == sizes.setdefault(symbol, size))  # tells the shape environment that the sizes are equal
         return value
 
     def require_free(node: Node) -> None:
@@ -380,6 +380,6 @@ def restore_values(
                 require_free(n)
             return value
 
-    # Torch's Python rules for composite operators keep symbolic sizes; the compiled ones need numbers.
+    # Torch's Python rules for composite operators keep symbolic sizes; its compiled rules need numbers.
     with torch.no_grad(), mode, enable_python_dispatcher():
         Recorder(gm).run(*(fake(x, dims) for x, dims in zip(inputs, symbols, strict=True)))

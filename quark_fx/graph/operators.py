@@ -1,8 +1,7 @@
 """The operator table: roles of ATen operators, and the positions of their operands.
 
 An operator multiplies (`Operator`: positions of activation, weight, and bias), moves data (`MOTIONS`), or limits values
-(`CLAMPS`). Passes read this table; no pass knows an operator and no file knows a model. To support an operator, add a
-row.
+(`CLAMPS`). Passes look operators up in this table, and no rule depends on a model. To support an operator, add a row.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ class Operator:
     """One row: an operator with weights, or a product of two activations.
 
     Attributes:
-        kind: Operator family, the name in patterns and the report.
+        kind: Operator family: its name in patterns and in the report.
         activations: Positions of the arguments that are quantized as activations.
         weight: Position of the weight, or of a recurrent layer's list of weights; `None` for products of activations.
         bias: Position of the bias, `None` if the operator has none.
         output_axis: Dimension of the weight that indexes output channels.
-        input_axis: Dimension of the weight that is summed over; groups of weights run along it.
+        input_axis: Dimension of the weight that is summed over; it is split into quantization groups.
         by_default: Whether the operator is quantized without an override.
-        offsets: Position of the offsets at which the rows of each matrix of a stack end, `None` if data does not select
-            rows.
+        offsets: Position of the offsets at which the rows of each matrix of a stack end, `None` for an operator without
+            offsets.
     """
 
     kind: str
@@ -82,7 +81,7 @@ KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT, ATTENTION
 """All operator families, by their names in patterns."""
 
 BRANCH = "branch"
-"""Mark of nodes for a pass's float branch parallel to a quantized operator (`node.meta`): the operator's node name."""
+"""Key in `node.meta` of nodes in a float branch next to a quantized operator; its value is the operator's node name."""
 
 TARGETS = frozenset(_OPERATORS)
 """Operators with a row, by target name."""
@@ -104,7 +103,7 @@ _UNSUPPORTED = {
     **{f"aten.{name}_cell.default": (2, 3) for name in ("rnn_tanh", "rnn_relu", "gru")},
     "aten.lstm_cell.default": (2, 3),
 }
-"""Operators with weights but without a row above, and the positions of the weights: the report lists them."""
+"""Operators with weights but without a row above, with the positions of the weights; the report lists the operators."""
 
 _NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
 
@@ -183,7 +182,7 @@ KEEPS_ORDER = frozenset({Motion.COPY, Motion.RESHAPE})
 """Data movement that returns all values in their order."""
 
 PADS = frozenset({"aten.pad.default", "aten.constant_pad_nd.default"})
-"""Operators that add values around an input: a constant, or with a mode of `pad` values of the input."""
+"""Operators that pad an input with a constant, or, in the other modes of `pad`, with values of the input."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class _Clamp:
     Attributes:
         low: Position of the lower bound, `None` if it is fixed.
         high: Position of the upper bound, `None` if it is fixed.
-        fixed: Bounds where none is given; `None` for no bound.
+        fixed: Lower and upper bound of a call without bound arguments; `None` for no bound.
     """
 
     low: int | None = None
@@ -223,7 +222,7 @@ AVERAGES = frozenset(
 
 
 def row_by_target(node: Node) -> Operator | None:
-    """Return the row of a node's operator; it may multiply by a parameter, codes, or another activation."""
+    """Return the row of a node's operator, which may multiply by a parameter, by codes, or by another activation."""
     return _OPERATORS.get(target_name(node)) if node.op == "call_function" else None
 
 
@@ -247,8 +246,8 @@ class StoredWeight:
         node: The `get_attr` node.
         position: Position of the weight among the operator's arguments.
         reader: First consumer of the parameter: the operator, or a transposition before it.
-        order: Dimension of the parameter for each dimension of the argument if the parameter is transposed on the way,
-            otherwise `None`.
+        order: Dimension of the parameter for each dimension of the argument if the parameter is transposed before the
+            operator, otherwise `None`.
     """
 
     node: Node
@@ -258,7 +257,7 @@ class StoredWeight:
 
 
 def stored_weights(node: Node, row: Operator) -> tuple[StoredWeight, ...]:
-    """Return the parameters that the operator multiplies by: one, or the weights of all layers of a recurrent one."""
+    """Return the parameters that the operator multiplies by: one, or all weights of a recurrent operator's layers."""
     operand = None if row.weight is None else argument(node, row.weight)
     if row.weight is not None and isinstance(operand, list | tuple):
         weights = dict.fromkeys(weight for weight in operand if _is_weight(weight))
@@ -310,7 +309,7 @@ def argument(node: Node, position: int) -> Any:
 
 
 def measured_share(node: Node) -> float:
-    """Return the fraction of the range that a `dynamic_qparams` node keeps; models of earlier versions keep all."""
+    """Return the fraction of the range that a `dynamic_qparams` node keeps: 1 in models saved by earlier versions."""
     return float(argument(node, 7) or 1)
 
 
@@ -345,7 +344,7 @@ def _is_weight(node: Any) -> TypeGuard[Node]:
 
 
 def motion(node: Node) -> Motion | None:
-    """Return the way in which a node moves data; `None` if it does not."""
+    """Return the way in which a node moves data; `None` if it does not move data."""
     name = target_name(node)
     if name == "aten.pad.default" and (argument(node, 2) or "constant") != "constant":
         return Motion.REORDER
@@ -353,9 +352,9 @@ def motion(node: Node) -> Motion | None:
 
 
 def moves(node: Node) -> bool:
-    """Tell whether a node's output values are input values at their own rounding: data movement commutes with rounding.
+    """Tell whether a node moves data in a way that commutes with rounding: its output values are input values.
 
-    A scatter is not included: no integer kernel writes the codes of one value over codes with another scale.
+    A scatter does not count: no integer kernel writes the codes of one value over codes with another scale.
     """
     return motion(node) not in (None, Motion.SCATTER)
 
@@ -378,9 +377,9 @@ def given_bounds(node: Node) -> tuple[Any, Any] | None:
 
 
 def clamp_bounds(node: Node) -> tuple[float | None, float | None] | None:
-    """Return the bounds of an activation that a saturating zero point can absorb, such as a relu or a clamp.
+    """Return the bounds of a relu or clamp that a saturating zero point can absorb.
 
-    `None` for every other node, and for bounds that are not constants.
+    `None` for every other node, and for bounds that are not numbers.
     """
     bounds = given_bounds(node)
     constant = bounds is not None and all(bound is None or isinstance(bound, int | float) for bound in bounds)

@@ -51,11 +51,11 @@ class Stage(StrEnum):
     PLANNED = "planned"
     """The final float graph. One pass, `insert_observers`, plans the quantization."""
     OBSERVED = "observed"
-    """The graph with observers. One pass, `calibrate`, runs the data and removes them again."""
+    """The graph with observers. One pass, `calibrate`, runs the calibration data and removes the observers."""
     CALIBRATED = "calibrated"
     """The graph with the plan and the calibrated scales, which can still change."""
     SETTLED = "settled"
-    """The same graph with final scales. One pass, `convert`, turns it into a graph of codes."""
+    """The graph with the plan and final scales. One pass, `convert`, turns it into a graph of codes."""
     QUANTIZED = "quantized"
     """The graph of codes."""
 
@@ -67,14 +67,14 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class Promise:
-    """The promises of a pass.
+    """The properties that a pass declares.
 
     Attributes:
         exact: Whether the function that the graph computes is unchanged up to float rounding.
         requires: Conditions on the graph before the pass.
         ensures: Conditions on the graph after the pass.
         stage: Graph that the pass rewrites.
-        after: Names of passes that must precede it if they are also listed.
+        after: Names of passes that must precede this pass if they are also listed.
         distributed: Whether the pass supports several ranks: it sums its measurements over ranks, and all ranks end
             with the same graph.
         targets: Names of the targets that the pass is for; empty for any.
@@ -104,7 +104,7 @@ class Change:
         changed: Whether the pass changed anything.
         before: Value of the objective before, a relative squared error unless the pass says otherwise (0 is exact);
             `PassRecord.validated` tells which data it was measured on.
-        after: Value of the objective with the result that was kept.
+        after: Value of the objective after the pass.
         seconds: Duration; NaN in a loaded model.
         all_samples: Whether the change, once accepted, was fitted again to all samples, including validation samples.
     """
@@ -119,7 +119,7 @@ class Change:
 
     @classmethod
     def skipped(cls, name: str, reason: str, error: float | None = None) -> Self:
-        """Return the row for an operator that stays as it is, with its error if that was measured."""
+        """Return the row for an operator that stays as it is, with its error if the error was measured."""
         return cls(name, f"skipped: {reason}", changed=False, before=error, after=error)
 
 
@@ -156,7 +156,7 @@ class PassRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`."""
+        """Build a record from the result of `dataclasses.asdict`."""
         changes = tuple(Change(**row) for row in data.get("changes", ()))
         return cls(**{**data, "changes": changes})
 
@@ -204,10 +204,10 @@ def graph_pass(
     Args:
         target: Function or class to register.
         exact: Whether the function that the graph computes is unchanged up to float rounding.
-        requires: Conditions on the graph before the pass: functions that raise if it is unsuitable.
+        requires: Conditions on the graph before the pass: functions that raise an error if a graph does not meet them.
         ensures: Conditions on the graph after the pass.
         stage: Graph that the pass rewrites: `"float"`, `"calibrated"`, or `"quantized"`.
-        after: Names of passes that must precede it if they are also listed.
+        after: Names of passes that must precede this pass if they are also listed.
         distributed: Whether the pass supports several ranks: it sums its measurements over ranks, and all ranks end
             with the same graph.
         targets: Names of the targets that the pass is for; empty for any.
@@ -216,7 +216,7 @@ def graph_pass(
         branches: Whether the pass adds computations parallel to operators, which checkpoints do not store.
 
     Raises:
-        ConfigError: If another pass has the name, `stage` is unknown, or a class of passes with options is not a
+        ConfigError: If another pass has the same name, `stage` is unknown, or a class of passes with options is not a
             dataclass.
     """
     try:
@@ -250,7 +250,7 @@ def pass_name(p: GraphPass) -> str:
 
 
 def pass_stage(p: GraphPass) -> Stage:
-    """Return the stage of a pass; the float graph's for a pass without a `Promise`."""
+    """Return the stage of a pass; `Stage.FLOAT` for a pass without a `Promise`."""
     promise: Promise = getattr(p, "promise", Promise())
     return promise.stage
 
@@ -333,7 +333,7 @@ def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
 
 
 def require_callable(p: GraphPass) -> None:
-    """Raise `ConfigError` if a pass cannot be called with a graph and `context`, or has the name of another one."""
+    """Raise `ConfigError` if a pass cannot be called with a graph and `context`, or has the name of another pass."""
     if isinstance(p, type):
         raise ConfigError(f"passes: {p.__name__} is a class; write {p.__name__}()")
     if not callable(p):
@@ -432,14 +432,14 @@ def run_passes(
 
 
 class _Unwritten:
-    """Check that a pass does not write into tensors that the graph shares with the caller's model.
+    """Guard against a pass that writes into tensors that the graph shares with the caller's model.
 
-    Torch counts the writes that it sees. It does not see writes through `tensor.data`; the bytes are compared as well
-    for passes from outside of this package: a gigabyte takes about a second.
+    Torch counts the writes to a tensor, except writes through `tensor.data`. For passes from outside of this package,
+    the bytes are compared as well, which takes about a second per gigabyte.
     """
 
     def __init__(self, gm: GraphModule, p: GraphPass, calibrated: Any = None) -> None:
-        # Once there is a float graph, it holds the caller's tensors, and the other graph holds our codes.
+        # After calibration, the float graph holds the caller's tensors, and `gm` may hold our codes.
         callers = stored_tensors(gm if calibrated is None else calibrated.float_graph)
         ours = {name: t for name, t in stored_tensors(gm).items() if t is not callers.get(name)}
         foreign = not is_ours(p)
@@ -478,7 +478,7 @@ def copy_graph(gm: GraphModule, *, lazy: bool = False) -> GraphModule:
 
     Args:
         gm: Graph.
-        lazy: Whether to generate its Python code on the first call; a graph that is only rewritten never needs it.
+        lazy: Whether to generate the copy's Python code on its first call; a graph that never runs needs no code.
     """
     graph = torch.fx.Graph()
     result = graph.graph_copy(gm.graph, {})

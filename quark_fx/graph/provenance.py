@@ -1,4 +1,4 @@
-"""Provenance of a graph: capture, passes, and conversion record on it how it relates to the model.
+"""Provenance of a graph: notes by capture, passes, and conversion about its relation to the model.
 
 On nodes, in `node.meta`:
 
@@ -7,7 +7,7 @@ On nodes, in `node.meta`:
 - `parameter` (of `get_attr`): the model's parameter or buffer whose values, or codes, the tensor holds.
 - `digest` (of `get_attr`): checksum of a tensor that was not a parameter when it was captured or folded.
 - `folded` (of `get_attr`): the source of the tensor, a `Folded`.
-- `reshaped` (of operators): code changed the shape of a parameter, and back, before the operator read it.
+- `reshaped` (of operators): true if the model's code reshaped a parameter, and restored its shape, before the operator.
 - `absorbed_maps` (of operators), `passed` (of removed calls): see `quark_fx.graph.absorbed`.
 - `absorbed` (of `quantize`): names and module stacks of the clamps that its saturation performs, in order.
 
@@ -58,12 +58,12 @@ _PIECE = 1 << 26
 
 
 class Kind(StrEnum):
-    """Change of a module call."""
+    """Kind of change to a module call."""
 
     REPLACED = "replaced"
-    """Other nodes compute it, all within the same call."""
+    """Other nodes, all within the same call, compute its result."""
     LEFT_OUT = "left out"
-    """No node computes it; consumers of its result read its input."""
+    """No node computes its result; consumers of the result read the input of the call."""
     REROUTED = "rerouted"
     """A consumer reads another value than before."""
 
@@ -92,11 +92,11 @@ class Folded:
     """The source of a constant.
 
     Attributes:
-        tensors: Names of the parameters and buffers it was computed from.
+        tensors: Names of the parameters and buffers that the constant was computed from.
         undo: Steps that turn the constant back into the only source, last step first: a number to subtract, or a
             dtype to cast to; `None` if no such steps exist.
         view: Size, stride, and offset of the constant in the only source, stored contiguously, if data movement alone
-            computed it; each element of the constant is then another element of the parameter.
+            computed it; each element of the constant is then a different element of the source.
         name: Name that the constant would have as a parameter of the module that computes it.
     """
 
@@ -139,9 +139,9 @@ def note_folded(gm: GraphModule, constant: Node, calls: Sequence[Node], main: No
     Args:
         gm: Graph.
         constant: Node that reads the constant.
-        calls: Calls that compute it, in order; the constant replaces the last one.
+        calls: Calls that compute the constant, in order; the constant replaces the last call.
         main: Parameter that the constant is named after.
-        name: See `Folded`.
+        name: Value of `Folded.name`.
     """
     inputs = dict.fromkeys([main, *(n for call in calls for n in call.all_input_nodes if is_parameter(n))])
     before = [n.meta.get("folded") or Folded((n.meta.get("parameter", str(n.target)),), (), name="") for n in inputs]
@@ -216,7 +216,7 @@ def rewrites(gm: GraphModule) -> tuple[Rewrite, ...]:
 
 
 class Notes:
-    """Record the changes of one pass: construct it before the pass runs, and call `take` afterwards.
+    """Recorder of the changes of one pass: construct it before the pass runs, and call `take` afterwards.
 
     Args:
         gm: Graph that the pass will rewrite.
@@ -256,7 +256,7 @@ class Notes:
             if is_parameter(old) and is_parameter(new) and new not in self.operations:
                 inherit(new, old)
             elif is_parameter(new) and old in self.constants:
-                continue  # it is now computed in advance
+                continue  # the constant is now computed in advance
             elif BRANCH in new.meta:
                 continue  # the remainder of a value, or the sum of an operator and its branch
             elif new not in self.operations and _is_factor(new, old):
@@ -304,7 +304,7 @@ class Notes:
         return _call(old) == reader_call and any(new in self.leaves[node] for node in self.calls[reader_call])
 
     def _ends(self, call: str) -> list[tuple[Node, Node]]:
-        """Return the only result of a call with its only input; empty if it has several."""
+        """Return the result and the input of a call; empty if it has several results or several inputs."""
         nodes = set(self.calls[call])
         results = [node for node in nodes if not nodes.issuperset(self.readers.get(node, []))]
         read = {n for node in nodes for n in self.leaves[node] if isinstance(n, Node) and n.op != "get_attr"} - nodes
@@ -316,12 +316,12 @@ class Notes:
 
 
 def _skipped(old: Node, new: Node, ends: Mapping[Node, Node]) -> set[Node] | None:
-    """Return the results of calls left out between `new` and the earlier input `old`; `None` if `new` is elsewhere.
+    """Return the results of removed calls between `new` and `old`; `None` if no removed calls lead from `new` to `old`.
 
     Args:
-        old: Earlier input.
-        new: Input that replaces it.
-        ends: Inputs of removed calls, by their results.
+        old: Earlier input of a consumer.
+        new: Input that replaces `old`.
+        ends: Inputs of removed calls, keyed by their results.
     """
     passed = set[Node]()
     while old in ends and old is not new:

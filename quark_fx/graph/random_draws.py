@@ -1,4 +1,4 @@
-"""Values that depend on random numbers, or on other nodes of a kind."""
+"""Values that depend on random numbers, or on nodes that meet another condition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quark_fx.graph.operators import named_argument
 
 
 def random_draws(gm: GraphModule, output_names: Sequence[str], nodes: Collection[str] = ()) -> dict[str, str]:
-    """Return the node that draws the random numbers that each named output or node depends on.
+    """Return a description of the node that draws random numbers for each named output or node that depends on them.
 
     An output takes precedence over a node of the same name.
     """
@@ -22,7 +22,7 @@ def random_draws(gm: GraphModule, output_names: Sequence[str], nodes: Collection
 def sources_of(
     gm: GraphModule, output_names: Sequence[str], nodes: Collection[str], is_source: Callable[[Node], bool]
 ) -> dict[str, str]:
-    """Return the first node, if any, for which `is_source` holds among the nodes that each named value depends on.
+    """Return, for each named value that depends on a node for which `is_source` holds, a description of that node.
 
     An output takes precedence over a node of the same name.
     """

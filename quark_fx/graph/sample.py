@@ -41,7 +41,7 @@ def made_up_sample(gm: GraphModule) -> Sample:
 
 
 def _fewest(gm: GraphModule) -> int | None:
-    """Return the smallest batch that the graph takes; `None` if the inputs do not share a dynamic batch dimension."""
+    """Return the smallest batch size of the graph; `None` if its inputs do not share a dynamic batch dimension."""
     values = [node.meta["val"] for node in placeholders(gm)]
     shapes: list[list[Any]] = [list(value.shape) for value in values if isinstance(value, Tensor) and value.dim()]
     if not shapes or any(static_size(shape[0]) is not None for shape in shapes):

@@ -39,9 +39,9 @@ class Signature:
         output_names: Name of each flat output.
         input_shapes: Shape of each flat input, with `None` for a dynamic dimension; `None` if it is not a tensor.
         input_dtypes: Dtype of each flat input; `None` if it is not a tensor.
-        input_constants: Values of inputs that are not tensors, keyed by input name: the graph was captured with them.
-        input_limits: Input name, dimension, and smallest and largest size of a dynamic dimension, if the model's code
-            distinguishes sizes.
+        input_constants: Values of inputs that are not tensors, keyed by input name; the graph holds only for them.
+        input_limits: Limits on the sizes of dynamic dimensions, each as (input name, dimension, smallest size, largest
+            size); the largest size is `None` for no limit.
         input_conditions: Comparisons of sizes in the model's code that chose the captured path.
         fixed_arguments: Keyword arguments at capture that are not inputs of the graph.
     """
@@ -77,11 +77,11 @@ class Signature:
         return self.flatten(*split_batch(batch))
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the flat inputs of a call with arguments in any spelling.
+        """Return the flat inputs of a call with arguments given by position or by keyword.
 
         Raises:
-            QuarkError: If structure, rank, a fixed dimension, or a dtype differs from the captured one, or if sizes are
-                outside limits or conditions.
+            QuarkError: If structure, rank, a fixed dimension, or a dtype differs from the captured one, or if sizes
+                violate limits or conditions.
         """
         arguments = self._as_captured(args, self._without_fixed(kwargs))
         try:
@@ -117,7 +117,7 @@ class Signature:
 
     @property
     def compares_batches(self) -> bool:
-        """Whether the captured path depends on the number of samples, by more than limits."""
+        """True if the captured path depends on the number of samples by a condition that is not a limit."""
         texts = [condition.text for condition in self.input_conditions]
         return any(".shape[0]" in text and not _HOLDS_FOR_PARTS.fullmatch(text) for text in texts)
 
@@ -166,7 +166,7 @@ class Signature:
         return by_name
 
     def path_of(self, name: str) -> str:
-        """Return how the user reaches an input in a batch: `cache['k'][1]` for `cache_k_1`."""
+        """Return the expression for an input in the user's batch: `cache['k'][1]` for `cache_k_1`."""
         nested = self._nested(self.input_names)
         paths = pytree.tree_flatten_with_path(nested)[0] if nested is not None else []
         return next((path_name(path) for path, leaf in paths if leaf == name), name)
@@ -225,7 +225,7 @@ def path_name(path: pytree.KeyPath) -> str:
 
 
 def _differing(shape: tuple[int | None, ...], actual: tuple[int, ...]) -> list[int]:
-    """Return the dimensions whose size differs from the fixed one."""
+    """Return the fixed dimensions whose actual size differs."""
     return [i for i, (size, other) in enumerate(zip(shape, actual, strict=True)) if size is not None and size != other]
 
 
@@ -234,7 +234,7 @@ def _is_plain(spec: pytree.TreeSpec) -> bool:
 
 
 def _other_constant(leaf: Any, captured: Any) -> str:
-    """Return the difference of a value from the constant in the captured graph, empty if they are the same."""
+    """Describe how a value differs from the constant in the captured graph; empty if they are the same."""
     if not isinstance(leaf, Tensor) and leaf == captured:
         return ""
     text = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
@@ -257,7 +257,7 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     """Return the arguments by parameter name, or `None` if `forward` takes some of them as `*args` or `**kwargs`.
 
     Raises:
-        CaptureError: If they do not fit; the message shows the parameters and the usual cause.
+        CaptureError: If the arguments do not fit; the message shows the parameters and the usual cause.
     """
     signature = inspect.signature(forward)
     try:

@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import Any
 
 _LONGEST = 2000
-"""Number of characters; Python's parser and `_value` follow a text of this length without deep recursion."""
+"""Largest number of characters; Python's parser and `_value` handle text of this length without deep recursion."""
 
 _BITS = 256
-"""Largest length of a number in a product or power: a text from a file must not compute numbers of any length."""
+"""Limit on exponents, and on the bits of factors and bases: text from a file must not compute ever longer numbers."""
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -67,11 +67,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class SizeCondition:
-    """A comparison of sizes that is true for the example.
+    """A comparison of sizes that is true for the batch used at capture.
 
     Attributes:
-        text: Python expression of a comparison, such as `x.shape[2] > x.shape[3]`, with the names of inputs. It is
-            interpreted, not run: it may come from a file.
+        text: Python expression of the comparison, such as `x.shape[2] > x.shape[3]`, with the names of inputs. It is
+            interpreted, not executed, because it may come from a file.
         place: File and line of the model's code, such as `model.py:12`.
     """
 
@@ -81,7 +81,7 @@ class SizeCondition:
     def holds(self, shapes: Mapping[str, Sequence[int]]) -> bool:
         """Tell whether the comparison holds for inputs of these shapes, keyed by input name.
 
-        A comparison without a value, as after a division by zero, does not hold.
+        A comparison without a value, such as one with a division by zero, does not hold.
 
         Raises:
             ValueError: If the text does not compare sizes of these inputs.
@@ -100,7 +100,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _value(tree: ast.AST, shapes: Mapping[str, Sequence[int]]) -> Any:
-    """Return the value of an expression, NaN if it has none; all parts are computed, so that errors do not hide."""
+    """Return the value of an expression, or NaN if it has no value; all parts are evaluated, so that errors surface."""
     match tree:
         case ast.Constant(value=int() | float() as number):
             return number

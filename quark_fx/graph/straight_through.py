@@ -1,4 +1,4 @@
-"""Run a quantized graph so that gradients pass its quantizers.
+"""Run a quantized graph so that gradients pass through its quantizers.
 
 A `quantize` and the `dequantize` that reads it become one differentiable function, `numbers.ops.fake_quantize`; the
 integer codes between them are not differentiable.
@@ -18,7 +18,7 @@ from quark_fx.system.isolation import warn
 
 
 def records_gradients(*values: Any) -> bool:
-    """Tell whether the result of a computation on `values` has a gradient; an export keeps the operators on codes."""
+    """Tell whether a computation on `values` records gradients; never during export, which keeps operators on codes."""
     differentiable = any(isinstance(value, Tensor) and value.requires_grad for value in values)
     return differentiable and torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
@@ -52,7 +52,7 @@ class _Differentiable(Interpreter):
         if target_name(n) == QUANTIZE:
             (x, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
             if _read_in_pairs(n):
-                # These values stand for the codes until `dequantize` casts them.
+                # The rounded values stand in for the codes until `dequantize` casts them.
                 return ops.fake_quantize(x.float(), *rest, **kwargs)
             if x.requires_grad:
                 readers = ", ".join(describe(user) for user in n.users if quantize_of(user) is not n)
