@@ -36,7 +36,7 @@ def bars(title: str, names: Sequence[str], values: Sequence[float], unit: str, b
         names: Name of each value.
         values: Lengths of the bars.
         unit: Unit of the values.
-        before: Earlier values, drawn as a second bar each; the largest of these are then selected.
+        before: Earlier values, drawn as a second bar for each name; if given, the largest earlier values are selected.
     """
     keys = before or values
     order = sorted(range(len(values)), key=lambda i: -abs(keys[i]))[:SHOWN]

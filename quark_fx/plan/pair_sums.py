@@ -1,14 +1,14 @@
 """Limits on weight codes so that sums of two products fit 16 bits: a requirement of x64 processors without VNNI.
 
 Those processors multiply unsigned by signed bytes with `vpmaddubsw`: it adds the products of two neighbors along the
-summed dimension and saturates the sum at 16 bits. Activation codes go up to 255, so a pair of weight codes with the
-same sign is exact as long as their magnitudes add up to at most `32767 // 255 = 128`; a pair with opposite signs always
-is.
+summed dimension and saturates the sum at 16 bits. Activation codes go up to 255, so the sum for a pair of weight codes
+with the same sign is exact as long as their magnitudes add up to at most `32767 // 255 = 128`; the sum for a pair with
+opposite signs is always exact.
 
 ONNX Runtime orders the weight of a matrix product by input, and the weight of a convolution by kernel position, then
-input channel, and pairs positions 2k and 2k+1. It stores signed activations from 0 to 255 when it loads a file.
-Unsigned weights, activations measured as signed codes, depthwise convolutions, and `ConvInteger` are summed in 32 bits
-there, and so is everything on processors with VNNI and on ARM.
+input channel, and pairs positions 2k and 2k+1. When it loads a file, it converts signed activations to codes from 0 to
+255. It sums in 32 bits for unsigned weights, for activations whose range is measured at run time as signed codes, for
+depthwise convolutions and `ConvInteger`, and for all operators on processors with VNNI and on ARM.
 
 Source: Intel SDM, PMADDUBSW; kernels of ONNX Runtime's MLAS.
 """
@@ -38,7 +38,7 @@ class PairBound:
     """The pairs of a weight's codes that a processor may add in 16 bits, and the limit of their sum.
 
     Attributes:
-        limit: Largest sum of the magnitudes of two codes with the same sign, at least the magnitude of one code.
+        limit: Largest allowed sum of the magnitudes of two codes with the same sign; at least the largest magnitude.
         order: Dimensions of the weight: dimensions that index sums, then summed dimensions in the kernel's order.
         summed: Number of summed dimensions.
     """
@@ -136,11 +136,11 @@ class PairBound:
         return torch.stack((sign * share, sign * (self.limit - share)), -1)
 
     def widening(self, position: Tensor, *, joint: bool = False, doubled: bool = False) -> Tensor:
-        """Return the factor of each scale with the smallest expected squared error, at least 1.
+        """Return the factor, at least 1, by which each scale grows to minimize the expected squared error.
 
-        Larger scales round more coarsely; with smaller ones, more pairs are limited. The expected error of `n` values
-        at a scale of `r` is `n r**2 / 12 + sum(max(0, s - limit r)**2) / 2` over the sums `s` of pairs, in units of
-        current codes. It is convex; bisection finds its minimum.
+        A larger scale rounds more coarsely; a smaller scale limits more pairs. The expected error of `n` values at a
+        factor of `r` is `n r**2 / 12 + sum(max(0, s - limit r)**2) / 2` over the sums `s` of pairs, in units of current
+        codes. It is convex in `r`, and bisection finds its minimum.
 
         Args:
             position: Weight divided by its scale, in the weight's shape.
@@ -159,7 +159,7 @@ class PairBound:
         return factors[0] if joint else factors
 
     def _excess(self, rows: Tensor) -> Tensor:
-        """Return the magnitude of the sum of every pair."""
+        """Return the magnitude of the sum of every pair, shape (sums, pairs)."""
         first, second = _pairs(rows.to(torch.float32)).unbind(-1)
         return (first + second).abs_()
 
@@ -176,7 +176,10 @@ def _widening(sums: Tensor, limit: int, values: int) -> Tensor:
 
 
 def _doubling(sums: Tensor, limit: int, values: int) -> Tensor:
-    """Return 2 if the expected error is smaller than at 1, otherwise 1; sums of two codes are below `2 * limit`."""
+    """Return 2 where it gives a smaller expected error than 1, otherwise 1.
+
+    A larger factor is not needed, because sums of two codes are below `2 * limit`.
+    """
     now, twice = (
         values * ratio**2 / 12 + (sums - limit * ratio).clamp_min_(0).square_().sum(-1).double() / 2
         for ratio in (1.0, 2.0)
@@ -208,7 +211,8 @@ def _extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _exceeded(pairs: Tensor, limit: int) -> Tensor:
     """Tell which pairs of codes, shape (..., 2), add up to more than the limit.
 
-    Such codes have equal signs: with opposite signs, the sum is at most the larger magnitude, which the limit allows.
+    The codes of such a pair have equal signs: with opposite signs, the sum is at most the larger magnitude, which the
+    limit allows.
     """
     first, second = pairs.unbind(-1)
     return (first + second).abs() > limit
@@ -221,8 +225,8 @@ def pair_bound(
 
     Args:
         kind: Operator family.
-        linear: The operator, `None` for a recurrent layer: of these, an LSTM has integer kernels if its input is
-            measured at run time.
+        linear: View of the operator, `None` for a recurrent layer. The only recurrent layer with integer kernels is an
+            LSTM whose input range is measured at run time.
         weight: Spec of the weight, `None` for float.
         input: Spec of the activation, `None` for float.
     """
@@ -240,14 +244,14 @@ def pair_bound(
     if not linear.kernel:
         return PairBound.of_product(limit, len(linear.shape), linear.input_axis)
     if input.dynamic or (inputs == 1 and linear.groups == outputs):
-        return None  # codes measured at run time use ConvInteger; a depthwise convolution sums in 32 bits
+        return None  # ranges measured at run time need ConvInteger; it and depthwise convolutions sum in 32 bits
     return PairBound.of_convolution(limit, linear.kernel_axes, linear.input_axis)
 
 
 def _largest_code(spec: TensorSpec) -> int | None:
     """Return the largest code that a kernel multiplies by, or `None` if it does not multiply 8-bit codes.
 
-    Signed codes are stored from 0 to 255 when ONNX Runtime loads the file.
+    ONNX Runtime converts signed codes to codes from 0 to 255 when it loads a file.
     """
     fmt = spec.format
     if not fmt.is_integer or fmt.bits > 8 or spec.granularity is not Granularity.TENSOR:

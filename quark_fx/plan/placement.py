@@ -1,4 +1,4 @@
-"""The choice of quantized operators, and of the places of quantized values in the graph.
+"""The choice of operators to quantize, and of the values to quantize in the graph.
 
 The rules follow the kernels: an integer kernel needs integer inputs; a convolution also needs an integer output; data
 movement keeps the codes of its input; additions and pools run in integers only between quantized operators, or wherever
@@ -62,11 +62,11 @@ from quark_fx.system.isolation import warn
 
 @dataclass(frozen=True, kw_only=True)
 class _Operator:
-    """One weighted operator, or product of activations.
+    """One weighted operator, or one product of activations.
 
     Attributes:
         node: The call.
-        name: Path of its module.
+        name: Path of the operator's module.
         kind: Operator family, or the ATen name of an operator without a row in the operator table.
         roles: Roles of the operator (`quark_fx.plan.roles`).
     """
@@ -88,7 +88,7 @@ class LeftInFloat(_Operator):
 
     Attributes:
         reason: Reason for staying in float.
-        weight_node: The `get_attr` node of its weight, `None` for a product of activations.
+        weight_node: The `get_attr` node of the operator's weight, `None` for a product of activations.
     """
 
     reason: str
@@ -97,12 +97,12 @@ class LeftInFloat(_Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(_Operator):
-    """An operator that is quantized: a product of activations, `Coded` or `Attending`.
+    """A quantized operator: a product of activations, or one of the subclasses `Coded` and `Attending`.
 
     Attributes:
         row: Row of the operator in the operator table.
-        input: Spec of its activations, `None` if they stay in float.
-        output: Spec of its output, `None` if it stays in float.
+        input: Spec of the operator's activations, `None` if they stay in float.
+        output: Spec of the operator's output, `None` if it stays in float.
     """
 
     row: Operator
@@ -130,11 +130,11 @@ class Coded(Quantized):
 
 @dataclass(frozen=True, kw_only=True)
 class Attending(Quantized):
-    """Attention operator whose keys and values are quantized.
+    """An attention operator whose keys and values are quantized.
 
     Attributes:
         cache: Spec of keys and values.
-        attention: Its nodes and the dimensions of keys and values.
+        attention: Nodes of the attention, and dimensions of its keys and values.
     """
 
     cache: TensorSpec
@@ -152,13 +152,14 @@ class Point:
     Attributes:
         value: Node that computes the value.
         spec: Spec of the quantization.
-        source: Node whose observer it shares (`value` itself, except after data movement).
+        source: Node whose observer measures the range (`value` itself, except after data movement).
         readers: Operators that read the quantized value; `None` means all consumers, because the value is produced
             in integers.
         absorbed: Clamps between the operator and `value` that saturation may replace.
-        reduced: Dimension along which scales are constant, or change by group: for a spec per group, the dimension that
-            readers sum over; for keys and values, the token dimension for a scale per channel, the dimension of heads
-            for a scale per head, else the channel dimension unless it is the last.
+        reduced: Dimension that defines the layout of the scales. For a spec per group: the dimension that is split into
+            groups, over which readers sum. For keys and values: the token dimension with a scale per channel, the
+            dimension of heads with a scale per head, otherwise the channel dimension, unless that is the last. `None`
+            for any other layout.
     """
 
     value: Node
@@ -186,7 +187,7 @@ class Rounding:
         value: Name, in the graph before conversion, of the value whose range was observed.
         spec: Spec of the quantization.
         low: Lower bound of the clamps that were dropped because saturation performs them.
-        high: Upper bound of these clamps.
+        high: Upper bound of the clamps that were dropped.
     """
 
     value: str
@@ -236,10 +237,10 @@ def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = Fal
 
 
 def module_name(node: Node, weight: Node | str | None = None) -> str:
-    """Return the module path of an operator: the owner of its weight, or the caller if it does not contain the owner.
+    """Return the module path of an operator: the owner of its weight, or the caller if the caller does not contain it.
 
-    A module that applies an operator to the weight of a submodule goes by the submodule's name. The weight is given as
-    the node that reads it, or as its name.
+    An operator that a module applies to the weight of a submodule has the submodule's name. The weight is given as the
+    node that reads it, or as its name.
     """
     caller = module_path(node)
     if weight is None:
@@ -252,7 +253,7 @@ def module_name(node: Node, weight: Node | str | None = None) -> str:
 
 
 def _weight_name(weight: Node) -> str:
-    """Return the name of a weight; a computed one has the name it would have as a parameter of its module."""
+    """Return the name of a weight; for a computed weight, the name that it would have as a parameter of its module."""
     folded = weight.meta.get("folded")
     return folded.name if folded is not None and folded.name else str(weight.target)
 
@@ -269,7 +270,7 @@ def names_of(node: Node, uses: Uses | None = None) -> Names:
 
     Args:
         node: The operator.
-        uses: Uses of the values of its graph, if known; it takes time linear in the graph to find them.
+        uses: Uses of the values of the operator's graph. Default: computed here, in time linear in the graph.
     """
     row = operator_row(node)
     stored = stored_weights(node, row) if row is not None else ()
@@ -297,7 +298,7 @@ def _looks_up(node: Node) -> bool:
 
 
 def _unplanned(gm: GraphModule, config: QuantConfig, node: Node, constants: Collection[Node]) -> Iterator[LeftInFloat]:
-    """Yield the weights of an operator without a rule, or whose weight is not a parameter, each with a reason.
+    """Yield the weights of an operator that has no rule, or whose weight is not a parameter, each with a reason.
 
     Tables, masks, and affine parameters that are added or multiplied element by element are not weights.
     """
@@ -339,7 +340,7 @@ _COMPUTED = (
 
 
 def _looked_up(node: Node, constants: Collection[Node]) -> tuple[Node, ...]:
-    """Return the table of a node that looks up rows by an input of the model, else nothing."""
+    """Return the table of a node that looks up rows by an input of the model; empty for any other node."""
     if motion(node) is not Motion.LOOK_UP or not isinstance(node.args[0], Node):
         return ()
     table = node.args[0]
@@ -347,7 +348,7 @@ def _looked_up(node: Node, constants: Collection[Node]) -> tuple[Node, ...]:
 
 
 def _of_custom_operator(node: Node) -> tuple[Node, ...]:
-    """Return the inputs of an operator that is neither torch's nor ours."""
+    """Return the inputs of an operator that is defined neither by torch nor by this package; else nothing."""
     custom = target_name(node).partition(".")[0] not in ("aten", "python", "prims", "quark_fx")
     return tuple(node.all_input_nodes) if custom else ()
 
@@ -364,7 +365,7 @@ def _behind(value: Node) -> list[Node]:
 
 
 def _attentions(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
-    """Yield the plan of every attention, if the configuration quantizes keys and values of any."""
+    """Yield the plan of every attention, if the configuration quantizes the keys and values of at least one."""
     if not _asks_for_cache(config):
         return
     for attention in find_attentions(gm.graph):
@@ -482,7 +483,7 @@ def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: 
 
 
 def _require_kernels(config: QuantConfig, operators: Sequence[PlannedOperator]) -> None:
-    """Raise `ConfigError` for weights that the target refuses with their activations, and for siblings that differ."""
+    """Raise `ConfigError` if the target refuses a weight with its activation, or if siblings have different specs."""
     rules, refusals = config.target.placement, dict[str, None]()
     for op in operators:
         if isinstance(op, Coded) and (why := rules.refuses(op.kind, op.weight, op.input, op.linear)):
@@ -520,8 +521,8 @@ def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]
 def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
     """Raise `CalibrationError` if a weight that stays in float, or any bias, holds NaN or infinity.
 
-    Weights that get codes are checked at conversion: each is read once, perhaps from disk. Tables that are not weights,
-    such as masks, may hold infinities.
+    Weights that get codes are checked at conversion, so that each weight is read only once, perhaps from disk. Tables
+    that are not weights, such as masks, may hold infinities.
     """
     constants: dict[object, tuple[PlannedOperator, str, Node]] = {}
     for operator in operators:
@@ -560,10 +561,10 @@ def _kinds(kind: str, roles: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_lent(node: Node, weight: Node) -> bool:
-    """Tell whether a module passes the weight of another module to a function that reshapes it.
+    """Tell whether a module passes the weight of another module to a function that reshapes the weight.
 
-    The function's operand is then not the input of a module, so that no module could round it; and no checkpoint of
-    transformers holds codes for such a weight.
+    The operand of the function is then not the input of any module, so no module could round it. Checkpoints of
+    transformers cannot hold codes for such a weight, either.
     """
     caller, owner = module_path(node), str(weight.target).rpartition(".")[0]
     return "reshaped" in node.meta and owner != caller
@@ -633,8 +634,8 @@ class _Placement:
     ) -> None:
         """Give the inputs of a concatenation the quantization parameters of its output, if nothing else reads them.
 
-        Their values are rounded to the output's grid anyway; rounding once loses less than rounding twice. The output's
-        observer sees all of them.
+        Their values are rounded to the grid of the output anyway, and rounding once loses less than rounding twice. The
+        observer of the output measures the values of all inputs.
         """
         if motion(point.value) is not Motion.JOIN or point.source is not point.value:
             return
@@ -698,7 +699,7 @@ class _Placement:
         return op.output if rounds or node in self.wanted else None
 
     def _origins(self, produced: Collection[Node]) -> dict[Node, Node | None]:
-        """Return, for each value, the value produced in integers from which data movement computes it, or `None`."""
+        """Return, for each value, the integer value from which data movement alone computes it, or `None`."""
         origins: dict[Node, Node | None] = {}
         for node in self.gm.graph.nodes:
             sources = [value for value in moved_inputs(node) if not is_parameter(value)] if moves(node) else []
@@ -707,9 +708,9 @@ class _Placement:
         return origins
 
     def _settle(self) -> None:
-        """Find the operators that run in integers: the largest set in which each member has its requirements.
+        """Find the operators that run in integers: the largest set in which every member meets its requirements.
 
-        Each node starts in all three sets and leaves each at most once, so this takes time linear in the graph.
+        A node can only leave the sets `wanted`, `available`, and `arithmetic`, so this takes time linear in the graph.
         """
         nodes = list(self.gm.graph.nodes)
         self.wanted, self.available = set(nodes), set(nodes)
@@ -732,7 +733,7 @@ class _Placement:
                 pending.extend(again)
 
     def _has_integers(self, node: Node) -> bool:
-        """Tell whether arithmetic has integer inputs, and quantized consumers unless the target has it anywhere."""
+        """Tell whether an arithmetic node has integer inputs, and, unless the target needs none, integer consumers."""
         if not (self.rules.anywhere or node in self.wanted):
             return False
         return all(value in self.available for value in node.all_input_nodes if is_floating(self.gm, value))
@@ -766,8 +767,8 @@ def _holds_floats(gm: GraphModule, node: Node) -> bool:
 def _clamped_per_channel(value: Node) -> Node:
     """Return the result of clamps with bounds per channel if they are the only consumers of a value, else the value.
 
-    No quantizer performs such a clamp. With the range of its result, the quantizer before it rounds to codes that the
-    one after it keeps, and saturates at the bounds.
+    No quantizer performs such a clamp. The quantizer before the clamp gets the range of the clamp's result: it then
+    saturates at the bounds, and the quantizer after the clamp keeps its codes.
     """
     while len(value.users) == 1 and target_name(user := next(iter(value.users))) == "aten.clamp.Tensor":
         value = user
@@ -783,7 +784,7 @@ def _warn_without_cache(config: QuantConfig, attentions: Sequence[PlannedOperato
 
 
 def _warn_overruled(config: QuantConfig, operators: Sequence[PlannedOperator]) -> None:
-    """Warn of overrides without effect, because every operator that they select is excluded."""
+    """Warn about overrides that change nothing, because every operator that they select is excluded."""
     for override in config.overrides:
         selected = [op for op in operators if matches(override.pattern, op.name, *op.kinds)]
         excluded = [config.exclusion(op.name, *op.kinds) for op in selected]

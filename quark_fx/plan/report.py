@@ -34,21 +34,21 @@ _WIDEST = 70
 class Row:
     """A weight in one use, or a product of two activations.
 
-    Operators that read a weight alike, such as the calls of a module that runs twice, are one row.
+    Operators that read a weight in the same way, such as the two calls of a module that runs twice, are one row.
 
     Attributes:
         name: Module path.
         kind: Operator family.
         weight: Weight format, empty if it stays in float.
         activation: Input format, empty if it stays in float.
-        scale_min: Smallest weight scale.
-        scale_max: Largest weight scale.
-        sqnr: Signal-to-quantization-noise ratio of the weight, dB.
+        scale_min: Smallest weight scale; `None` without scales.
+        scale_max: Largest weight scale; `None` without scales.
+        sqnr: Signal-to-quantization-noise ratio of the weight, dB; `None` if it stays in float.
         bytes_before: Bytes of the weight in the captured model.
         bytes_after: Bytes of codes, scales, and zero points, and of a `LowRank` branch.
-        reason: Reason for staying in float; empty if it is quantized.
-        parameter: Name of the weight; operators that share one share its bytes.
-        computed_from: Names of the parameters that the weight is computed from, if it is not one of them.
+        reason: Reason for staying in float; empty if the operator is quantized.
+        parameter: Name of the weight; rows with the same weight share its bytes.
+        computed_from: Names of the parameters that the weight is computed from; empty if the weight is a parameter.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Measured(NamedTuple):
     """Properties of the values of a row's weight, on the device of the weight.
 
     Attributes:
-        norms: Norms of the weight and of its error alternately, such as of each piece, shapes ().
-        ends: Smallest and largest scale, shapes (); empty if the row keeps its own.
+        norms: Norms of the weight and of its error, shapes (), alternating; for a weight in pieces, two for each piece.
+        ends: Smallest and largest scale, shapes (); empty if the scales in the row stay.
     """
 
     norms: Sequence[Tensor]
@@ -85,12 +85,12 @@ class Measured(NamedTuple):
 
     @classmethod
     def of(cls, norms: Sequence[Tensor], scale: Tensor | None) -> Self:
-        """Return the reported properties of a weight, with its scale if that is reported."""
+        """Return the reported properties of a weight, including the ends of its scale if `scale` is given."""
         return cls(norms, () if scale is None else (scale.min(), scale.max()))
 
 
 def with_measured(rows: Sequence[Row], measured: Mapping[int, Measured]) -> list[Row]:
-    """Return the rows with the noise and the ends of the scales of their weights, with one wait for each device.
+    """Return the rows with the SQNR, smallest scale, and largest scale of their weights; wait once for each device.
 
     Args:
         rows: Rows of operators.
@@ -107,10 +107,10 @@ def with_measured(rows: Sequence[Row], measured: Mapping[int, Measured]) -> list
 
 @dataclass(frozen=True)
 class Histogram:
-    """Values of an activation, and the range of its scale.
+    """The values of an activation, and the range that its codes represent.
 
     Attributes:
-        name: Module that computes it.
+        name: Module that computes the activation.
         edges: Edges of the bins, increasing, one more than there are counts.
         counts: Number of values in each bin.
         low: Smallest representable value.
@@ -161,7 +161,7 @@ class Report:
         passes: Records of the passes, in the order they ran.
         histograms: Histograms of activations whose observers count values; a stored model has none.
         about: Facts about the run for the page, such as the model's class and the configuration.
-        draws: Nodes that draw the random numbers that outputs depend on, by output.
+        draws: Descriptions of nodes that draw random numbers, keyed by the output that depends on them.
     """
 
     rows: tuple[Row, ...]

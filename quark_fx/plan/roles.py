@@ -1,6 +1,7 @@
 """Roles of operators in their model: heads, routers, depthwise convolutions, and low-rank adapters.
 
-Patterns name operators by these roles (`"op:head"`). Structure decides, not the name of a module or class.
+Patterns can select operators by role (`"op:head"`). The structure of the graph determines a role, not the name of a
+module or class.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from quark_fx.graph.nodes import CAST, target_name
 from quark_fx.graph.operators import BRANCH, PADS, Motion, motion, moves, operator_row
 
 HEAD = "head"
-"""Role of the operator whose output is the model's, such as a language model's projection to its vocabulary."""
+"""Role of an operator whose output the model returns, such as a language model's projection to its vocabulary."""
 
 ROUTER = "router"
-"""Role of an operator whose largest outputs are looked up, such as the router of a mixture of experts."""
+"""Role of an operator whose largest outputs are chosen by index, such as the router of a mixture of experts."""
 
 DEPTHWISE = "depthwise"
 """Role of a depthwise convolution, such as the short convolution over tokens in a state-space layer."""
@@ -40,7 +41,7 @@ _SQUASHING = _NORMALIZING | frozenset(
         *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar"),
     )
 )
-"""Operators on scores before the largest are chosen, with numbers as their only other operands."""
+"""Operators applied to scores before the largest scores are chosen, with numbers as their only other operands."""
 
 _SCALING = frozenset({"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"})
 
@@ -53,7 +54,7 @@ _REDUCING = frozenset(
         *("amax.default", "amin.default", "max.default", "min.default"),
     )
 )
-"""Operators that make one element of several."""
+"""Operators that compute one element from several."""
 
 _FILLED = frozenset(f"aten.{name}_like.default" for name in ("zeros", "ones", "full"))
 """Operators that read only the shape of their input."""
@@ -70,7 +71,7 @@ _REPLACING = frozenset(
 """Operators that select elements or replace them by a number, but route nothing."""
 
 _KEEPING = PADS | PLACES | CHOOSING | _NORMALIZING | _REDUCING | _REPLACING | {CAST}
-"""Operators whose output a model returns in place of their input; the elements of others are their own."""
+"""Operators after a head: the model returns their output, and the operator before them still counts as the head."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ class Uses:
 
     @cached_property
     def chosen_from(self) -> frozenset[Node]:
-        """Values whose largest elements are looked up, also before elementwise operators."""
+        """Values whose largest elements are chosen by index, directly or after elementwise operators."""
         pending, values = [node for node in self.graph.nodes if _chooses(node)], set[Node]()
         while pending:
             node = pending.pop()
@@ -92,7 +93,7 @@ class Uses:
 
     @cached_property
     def returned(self) -> frozenset[Node]:
-        """Values that the model returns, also moved, selected from, reduced, and changed element by element."""
+        """Values that the model returns, directly or after moving, selecting, reducing, or changing their elements."""
         pending = list(self.graph.output_node().all_input_nodes)
         values = set(pending)
         while pending:
@@ -194,7 +195,7 @@ def _is_depthwise(node: Node) -> bool:
 
 
 def _is_scored_with(node: Node) -> bool:
-    """Tell whether the largest elements of a node's output are the largest of its input; a lookup has chosen before."""
+    """Tell whether a node's output can stand for its input when the largest elements are chosen; a lookup cannot."""
     moved = moves(node) and motion(node) is not Motion.LOOK_UP
     return moved or target_name(node) in _SQUASHING | {CAST} or is_pointwise(node)
 
@@ -207,12 +208,12 @@ def _chooses(node: Node) -> bool:
 
 def _is_head(node: Node, uses: Uses) -> bool:
     """Tell whether the model returns the operator's output, and no other weighted operator reads it."""
-    single = isinstance(node.meta.get("val"), torch.Tensor)  # a recurrent layer returns its state as well
+    single = isinstance(node.meta.get("val"), torch.Tensor)  # a recurrent layer also returns its state
     return single and node in uses.returned and node not in uses.multiplied
 
 
 def _keeps(node: Node, value: Node) -> bool:
-    """Tell whether a node turns an output into an output: it moves, selects, reduces, or changes `value`."""
+    """Tell whether the result of a node still counts as the output `value`, after moving, reducing, or changing it."""
     name = target_name(node)
     if motion(node) is not None or name in _KEEPING or BRANCH in node.meta:
         return True

@@ -19,8 +19,8 @@ _EXPERTS = "experts"
 def siblings(operators: Iterable[PlannedOperator]) -> list[list[PlannedOperator]]:
     """Return each group of siblings, in graph order.
 
-    Siblings are matrix products of one module that read the same value, without routers and heads, and the stacks of
-    experts of one module.
+    Siblings are matrix products of one module that read the same value, except products with a role (such as routers
+    and heads), and the stacks of experts of one module.
     """
     groups: dict[Hashable, list[PlannedOperator]] = {}
     for op in operators:

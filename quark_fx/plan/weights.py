@@ -77,13 +77,13 @@ class Observed:
 
 @dataclass(frozen=True)
 class RoundedWeight:
-    """A weight rounded with a spec without other limits on its scales.
+    """A weight rounded with scales that no bias limits.
 
     Attributes:
         spec: Spec of the weight.
-        amax: See `quantize_tensor`.
-        pairs: See `quantize_tensor`.
-        observed: Result of its observer.
+        amax: Value of the argument of `quantize_tensor`.
+        pairs: Value of the argument of `quantize_tensor`.
+        observed: Result of `observe_tensor`.
         tensor: Codes and scales.
         norms: Result of `tensor.norms`.
     """
@@ -111,7 +111,7 @@ class RoundedWeight:
 
 
 def observe_tensor(x: Tensor, spec: TensorSpec, linear: Linear | None = None, amax: Tensor | None = None) -> Observed:
-    """Return the observer's parameters for a constant; the arguments have the meaning in `quantize_tensor`."""
+    """Return the observer's parameters for a constant; the arguments are documented in `quantize_tensor`."""
     outputs, inputs = _axes(x, linear)
     groups = 1 if linear is None else linear.output_groups
     if groups > 1 and spec.granularity is Granularity.CHANNEL:
@@ -241,9 +241,9 @@ def _channels_of_groups(
 ) -> tuple[int, int, QParams]:
     """Return (`axis`, `block_size`) and parameters of a weight whose groups reuse the indices of output channels.
 
-    With one channel per group, there is one scale per index of `inputs`, repeated within a group. With several, there
-    is one per block of `inputs` and channel, repeated along the kernel, since `quark_fx.numbers.ops` needs a scale for
-    each kernel position.
+    With one channel per group, there is one scale per index of `inputs`, repeated within a group. With several channels
+    per group, there is one scale per block of `inputs` and channel, repeated along the kernel, because
+    `quark_fx.numbers.ops` needs a scale for each kernel position.
     """
     order = x.movedim((inputs, outputs), (0, 1)).unflatten(0, (groups, -1)).transpose(1, 2)
     rows = _row_qparams(order.flatten(0, 1).flatten(1), spec, spec.scheme)
@@ -262,7 +262,8 @@ def _block_qparams(
 ) -> QParams:
     """Return parameters of blocks of `block` values along `axis`, and of `count` indices of `outputs` if that is not 1.
 
-    Smaller blocks at the ends are observed separately. Each index of a block has a scale; these scales are equal.
+    Smaller blocks at the ends are observed separately. The scale of a block is repeated for each of its indices of
+    `outputs`.
     """
     moved = x.movedim(axis, -1).unsqueeze(-2) if count == 1 else x.movedim((outputs, axis), (-2, -1))
     strips = []
@@ -308,7 +309,7 @@ def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParam
         bound = torch.where(bound > 0, spec.scale.nearest(bound.double()), 0)
     # Scales of sign-aware weights may be negative.
     raised = torch.maximum(qparams.scale.abs(), bound.to(qparams.scale)).copysign(qparams.scale)
-    # A symmetric zero point does not depend on the scale; an asymmetric one stays, since its range only grew.
+    # A symmetric zero point does not depend on the scale; an asymmetric zero point stays valid, since the range grew.
     return QParams(raised, qparams.zero_point)
 
 
