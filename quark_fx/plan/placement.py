@@ -298,7 +298,7 @@ def _looks_up(node: Node) -> bool:
 
 
 def _unplanned(gm: GraphModule, config: QuantConfig, node: Node, constants: Collection[Node]) -> Iterator[LeftInFloat]:
-    """Yield the weights of an operator that has no rule, or whose weight is not a parameter, each with a reason.
+    """Yield the weights of an operator without a rule, or with a weight that is not a parameter, each with a reason.
 
     Tables, masks, and affine parameters that are added or multiplied element by element are not weights.
     """
