@@ -1,4 +1,4 @@
-"""Graph-to-graph passes, one per file."""
+"""Passes that rewrite a graph, one per file."""
 
 from collections.abc import Callable
 from typing import Any

@@ -24,14 +24,14 @@ from quark_fx.system.options import NonNegativeFloat
 class AbsorbHighBias(Selective):
     """Lower biases by `c = max(0, beta - deviations * |gamma|)`, and raise the next operator's biases by `W @ c`.
 
-    `beta` and `gamma` come from the batch norm that was folded into the operator: mean and deviation of its output.
-    Across a ReLU, the rewrite is exact where its input is above `c`: for all but a fraction of the data (0.14 % of a
-    normal distribution at 3 deviations). Without a ReLU it is exact, and `c` is `beta`. Lower biases make activations,
-    and their quantization steps, smaller. The next operator must be the only reader, and must not pad, because padded
-    zeros would have to be lowered as well.
+    `beta` and `gamma` come from the batch norm that was folded into the operator: the mean and the standard deviation
+    of the operator's output. Across a ReLU, the rewrite is exact where the input of the ReLU is above `c`, which holds
+    for all but a fraction of the data (0.14 % of a normal distribution at 3 deviations). Without a ReLU, it is exact,
+    and `c` is `beta`. Lower biases make activations, and their quantization steps, smaller. The next operator must be
+    the only consumer, and must not pad, because the padded zeros would have to be lowered as well.
 
     Attributes:
-        deviations: Number of deviations between the mean and `c`.
+        deviations: Number of standard deviations between the mean and `c`.
 
     Source:
         Nagel et al. 2019, section 4.1.3.
@@ -41,7 +41,7 @@ class AbsorbHighBias(Selective):
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Rewrite `gm`, report each operator, and return the number of lowered biases."""
-        absorbed, uses = 0, Uses(gm.graph)  # new biases do not change them
+        absorbed, uses = 0, Uses(gm.graph)  # new biases do not change the uses
         for node in list(gm.graph.nodes):
             linear = Linear.of(node)
             if linear is None or linear.bias_at is None:
@@ -58,7 +58,7 @@ class AbsorbHighBias(Selective):
         return absorbed
 
     def _absorb(self, gm: GraphModule, producer: Linear, position: int) -> float:
-        """Move part of a bias; return the most that a channel was lowered by. Raise `Declined` if nothing moves."""
+        """Move part of a bias; return the largest amount for a channel. Raise `Declined` if no part can be moved."""
         if "batch_norm" not in producer.node.meta:
             raise Declined("no batch norm was folded into it")
         consumer, rectified = _only_reader(producer.node), False
@@ -91,7 +91,7 @@ def _only_reader(node: Node) -> Node | None:
 
 
 def _require_sum(gm: GraphModule, producer: Linear, reader: Linear) -> None:
-    """Raise `Declined` unless the reader is a sum over the producer's channels with constants."""
+    """Raise `Declined` unless the reader sums over the producer's channels with a constant weight and bias."""
     name = reader.node.name
     if reader.kind not in ("conv", "linear") or (reader.weight_at, reader.bias_at) != (1, 2):
         raise Declined(f"it is read by {target_name(reader.node)} (%{name})")
@@ -105,7 +105,7 @@ def _require_sum(gm: GraphModule, producer: Linear, reader: Linear) -> None:
 
 
 def _add(gm: GraphModule, linear: Linear, position: int, change: Tensor) -> None:
-    """Add to an operator's bias, the argument at `position`; a shared bias is copied first."""
+    """Add `change` to an operator's bias, the argument at `position`; a shared bias is copied first."""
     old = linear.bias
     if old is not None and len(old.users) == 1:
         bias = parameter(gm, old).detach()

@@ -1,4 +1,4 @@
-"""Learn weights through their rounding."""
+"""Learn weights by gradient descent through their rounding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quark_fx.system.options import NonNegativeFloat, NonNegativeInt
 
 
 class _StraightThrough(LearnedWeight):
-    """A weight that is rounded in every step with a straight-through gradient, and ratios of its scales.
+    """A weight that is rounded in every step with a straight-through gradient, and factors of its scales.
 
     Args:
         grid: Scales, zero points, and format of the codes.
         weight: Weight to round.
         start: Initial codes.
-        range_rate: Rate of adjustable scales, as a fraction of the learning rate; 0 keeps them.
+        range_rate: Learning rate of adjustable scales, as a fraction of the weight's; 0 keeps the scales.
     """
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, range_rate: float = 0.0) -> None:
@@ -38,22 +38,22 @@ class _StraightThrough(LearnedWeight):
 
     @property
     def ratio(self) -> Tensor | None:
-        """Factors of the scales; the learned parameter is their logarithm, in units of `range_rate`."""
+        """Factors of the scales; the learned parameters are their logarithms, in units of `range_rate`."""
         return None if self.logarithms is None else (self.range_rate * self.logarithms).exp()
 
     def weight(self) -> Tensor:
-        """Return the rounded weight; its scales have the gradient of LSQ."""
+        """Return the rounded weight; its scales get the gradients of LSQ."""
         grid = self.grid.times(self.ratio)
         position = grid.within_reach(self._position(grid))
         return grid.value(position + (grid.round(position) - position).detach())
 
     def codes(self) -> Tensor:
-        """Return the codes that it rounds to."""
+        """Return the codes of the rounded weight."""
         with torch.no_grad():
             return self.grid.round(self._position(self.grid.times(self.ratio)))
 
     def _position(self, grid: Grid) -> Tensor:
-        """Return the position of the weight on a grid; the weight itself does not change with its scale."""
+        """Return the position of the weight on a grid; the weight before rounding does not depend on the scales."""
         if self.logarithms is None:
             return self.parameter
         return grid.position(self.grid.value(self.parameter))
@@ -64,13 +64,13 @@ class _StraightThrough(LearnedWeight):
 class AdaQuant(GradientSolver):
     """Learn weights through their rounding, with biases and activation scales, so that outputs match the float model.
 
-    They are compared per operator or block. Weights may move by more than one code, so it needs more data than
-    `AdaRound`. The other options are documented in `quark_fx.solvers.schedule.Schedule`; the unit of `learning_rate` is
-    codes per step.
+    Outputs are compared per operator or per block. Weights may move by more than one code, so the pass needs more data
+    than `AdaRound`. The other options are documented in `quark_fx.solvers.schedule.Schedule`; the unit of
+    `learning_rate` is codes per step.
 
     Args:
-        range_rate: Rate of weight scales that can change individually, relative to their size, as a fraction of
-            `learning_rate`. 0 keeps them.
+        range_rate: Learning rate of weight scales that can change individually, relative to their size, as a fraction
+            of `learning_rate`. 0 keeps the scales.
 
     Source:
         Hubara et al. 2021, section 3; by default codes start from coordinate descent. Gradients of scales: Esser et al.

@@ -15,28 +15,29 @@ from quark_fx.solvers.trainable import LearnedWeight
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt
 
 _ZETA, _GAMMA = 1.1, -0.1
-"""Range that the sigmoid is stretched to before it is clipped to 0 and 1, so that it reaches both."""
+"""Ends of the range to which the sigmoid is stretched before it is clipped, so that it reaches both 0 and 1."""
 
 _STEEPEST, _FLATTEST = 20.0, 2.0
 """Exponent of the penalty at the start and at the end."""
 
 
 class _SoftRounding(LearnedWeight):
-    """A weight between its initial code and the next code toward the weight to approximate.
+    """A weight between its initial code and the next code in the direction of the float weight.
 
-    The value is `floor + h(v) * gap`, where `gap` is the distance of the two codes (1 for integers) and `h` is a
-    stretched and clipped sigmoid. It starts at the fraction `softness` of the way from the initial code to that weight.
+    The value is `floor + h(v) * gap`, where `gap` is the distance between the two codes (1 for integers) and `h` is a
+    stretched and clipped sigmoid. It starts at the fraction `softness` of the way from the initial code to the float
+    weight.
     """
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AdaRound) -> None:
         self.grid, self.options = grid, options
-        # Codes that compensate for errors of other weights may be more than one step from the weight.
+        # Codes that compensate for the errors of other weights may be more than one step away from their own weight.
         below, above = grid.below(start), grid.above(start)
         real = torch.minimum(torch.maximum(grid.position(weight), below), above)
         position = start + options.softness * (real - start)
         self.floor = torch.where(position < start, below, start)
         self.gap = torch.where(position < start, start, above) - self.floor
-        # At 0 and 1 the sigmoid has zero gradient; at one half the initial code would be ambiguous.
+        # At 0 and 1, the sigmoid has zero gradient; at one half, the initial code would be ambiguous.
         h = ((position - self.floor) / self.gap).clamp(0.01, 0.99)
         h = torch.where(self.floor < start, h.clamp(min=0.5 + 1e-6), h.clamp(max=0.5 - 1e-6))
         self.parameter = torch.logit((h - _GAMMA) / (_ZETA - _GAMMA)).requires_grad_()
@@ -69,15 +70,15 @@ class AdaRound(GradientSolver):
 
     Scales do not change. By default, codes start from coordinate descent on each operator's error, which accounts for
     most of the gain, and gradient steps refine them. With `start="codes", softness=1, iterations=10_000,
-    learning_rate=1e-3` they start at the float weight, as in the paper. The remaining differences are that the penalty
-    is a mean, that the error is relative, that the rate decays, and that the best state on validation batches is kept.
-    `unit="block"` reconstructs blocks like BRECQ, without Fisher weights. With `drop=0.5, scale_rate=0.01` in addition,
-    values of the block's inputs and activations stay in float at random, and activation scales are learned, like in
-    QDrop.
+    learning_rate=1e-3`, they start at the float weight, as in the paper. The remaining differences from the paper are
+    that the penalty is a mean, that the error is relative, that the learning rate decays, and that the best state on
+    validation batches is kept. `unit="block"` reconstructs blocks like BRECQ, but without Fisher weights. With
+    `drop=0.5, scale_rate=0.01` in addition, randomly chosen values of the block's inputs and activations stay in float,
+    and activation scales are learned, as in QDrop.
 
     Args:
-        regularization: Weight of the penalty that drives soft codes to hard ones, relative to the relative error.
-        softness: Initial position of a code on the way to the float weight, 0 to 1.
+        regularization: Weight of the penalty that drives soft codes to integers, relative to the relative error.
+        softness: Initial position of a soft code between its initial code (0) and the float weight (1).
 
     The other options are documented in `quark_fx.solvers.schedule.Schedule`.
 

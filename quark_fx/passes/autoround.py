@@ -17,7 +17,7 @@ from quark_fx.solvers.trainable import LearnedWeight
 from quark_fx.system.options import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _FROM_FEEDBACK = 0.3
-"""Number of steps times the first step, in codes: a value close to the edge of its bin may change, most do not."""
+"""Number of steps times the size of the first, in codes: only values close to the edges of their bins change codes."""
 
 
 class _SignRounding(LearnedWeight):
@@ -27,11 +27,11 @@ class _SignRounding(LearnedWeight):
         self.grid, self.options = grid, options
         self.weights = weight
         self.offset = torch.zeros_like(weight, requires_grad=True)
-        # A code that is not the nearest stays where it is, whatever the weight is.
+        # If the initial code is not the nearest code, the shift keeps it.
         self.shift = torch.where(_nearest(grid, weight) == start, 0.0, start - grid.position(weight))
         self.shares: Tensor | None = None
         if grid.free is not None and options.ranges:
-            # Change of the ratios so far, in units of `range_rate`.
+            # Changes of the ratios so far, in units of `range_rate`.
             self.shares = torch.zeros_like(grid.free.stored, dtype=torch.float32).requires_grad_()
         self.parameters = (self.offset,) if self.shares is None else (self.offset, self.shares)
 
@@ -49,7 +49,7 @@ class _SignRounding(LearnedWeight):
         return grid.value(position + (grid.round(position) - position).detach())
 
     def codes(self) -> Tensor:
-        """Return the codes that it rounds to."""
+        """Return the codes of the rounded weight."""
         with torch.no_grad():
             return self.grid.round(self._position(self._grid()))
 
@@ -66,7 +66,7 @@ def _nearest(grid: Grid, weight: Tensor) -> Tensor:
 
 
 def _within(x: Tensor, low: float, high: float) -> Tensor:
-    """Return `x` clamped to two bounds, with a gradient that leads back from outside."""
+    """Return `x` clamped to two bounds, with a gradient of one everywhere, so that values outside can return."""
     return x + (x.clamp(low, high) - x).detach()
 
 
@@ -76,15 +76,15 @@ class AutoRound(GradientSolver):
     """Learn how each weight rounds, and how much of its range each scale covers, by sign gradient descent.
 
     Steps have the size `learning_rate` and shrink linearly to zero. A block learns from the outputs of the quantized
-    blocks before it. By default, codes start from error feedback like `GPTQ(asymmetry=1, fit_scales=True)`. Each value
-    starts at the same distance from the next code as the weight that was rounded, so that few and small steps suffice:
-    together they are about 0.15 of a code. `start="codes", iterations=200, range_rate=1` follows the paper: from the
-    nearest codes, half a code in total. With that start, codes of earlier passes are kept as well, and those that are
-    not the nearest hardly move.
+    blocks before it. By default, codes start from error feedback, like `GPTQ(asymmetry=1, fit_scales=True)`. Each
+    value starts at the same distance from the next code as the weight that was rounded, so a few small steps suffice:
+    together they are about 0.15 of a code. `start="codes", iterations=200, range_rate=1` follows the paper, which
+    starts from the nearest codes, with steps of half a code in total. That start also keeps the codes of earlier
+    passes; codes that are not the nearest hardly move.
 
     Args:
-        ranges: Learn the ratios of scales as well, if scales can change individually.
-        range_rate: Step size of the ratios, relative to the codes.
+        ranges: Whether to learn ratios of scales as well, for scales that can change individually.
+        range_rate: Step size of the ratios, relative to the step size of the codes.
 
     The other options are documented in `quark_fx.solvers.schedule.Schedule`.
 
@@ -105,7 +105,7 @@ class AutoRound(GradientSolver):
 
     @property
     def rate(self) -> float:
-        """Learning rate; 0 means 1 / steps, or 0.3 / steps if codes start from error feedback."""
+        """Learning rate; if the option is 0, 1 / steps, or 0.3 / steps if codes start from error feedback."""
         far = _FROM_FEEDBACK if self.start is Start.FEEDBACK else 1.0
         return self.learning_rate or far / max(1, self.iterations)
 
@@ -117,7 +117,7 @@ class AutoRound(GradientSolver):
     def optimizer(
         self, groups: list[dict[str, Any]]
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        """Return sign gradient descent, implemented as Adam without memory."""
+        """Return an optimizer for sign gradient descent, implemented as Adam without momentum, and its decay."""
         # The square of a gradient below `eps` is zero in float32; such a gradient causes no step.
         optimizer = torch.optim.Adam(groups, betas=(0.0, 0.0), eps=1e-20)
         return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.iterations)

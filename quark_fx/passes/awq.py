@@ -28,19 +28,19 @@ from quark_fx.solvers.scaling import Magnitudes, Measured, MeasuredSite, ScaleOf
 from quark_fx.system import accelerator
 
 _SMALLEST = 1e-4
-"""Smallest value of a channel relative to the largest; smaller ones are scaled alike."""
+"""Smallest magnitude of a channel that is distinguished, relative to the largest; smaller magnitudes count as this."""
 
 _COPIES = 7
-"""Copies of a weight in float32 while a scale is tried: original, scaled, rounded, error, products with the Hessian."""
+"""Float32 copies of a weight while a scale is tried, such as scaled, rounded, error, and products with the Hessian."""
 
 _WHOLE = 3
-"""The same for a weight that is tried as a whole, in addition to its codes: error and products with the Hessian."""
+"""Float32 copies of a weight that is tried as a whole, in addition to its codes: error, products with the Hessian."""
 
 _AT_ONCE = 1 << 20
 """Approximate number of weights that a scale is tried on together."""
 
 _ROWS = 512
-"""Smallest number of output channels used to evaluate scales; all channels are scaled alike, so more add little."""
+"""Smallest number of output channels used to evaluate scales; all have the same scale, so more channels add little."""
 
 _TRIES = 27
 """Approximate number of scales tried per site, on a grid of 21 by 21 points."""
@@ -55,34 +55,35 @@ _Index = tuple[slice | Tensor, ...]
 """Index of a part of a weight."""
 
 _Hessians = dict[Reader, tuple[Hessian, Hessian]]
-"""Hessians of each operator's input, of calibration and of validation data; operators with one input share them."""
+"""Hessians of each operator's input, on calibration and on validation data; operators with one input share them."""
 
 
 @scaling_solver
 @dataclass(frozen=True, kw_only=True)
 class AWQ(ScalingSolver):
-    """Multiply weights by `s = a ** r / w ** q` per input channel, and divide their input by it where possible.
+    """Multiply weights by `s = a ** r / w ** q` per input channel, and divide their input by `s` where possible.
 
-    `a` is the root mean square of a channel on the calibration data, and `w` the mean magnitude of the weights that
-    read it, each relative to the scale of its group: weights of large activations are rounded more finely, and so are
-    weights far below the largest of their group. Exponents are searched on a grid from 0 to 1; each site gets the ones
-    that minimize the output error of its readers with rounded weights. That error is a quadratic form of the weights,
-    so the data runs only once. For wide operators it is measured on a subset of the outputs. A scale that is not better
-    on validation data is rejected. Set `feedback=True` if `GPTQ` follows: its error feedback removes much of the error
-    that scales for rounding to nearest are chosen by, and with those scales it may be worse than without any.
+    `a` is the root mean square of a channel on the calibration data. `w` is the mean magnitude of the weights that
+    multiply the channel, each divided by the scale of its group. Weights of large activations are rounded more finely,
+    and so are weights far below the largest of their group. Exponents are searched on a grid from 0 to 1; each site
+    gets the exponents that minimize the output error of its readers with rounded weights. That error is a quadratic
+    form of the weights, so the data runs only once. For wide operators, it is measured on a subset of the outputs. A
+    scale that is not better on validation data is rejected. Set `feedback=True` if `GPTQ` follows: error feedback
+    removes much of the error of rounding to nearest, and with scales chosen for that error, `GPTQ` may do worse than
+    without scales.
 
     Args:
-        feedback: Choose the scales with the smallest error after error feedback.
-        explicit: Insert a multiplication if nothing before the site can absorb the scale.
+        feedback: Whether to choose the scales with the smallest error after error feedback.
+        explicit: Whether to insert a multiplication if nothing before the site can absorb the scale.
 
     Source:
         Lin et al. 2024 (AWQ), section 3.2, where `a` is the mean magnitude, `q` is 0, and the objective is the error of
-        a block; squares are the proper weights for the error of an operator. llm-compressor's "duo" scales have
+        a block; the error of an operator depends on the squares of its inputs. llm-compressor's "duo" scales have
         `q = 1 - r`. `feedback` is ours (`quark_fx.solvers.error_feedback.Factor.residual_curvature`).
     """
 
     steps: ClassVar[int] = 20
-    """Intervals of the grid; about every fifth point is tried for each exponent, then points around the best."""
+    """Number of intervals of the grid; about every fifth point of each exponent is tried, then points near the best."""
 
     feedback: bool = False
 
@@ -93,7 +94,7 @@ class AWQ(ScalingSolver):
         return {"r": exponents, "q": exponents}
 
     def scale(self, statistics: Magnitudes, values: tuple[float, ...]) -> Tensor:
-        """Return the scale of a pair of exponents, centered at 1."""
+        """Return the scale for a pair of exponents, with 1 as the geometric mean of its extremes."""
         r, q = values
         a, w = ((x / x.max().clamp_min(1e-30)).clamp_min(_SMALLEST) for x in statistics)
         s: Tensor = a**r / w**q
@@ -101,7 +102,7 @@ class AWQ(ScalingSolver):
 
     @property
     def condition(self) -> Condition:
-        """Matrices of codes."""
+        """Condition that operators multiply matrices of codes."""
         return _CODED_MATRICES
 
     def measure(
@@ -134,7 +135,7 @@ class AWQ(ScalingSolver):
         return MeasuredSite(statistics, lambda scale: error(scale, 0), lambda scale: [error(scale, 1)], device=device)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return the needs of a run: both Hessians of the input, and copies of the weight that a scale is tried on."""
+        """Return the needs of a run: both Hessians of the input, and copies of the weight while scales are tried."""
         hessians = 5 if self.feedback else 2
 
         def asked(m: Matrices) -> int:
@@ -157,7 +158,7 @@ class AWQ(ScalingSolver):
 
 
 def _hessians(run: FloatRun, readers: Sequence[Reader], context: Context) -> _Hessians:
-    """Return the Hessians of the readers in a block, of calibration and validation data."""
+    """Return the Hessians of the inputs of the readers in a block, on calibration and on validation data."""
     hessians, by_entrance, nodes = _Hessians(), dict[object, tuple[Hessian, Hessian]](), named_nodes(run.module)
     for reader in readers:
         if reader.scaled.reader.name in run.block.operators:
@@ -169,9 +170,9 @@ def _hessians(run: FloatRun, readers: Sequence[Reader], context: Context) -> _He
 
 
 def _magnitudes(components: int, operators: Sequence[_Operator]) -> Magnitudes:
-    """Return root mean squares of a site's activation, and means of its weights' magnitudes, each divided by its scale.
+    """Return root mean squares of a site's activation, and means of its weights' magnitudes divided by their scales.
 
-    Both are averaged over the readers, and on the host, which waits for the device once.
+    Both are averaged over the readers on the host, which waits for the device only once.
     """
     squares, weights = Means.of_none(components), Means.of_none(components)
     ones, device = torch.ones(components, dtype=torch.float32), operators[0].device
@@ -189,10 +190,10 @@ def _magnitudes(components: int, operators: Sequence[_Operator]) -> Magnitudes:
 
 
 def _with_feedback(operators: Sequence[_Operator]) -> list[_Operator]:
-    """Return operators whose error is the part that remains after error feedback.
+    """Return operators that measure only the error that remains after error feedback.
 
-    Rounding errors are assumed independent and as large as with rounding to nearest. Order and damping come from the
-    Hessian of the unscaled input; a scale changes them a little.
+    Rounding errors are assumed to be independent, and as large as with rounding to nearest. Order and damping come from
+    the Hessian of the unscaled input, although a scale changes them a little.
 
     Raises:
         Declined: If a Hessian cannot be factored.
@@ -214,18 +215,18 @@ def _with_feedback(operators: Sequence[_Operator]) -> list[_Operator]:
 
 @dataclass(frozen=True, eq=False)
 class _Operator:
-    """A reader of a site, with the squared output as a quadratic form of its weight, on the device of its Hessians.
+    """A reader of a site, with its squared output as a quadratic form of its weight, on the device of its Hessians.
 
     Attributes:
         reader: The operator.
-        shape: Shape of its weight.
-        hessians: Hessians of its input, of calibration and of validation data.
-        parts: Parts of the weight that scales are tried on, each with its index and its labels; the scales of different
+        shape: Shape of the operator's weight.
+        hessians: Hessians of the operator's input, on calibration and on validation data.
+        parts: Parts of the weight for which scales are tried, each as (index, labels, values); the scales of different
             parts are independent.
         largest: Labels, and the largest magnitude of the weights with each label, if all scales depend on the largest
             magnitude of the whole weight; otherwise `None`.
-        residuals: Weight of each input's squared error on calibration and on validation data, shape (groups, inputs);
-            `None` for the quadratic form, in which errors of dependent inputs add up or cancel.
+        residuals: Factor of each input's squared error, on calibration and on validation data, shape (groups, inputs)
+            each; `None` for the quadratic form, in which errors of dependent inputs add up or cancel.
     """
 
     reader: Reader
@@ -253,7 +254,7 @@ class _Operator:
         return self.hessians[0].h.device
 
     def rounded(self, scale: Tensor) -> Iterator[tuple[_Index, Tensor, Tensor, QuantizedTensor]]:
-        """Yield for each part its index, its values, their factors, and the quantized product of both."""
+        """Yield, for each part, its index, its values, the factors of the values, and the quantized products."""
         op, amax = self.reader.operator, None
         if self.largest is not None:
             amax = (self.largest[1] * per_element(self.largest[0], scale)).amax()
@@ -263,11 +264,11 @@ class _Operator:
 
     @property
     def squared(self) -> tuple[Tensor, Tensor]:
-        """The component of each input channel, and its mean square, shape `(channels of the value,)`."""
+        """Component and mean square of each input channel, each of shape `(channels of the value,)`."""
         hessian, labels, kernel = self.hessians[0], self.reader.scaled.labels, self.reader.mapping.kernel
         squares, rows = hessian.h.diagonal(dim1=-2, dim2=-1), hessian.rows
-        # An input of a convolution is a channel at one position of the kernel; groups of channels are stored one after
-        # another, and each group sees all rows.
+        # An input of a convolution is a channel at one position of the kernel. Groups of channels are stored one after
+        # another, and each group reads all rows.
         squares, count = (squares, rows[0]) if kernel else (squares.sum(0), rows.sum())
         return labels, squares.reshape(len(labels), -1).mean(1) / count.clamp_min(1)
 
@@ -299,7 +300,7 @@ class _Operator:
         return [*signals.clamp_min(torch.finfo(torch.float32).tiny)]
 
     def _square(self, index: _Index, values: Tensor, part: int, residual: Tensor | None = None) -> Tensor:
-        """Return the squared output of a part of a weight, or, with `residual`, the sum of its weighted squares."""
+        """Return the squared output for values of a part of the weight, or, with `residual`, their weighted squares."""
         mapping = self.reader.mapping
         matrix, group = mapping.matrix(values), index[0] if mapping.stacked else slice(None)
         if residual is None:
@@ -325,7 +326,7 @@ def _parts(reader: Reader, weight: Tensor) -> Iterator[_Index]:
 
 
 def _labels_at(labels: Tensor, index: _Index) -> Tensor:
-    """Return the labels of a part of a weight, still of size 1 where they do not change."""
+    """Return the labels of a part of a weight; dimensions along which labels do not change stay at size 1."""
     return labels[tuple(slice(None) if size == 1 else i for i, size in zip(index, labels.shape, strict=True))]
 
 

@@ -26,9 +26,9 @@ class Means(StrEnum):
     """Source of an output's mean error."""
 
     EMPIRICAL = "empirical"
-    """Float and quantized outputs on calibration data, with everything before quantized and corrected."""
+    """Float and quantized outputs on calibration data, with all earlier operators quantized and corrected."""
     ANALYTIC = "analytic"
-    """Batch norm folded into the previous operator; activations are assumed normal, and clamped."""
+    """Batch norm folded into the previous operator; activations are assumed to be normal, then clamped."""
 
 
 @solver
@@ -39,9 +39,10 @@ class BiasCorrection(Solver):
     Do not use it after `AdaRound` or `AdaQuant`, whose objective already includes the mean.
 
     Args:
-        means: `"empirical"`: sequentially on calibration data; kept if the error on unseen batches decreases.
-            `"analytic"`: `(W - Q(W)) E[x]`, with `E[x]` of a clamped normal distribution, without data, for operators
-            after a batch norm (folded by `fold_batch_norm`) and at most a clamp.
+        means: Source of the mean error. `"empirical"`: calibration data, operator by operator; a correction is kept if
+            the error on validation batches decreases. `"analytic"`: `(W - Q(W)) E[x]`, with `E[x]` of a clamped normal
+            distribution, without data, for operators after a batch norm (folded by `fold_batch_norm`) and at most one
+            clamp.
 
     Source:
         Nagel et al. 2019, section 4.2 and appendix C; sequential correction as in section 4.2.2 of Banner et al. 2019.
@@ -68,7 +69,7 @@ class BiasCorrection(Solver):
         return sum(change.changed for change in context.changes)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return the needs of a run: none if it uses no data."""
+        """Return the needs of a run: none if the pass uses no data."""
         return super().needs(sizes) if self.means is Means.EMPIRICAL else Need()
 
 
@@ -97,7 +98,7 @@ def _expected_input(gm: GraphModule, linear: Linear) -> Tensor | None:
         return None
     rank = norm.meta["val"].dim()
     if producer.channel_dim(rank) != linear.channel_dim(rank):
-        return None  # it sums over positions, not over channels
+        return None  # the operator sums over positions, not over channels
     mean, deviation = norm.meta["batch_norm"]
     return _clamped_mean(mean, deviation, *(bounds or (None, None)))
 

@@ -16,8 +16,8 @@ from quark_fx.system.options import NonNegativeFloat, NonNegativeInt, PositiveIn
 class BlockAP(AdaQuant):
     """`AdaQuant` for language models: learns all weights of a block and their scales, starting from error feedback.
 
-    A weight may move to any code, while `AutoRound` moves it by at most one: at 2 bits the best code is often further
-    away. Add `TuneScales` after it for the second half of EfficientQAT.
+    A weight may move to any code, while `AutoRound` moves it by at most one code; at 2 bits, the best code is often
+    farther away. Add `TuneScales` after this pass for the second half of EfficientQAT.
 
     Source:
         Chen et al. 2024 (EfficientQAT), section 3.2 (Block-AP). Zero points, which are integers here, do not change;

@@ -37,9 +37,9 @@ def insert_observers(gm: GraphModule, context: Context) -> int:
 
 @graph_pass(stage=Stage.OBSERVED, distributed=True)
 def calibrate(gm: GraphModule, context: Context) -> int:
-    """Run the calibration data, compute scales from the observers, remove these, and return their number.
+    """Run the calibration data, compute scales from the observers, and remove the observers; return their number.
 
-    Without observers, or if a `Session` has run the data before, it does not run.
+    The data does not run without observers, or if a `Session` has run it before.
 
     Raises:
         CalibrationError: If batches are missing, a value is not finite, or an index exceeds its table; the message

@@ -1,4 +1,4 @@
-"""Replace the planned constants by codes, and insert `quantize` and `dequantize`."""
+"""Replace the planned constants with codes, and insert `quantize` and `dequantize`."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def _quantize_values(gm: GraphModule, plan: Plan, qparams: Mapping[tuple[Node, T
     """Insert a `quantize` and `dequantize` pair at every point of the plan; drop clamps that saturation performs.
 
     Args:
-        gm: Graph that the plan was made for.
+        gm: Graph that was planned.
         plan: Result of `plan_quantization`.
-        qparams: Parameters of every static (source, spec).
+        qparams: Quantization parameters, keyed by source and spec.
     """
     stored: dict[tuple[Node, TensorSpec], list[Node]] = {}
     shared = [key for key in plan.observed if key[1].dynamic]
     largest = dict(zip(shared, accelerator.read([qparams[key].scale.reshape(()) for key in shared]), strict=True))
-    # Points for specific readers go first: if a value is also quantized for all readers, they then read the result.
+    # Points for specific readers come first: if the value is also quantized for all readers, they read that result.
     for point in sorted(plan.points.values(), key=lambda p: p.readers is None):
         key = point.source, point.spec
         _convert_point(gm, point, largest.get(key, qparams.get(key)), stored)
@@ -130,7 +130,7 @@ def _parameters(gm: GraphModule, point: Point, qparams: QParams, stored: list[No
 
 
 def _scale_shape(gm: GraphModule, point: Point) -> list[int]:
-    """Return the shape of a point's scale: empty for a single scale, else 1 along dimensions that share scales."""
+    """Return the shape of a point's scale: empty for a single scale, else with size 1 where values share scales."""
     sizes = value_of(gm, point.value).shape if point.separate else ()
     return [int(size) if dim in point.separate else 1 for dim, size in enumerate(sizes)]
 
@@ -155,7 +155,7 @@ def _static(gm: GraphModule, point: Point, qparams: QParams, parameters: list[No
 
 
 def _dynamic(gm: GraphModule, point: Point, largest: float | None, dtype: torch.dtype) -> Node:
-    """Measure the scales of a value; `largest` is the largest scale that calibration found, if they share one."""
+    """Insert the measurement of a value's scales; `largest` is their maximum in calibration if they share a unit."""
     value, rank, spec = point.value, value_of(gm, point.value).dim(), point.spec
     if largest is not None:
         spec = spec.replace(scale=spec.scale.under(largest))

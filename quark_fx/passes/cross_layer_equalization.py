@@ -26,18 +26,18 @@ from quark_fx.system.options import Interval, PositiveInt
 @graph_pass(after=("fold_batch_norm",))
 @dataclass(frozen=True)
 class CrossLayerEqualization(Selective):
-    """Move scale between layers until each channel's weights have equal ranges before and after it.
+    """Rescale channels between layers until the weights before and after each channel have equal ranges.
 
     At every site between convolutions and matrix products, the scale of a channel is `sqrt(r1 / r2)`: `r1` is the
-    largest magnitude of the weights that produce the channel, `r2` of its readers' weights. Rounds over all sites
-    repeat until no scale changes. Channels with only zero weights on either side are skipped, and so are sites with a
-    norm or another constant, whose range is not quantized. The bounds of a clamp, such as ReLU6's 6, become constants
-    per channel.
+    largest magnitude of the weights that produce the channel, and `r2` is the largest magnitude of the weights that
+    read it. Rounds over all sites repeat until no scale changes. Channels with only zero weights on either side are
+    skipped, and so are sites with a norm or another constant, whose range is not quantized. The bounds of a clamp, such
+    as the 6 of ReLU6, become constants per channel.
 
     Attributes:
         rounds: Largest number of rounds.
-        tolerance: Relative change of scales; the first round in which no scale changes by more is the last.
-        keep_scalar_bounds: Skip sites with clamps, for hardware that supports only scalar bounds.
+        tolerance: Relative change of a scale; rounds end when no scale changes by more.
+        keep_scalar_bounds: Whether to skip sites with clamps, for hardware that supports only scalar bounds.
 
     Source:
         Nagel et al. 2019, section 4.1.
@@ -78,7 +78,7 @@ class CrossLayerEqualization(Selective):
         return rescaled
 
     def _refusal(self, site: ScaleSite) -> str:
-        """Return the reason to skip a site, empty if it takes part."""
+        """Return the reason to skip a site; empty if the site is equalized."""
         for absorber in (*site.producers, *site.consumers):
             node = absorber.node
             if Linear.of(node) is None:
@@ -90,7 +90,7 @@ class CrossLayerEqualization(Selective):
 
 @dataclass(frozen=True, eq=False)
 class _Role:
-    """Role of a weight in the site at `index`; labels are documented in `Absorption`."""
+    """The role of a weight in the site at `index`; labels are documented in `Absorption`."""
 
     index: int
     labels: Tensor
@@ -99,7 +99,7 @@ class _Role:
 
 @dataclass(eq=False)
 class _Weight:
-    """Magnitudes of a weight, reduced by maximum over dimensions along which the labels of its roles do not vary."""
+    """Magnitudes of a weight: maxima over the dimensions along which the labels of its roles do not vary."""
 
     roles: list[_Role] = field(default_factory=list)
     magnitude: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32))
@@ -122,7 +122,7 @@ class _Weight:
 
 
 def _weights(gm: GraphModule, sites: Sequence[ScaleSite]) -> list[list[tuple[_Weight, _Role]]]:
-    """Return the weights that take part in each site."""
+    """Return the weights of each site, with their roles in it."""
     weights: dict[Node, _Weight] = {}
     per_site: list[list[tuple[_Weight, _Role]]] = []
     for index, site in enumerate(sites):

@@ -19,20 +19,21 @@ from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 class FitScales(Solver):
     """Choose each weight scale to minimize the operator's output error under round-to-nearest.
 
-    Scales of integers only shrink. Scales of floats may grow as well, because float codes get coarser as they get
-    larger. After `AWQ`, this is the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Scales with
-    offsets, and scales of two levels (`quark_fx.gguf_types`), are fitted by least squares instead, with inputs weighted
-    by their mean square: llama.cpp's importance matrix. Everything before an operator is quantized when its input is
-    measured, in one forward pass over the data. Scales per tensor, `POWER_OF_TWO` scales, and scales of sub-blocks (MX4
-    to MX9) do not change, and a result that is not better on validation data is rejected.
+    Scales of integer formats only shrink. Scales of float formats may also grow, because the spacing of float codes
+    grows with their magnitude. After `AWQ`, this pass is the clip search of that paper; `GPTQ(fit_scales=True)` begins
+    with a similar search. Scales with offsets, and scales of two levels (`quark_fx.gguf_types`), are fitted by least
+    squares instead, with inputs weighted by their mean square, like llama.cpp's importance matrix. All operators before
+    an operator are quantized when its input is measured, in one forward pass over the data. Scales per tensor,
+    `POWER_OF_TWO` scales, and scales of sub-blocks (MX4 to MX9) do not change. A result that is not better on
+    validation data is rejected.
 
     Args:
-        guided: Weight each row of the data by the sensitivity of the model's predictions to it, like `GPTQ`. It costs a
-            forward and a backward pass of the float model, and a Hessian for each operator.
+        guided: Whether to weight each row of the data by the sensitivity of the model's predictions to it, as in
+            `GPTQ`. This costs a forward and a backward pass of the float model, and a Hessian for each operator.
 
     Source:
-        Lin et al. 2024 (AWQ), clip search of the reference code, with the sum over tokens computed beforehand;
-        `fit_ranges` for offsets; for `guided` Kim et al. 2025 (GuidedQuant).
+        Lin et al. 2024 (AWQ), clip search of the reference code, with the sum over tokens computed in advance;
+        `fit_ranges` for offsets; for `guided`, Kim et al. 2025 (GuidedQuant).
     """
 
     guided: bool = False

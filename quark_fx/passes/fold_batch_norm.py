@@ -30,23 +30,24 @@ from quark_fx.graph.pass_manager import graph_pass
 
 @graph_pass()
 def fold_batch_norm(gm: GraphModule) -> int:
-    """Fold every affine map with constants into the operator before it, or else the one after it, where that is exact.
+    """Fold every affine map with constants into the operator before it, or else into the operator after it, if exact.
 
-    An affine map multiplies each channel by a constant `g` and adds a constant `c`: a batch norm in eval mode, or any
-    chain of products and sums with parameters, buffers, and numbers, with any operators and shapes.
+    An affine map multiplies each channel by a constant `g` and adds a constant `c`. It can be a batch norm in eval
+    mode, or any chain of products and sums with parameters, buffers, and numbers, with any operators and shapes.
 
-    Before: `W' = W * g` along the output channels, `b' = b * g + c`. This is valid if the map is the operator's only
-    reader, and its constants vary only along the operator's output channels. Transpositions and reshapes may be in
-    between.
-    After: `W' = W * g` along the input channels, `b' = b + W @ c`. This is valid if the operator is the map's only
-    reader, and `c` is zero where the operator pads (otherwise the padded zeros would have to be shifted).
+    Into the operator before the map: `W' = W * g` along the output channels, `b' = b * g + c`. This is valid if the map
+    is the operator's only consumer, and the constants vary only along the operator's output channels. Transpositions
+    and reshapes may be in between.
+    Into the operator after the map: `W' = W * g` along the input channels, `b' = b + W @ c`. This is valid if the
+    operator is the map's only consumer, and `c` is zero if the operator pads (otherwise the padded zeros would have to
+    be shifted).
 
-    Transpositions that cancel once the map between them is gone are removed.
+    Transpositions that cancel after the map between them is gone are removed.
 
     Not folded: a single factor for all channels next to a matrix product, which gains nothing unless a clamp follows
     (models scale logits and queries this way); the weights of a normalization, where scale sites and rotations end; and
     infinite constants. If a batch norm is folded into the operator before it, that operator's `node.meta["batch_norm"]`
-    holds the mean and the deviation of its output per channel: float32, shape `(channels,)`.
+    holds the mean and the standard deviation of its output per channel: float32, shape `(channels,)` each.
 
     Returns:
         Number of folded maps.
@@ -70,9 +71,9 @@ class _Chain:
     """A chain of affine maps, combined into one.
 
     Attributes:
-        factor, offset: Combined map, float64, shape `(channels,)`.
+        factor, offset: Combined map, float64, shape `(channels,)` each.
         steps: Steps in the order in which they are applied.
-        statistics: Mean and deviation of each channel of the result, known from a batch norm.
+        statistics: Mean and standard deviation of each channel of the result; `None` without a batch norm.
     """
 
     factor: Tensor
@@ -158,7 +159,7 @@ def _identity(linear: Linear, channels: int) -> _Chain:
 
 
 def _is_foldable(gm: GraphModule, linear: Linear) -> bool:
-    """Return whether weight and bias of an operator can be changed without affecting other operators."""
+    """Tell whether the weight and the bias of an operator can absorb an affine map."""
     return (
         (linear.bias is None or is_parameter(linear.bias))
         and not linear.has_factors
@@ -168,7 +169,7 @@ def _is_foldable(gm: GraphModule, linear: Linear) -> bool:
 
 
 def _is_normalized(gm: GraphModule, value: Node, constants: Collection[Node]) -> bool:
-    """Return whether a value is a product or quotient of activations, such as a normalized one."""
+    """Tell whether a value is a product or quotient of two activations, such as a normalized activation."""
     while target_name(value) == CAST:
         value = value.args[0]  # type: ignore[assignment]
     factors = [n for n in value.all_input_nodes if is_floating(gm, n) and not is_constant(n, constants)]
@@ -206,7 +207,7 @@ def _store(gm: GraphModule, linear: Linear, weight: Tensor, bias: Tensor | None)
 
 
 def _replace(gm: GraphModule, node: Node, position: int, old: Node | None, name: str, value: Tensor) -> None:
-    """Give `node` the constant `value`: under the old name if it was the only reader, else under a new one."""
+    """Give `node` the constant `value`: under the old name if `node` is the only consumer, else under a new name."""
     if old is not None and len(old.users) == 1:
         set_parameter(gm, name, value)
         return
@@ -219,6 +220,6 @@ def _drop(gm: GraphModule, linear: Linear, chain: _Chain, notes: AbsorbedMaps, *
     notes.note(linear.node, chain.steps, chain.factor, chain.offset, before=before)
     for step in reversed(chain.steps):
         for node in reversed(step.nodes):
-            node.replace_all_uses_with(step.value)  # of the result, and what reads sizes
+            node.replace_all_uses_with(step.value)  # consumers of the result, and of sizes
             gm.graph.erase_node(node)
     return len(chain.steps)

@@ -29,18 +29,19 @@ from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.graph.provenance import note_folded
 
 LARGEST = 1 << 26
-"""Size in bytes up to which a constant may exceed twice the parameters that it is computed from."""
+"""Size in bytes up to which a constant is folded even if it is larger than twice the parameters it is computed from."""
 
 
 @graph_pass()
 def fold_constants(gm: GraphModule) -> int:
     """Replace floating-point values computed from parameters alone by new parameters.
 
-    Afterwards, every such value that an operator multiplies by, looks rows up in, or adds is a weight or bias: weights
-    under weight, spectral, or orthogonal norm, standardized kernels, slices and concatenations of parameters, and
-    products of parameters. A transposed parameter is left alone, because operators find the parameter through the
-    transposition. Values with other readers are folded up to the last operator that is not data movement. A constant of
-    more than twice the bytes of its parameters, and more than 64 MiB, stays computed; the report names its readers.
+    Afterwards, every such value that an operator multiplies by, looks rows up in, or adds is a weight or a bias. Such
+    values are weights with a weight, spectral, or orthogonal norm, standardized kernels, slices and concatenations of
+    parameters, and products of parameters. A transposed parameter stays as it is, because operators find the parameter
+    before the transposition. Values with other readers are folded up to the last operator that is not data movement. A
+    constant that takes more than 64 MiB, and more than twice the bytes of its parameters, stays computed; the report
+    names its readers.
     """
     constants = computed_constants(gm.graph)
     count = 0
@@ -84,9 +85,9 @@ def _weights(node: Node, constants: Collection[Node]) -> Iterator[Node]:
 
 
 def _computed(values: Collection[Node], constants: Collection[Node]) -> Iterator[Node]:
-    """Yield the last computations of some values, ignoring data movement after them.
+    """Yield the last computations that produce `values`, ignoring data movement after them.
 
-    A lookup counts as a computation: the graph would do it in every run.
+    A lookup counts as a computation, because the graph would perform it in every run.
     """
     pending, visited = [value for value in values if value in constants], set(values)
     while pending:
@@ -100,7 +101,7 @@ def _computed(values: Collection[Node], constants: Collection[Node]) -> Iterator
 
 
 def _is_lookup(node: Node) -> bool:
-    """Return whether a node looks rows up; rows that a constant selects from a table are quantized like any others."""
+    """Tell whether a node looks rows up in a table; the table is quantized even if the indices are constant."""
     row = row_by_target(node)
     return row is not None and not row.activations
 
@@ -111,7 +112,7 @@ def _holds_floats(node: Node) -> bool:
 
 
 def _has_parameters_alone(node: Node) -> bool:
-    """Return whether a constant is computed without values that come from sizes, such as masks or position ranges."""
+    """Tell whether a constant is computed from parameters alone, without values such as masks or position ranges."""
     return all(call.all_input_nodes for call in calls_of(node))
 
 
@@ -122,7 +123,7 @@ def _fits(gm: GraphModule, node: Node, sources: Collection[Node]) -> bool:
 
 
 def _own_value(gm: GraphModule, node: Node, sources: Collection[Node]) -> Tensor:
-    """Return the value of a constant, in memory not shared with a parameter."""
+    """Return the value of a constant in memory that no parameter shares."""
     value = constant_value(gm, node).contiguous()
     tensors = [parameter(gm, n) for n in sources]
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta}
@@ -130,7 +131,7 @@ def _own_value(gm: GraphModule, node: Node, sources: Collection[Node]) -> Tensor
 
 
 def _name(source: Node) -> str:
-    """Return a name derived from the module: `conv.parametrizations.weight.original0` becomes `conv.weight`."""
+    """Return a name for a constant: `conv.weight` if its source is `conv.parametrizations.weight.original0`."""
     module, separator, rest = str(source.target).partition(".parametrizations.")
     if separator:
         return f"{module}.{rest.partition('.')[0]}"

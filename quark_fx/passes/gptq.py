@@ -1,7 +1,7 @@
 """Choose codes column by column; each column compensates for the errors of earlier columns.
 
 The algorithm of the paper is in `quark_fx.solvers.error_feedback`. This file adds the options that no other pass has:
-scales chosen on the way (`static_groups=False`), rows that compensate for each other (`two_sided`), and sweeps.
+scales chosen while rounding (`static_groups=False`), rows that compensate for each other (`two_sided`), and sweeps.
 """
 
 from __future__ import annotations
@@ -40,50 +40,51 @@ from quark_fx.system import accelerator
 from quark_fx.system.options import Interval, NonNegativeInt
 
 _ROWS, _STEPS = 32, 8
-"""Largest number of rows of a run that are rounded together if rows compensate for each other, and fewest steps."""
+"""Largest number of rows that are rounded together, and smallest number of steps, if rows compensate for each other."""
 
 
 @solver
 @dataclass(frozen=True, kw_only=True)
 class GPTQ(Solver):
-    """Round the weights of matrix products and convolutions so that their outputs, not the weights, are nearest.
+    """Round the weights of matrix products and convolutions to minimize the errors of outputs instead of weights.
 
     Each operator's input is computed by the quantized operators before it (true sequential), in one forward pass over
-    the data. Operators with the same input share its Hessian and factors, unless guided. In a stack of experts, each
-    expert uses the tokens routed to it, and borrows from the average of all if they are few. Positions that the data's
-    `attention_mask` leaves out are excluded, except for experts. A weight keeps its codes if the error on validation
-    data would not decrease.
+    the data. Operators with the same input share its Hessian and factors, unless `guided`. In a stack of experts, each
+    expert uses the tokens routed to it, plus the average of all experts, which matters if its tokens are few. Positions
+    that the data's `attention_mask` leaves out are excluded, except for experts. A weight keeps its codes if the error
+    on validation data would not decrease.
 
     Args:
         damping: Fraction of the Hessian's mean diagonal that is added to its diagonal.
-        by_activation: Round the inputs with the largest diagonal first (activation order); the result stores no order.
-        asymmetry: Position of the target between the float weight's output on quantized inputs (0, the paper's) and the
-            float model's output on its own inputs (1); values above 0 cost a second forward pass.
-        fit_scales: First shrink each scale to the one with the smallest expected error for this rounding.
-        static_groups: Keep scales fixed while rounding. Otherwise each scale is chosen just before its first input is
-            rounded: among the storable scales around it, the one with the smallest error, including errors of earlier
-            inputs. Inputs that share a scale are then rounded consecutively, which restricts `by_activation` to the
-            order of groups, and of inputs within a group. This suits small blocks with closely spaced scales (NVFP4),
-            not powers of two (MXFP4). Scales stay fixed if groups differ in size, or outputs share a scale.
+        by_activation: Whether to round the inputs with the largest diagonal first (activation order); the result stores
+            no order.
+        asymmetry: Position of the target between the float weight's output on quantized inputs (0, as in the paper) and
+            the float model's output on its own inputs (1); values above 0 cost a second forward pass.
+        fit_scales: Whether to shrink each scale first, to the scale with the smallest expected error for this rounding.
+        static_groups: Whether to keep scales fixed while rounding. Otherwise each scale is chosen just before its first
+            input is rounded: among the storable scales around it, the scale with the smallest error, including errors
+            of earlier inputs. Inputs that share a scale are then rounded consecutively, which restricts `by_activation`
+            to the order of groups, and of inputs within a group. This suits small blocks with closely spaced scales
+            (NVFP4), not powers of two (MXFP4). Scales stay fixed if groups differ in size, or outputs share a scale.
         sweeps: Largest number of coordinate-descent sweeps over the codes from error feedback. Error feedback
-            compensates for the error of an input only in later inputs; a sweep moves each code to the best one given
+            compensates for the error of an input only in later inputs; a sweep moves each code to the best code given
             all others. Each sweep costs as much as rounding. Rows that compensate for each other are not swept.
-        two_sided: Let rows of a weight compensate for the errors of other rows as well, based on how errors of output
-            channels add up in the model's predictions. It costs the passes of `guided`, and a Hessian of the outputs
-            for each operator; both options together cost the passes once. Operators with several matrices, such as
-            stacks of experts, are rounded as usual.
-        guided: Weight each row of the data by the sensitivity of the model's predictions to it. It costs a forward and
-            a backward pass of the float model, and a Hessian for each operator. Rows routed to experts are weighted
-            equally.
+        two_sided: Whether rows of a weight compensate for the errors of other rows as well, based on how errors of
+            output channels add up in the model's predictions. This costs the passes of `guided`, and a Hessian of the
+            outputs for each operator; both options together cost the passes only once. Operators with several matrices,
+            such as stacks of experts, are rounded without this option.
+        guided: Whether to weight each row of the data by the sensitivity of the model's predictions to it. This costs a
+            forward and a backward pass of the float model, and a Hessian for each operator. Rows routed to experts have
+            equal weights.
 
     Raises:
-        ConfigError: For a value out of range.
+        ConfigError: If a value is out of range.
 
     Source:
-        Frantar et al. 2023 (GPTQ), which recomputes the range of each group on the way, while this searches; for
-        `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos), minimized column by column
-        (Qronos rounds the first column given the float weights of the others); for `sweeps` Behdin et al. 2023
-        (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant); for `two_sided` Tseng et al. 2025 (YAQA).
+        Frantar et al. 2023 (GPTQ), which recomputes the range of each group while rounding, where this pass searches;
+        for `asymmetry`, the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos), minimized column by
+        column (Qronos rounds the first column given the float weights of the others); for `sweeps`, Behdin et al. 2023
+        (QuantEase); for `guided`, Kim et al. 2025 (GuidedQuant); for `two_sided`, Tseng et al. 2025 (YAQA).
     """
 
     damping: Annotated[float, Interval("(0, 1]")] = DAMPING
@@ -104,7 +105,7 @@ class GPTQ(Solver):
 
     @property
     def reads(self) -> InputHessian:
-        """Hessian of the input, guided if requested, with the shift if `asymmetry` is above 0."""
+        """Hessian of the input, guided if requested, and with the shift between inputs if `asymmetry` is above 0."""
         return InputHessian(shifted=self.asymmetry > 0, guided=self.guided, two_sided=self.two_sided)
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal:
@@ -140,7 +141,7 @@ class GPTQ(Solver):
         return working_bytes(matrices.groups, matrices.outputs, matrices.inputs, tried) + more
 
     def working_operations(self, matrices: Matrices) -> float:
-        """Return the multiplications of rounding a weight."""
+        """Return the number of multiplications needed to round a weight."""
         rounding = 2 * matrices.inputs * matrices.values
         two_sided = self.two_sided and matrices.groups == 1
         return rounding * (3 if two_sided else 1 + self.sweeps)  # two-sided errors use all outputs, before and after
@@ -149,14 +150,14 @@ class GPTQ(Solver):
 def _rounded(
     weight: QuantizedMatrix, target: Tensor, factors: Iterable[tuple[slice, Factor]], sharing: Columns | None
 ) -> tuple[QuantizedMatrix, Tensor, float]:
-    """Return `weight` with codes of `target`, the damping of each matrix, shape (groups,), and the largest damping.
+    """Return `weight` with the codes of `target`, the damping of each matrix, shape (groups,), and the largest damping.
 
     Args:
         weight: Quantized weight that defines scales and format of the codes.
         target: Weight to round, shape (groups, outputs, inputs).
         factors: Factors of the input's Hessian, each with the slice of the stack it belongs to.
-        sharing: Columns of each scale, to choose each scale just before its columns are rounded; they are consecutive
-            in the factors.
+        sharing: Columns of each scale, if each scale is chosen just before its columns are rounded; these columns are
+            consecutive in the factors.
     """
     codes, free = torch.empty_like(weight.codes), weight.free
     ratios, dampings, level = list[Tensor](), list[Tensor](), 0.0
@@ -200,9 +201,9 @@ def _few(hessian: Hessian) -> str:
 def _round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the codes of a matrix, rounding a few rows at a time; each row compensates for errors of earlier rows.
 
-    The error `tr(outputs E h E')` is a sum over rows once `outputs` is factored like `h`: each term is the error of a
-    row plus its fractions of the errors of earlier rows, for any `h`. Rows that are rounded together do not compensate
-    for each other.
+    After `outputs` is factored like `h`, the error `tr(outputs E h E')` is a sum over rows, for any `h`. Each term
+    depends on the error of a row plus fractions of the errors of earlier rows. Rows that are rounded together do not
+    compensate for each other.
 
     Args:
         target: Weight to round, shape (1, outputs, inputs).
@@ -215,7 +216,7 @@ def _round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dt
         CalibrationError: If `outputs` is not positive definite.
 
     Source:
-        Tseng et al. 2025 (YAQA), who round along diagonals: the same feedback in another order.
+        Tseng et al. 2025 (YAQA), who round along diagonals, with the same feedback in another order.
     """
     runs, size, _ = outputs.shape
     failed: list[Tensor] = []
@@ -249,15 +250,15 @@ def _round_groups(
     """Choose codes for `weight` column by column, and the scale of each group before its first column.
 
     At that point, the values to round include the feedback of earlier errors. The group is rounded with each candidate
-    scale, and the actual remaining errors are compared, not expected ones.
+    scale, and the actual remaining errors are compared instead of expected errors.
 
     Args:
         weight: Weight of shape (groups, outputs, inputs).
         factor_: Factors of the input's Hessian; columns that share a scale are consecutive.
         grid: Current scales, zero points, and format of the codes.
         free: Scales that can be stored.
-        sharing: Columns of each scale, the same number for each.
-        ratios: Candidate ratios for each scale; the first is kept if no other is better.
+        sharing: Columns of each scale, the same number for each scale.
+        ratios: Candidate ratios for each scale; the first ratio is kept if no other ratio is better.
         dtype: Dtype of the codes.
 
     Returns:
@@ -293,13 +294,13 @@ def _round_group_chunk(
 
     Args:
         piece: Weight, scale, and zero point, each of shape (groups, rows, inputs).
-        factor_: Factors of its matrices.
+        factor_: Factors of the Hessians for the chunk's matrices.
         grid: Format of the codes.
         steps_of: Function that returns the candidates for given scales, stacked along a new first dimension.
-        size: Columns of a group.
+        size: Number of columns in a group.
     """
     order, best = factor_.order.unsqueeze(-2).expand_as(piece[0]), list[Tensor]()
-    # Inputs first: a column of the weight is then contiguous.
+    # With inputs as the first matrix dimension, a column of the weight is contiguous.
     real, scale, zero = (p.gather(-1, order).mT.contiguous() for p in piece)
     values, codes = real.clone(), torch.empty_like(real)
 

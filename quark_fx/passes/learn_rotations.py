@@ -34,7 +34,7 @@ from quark_fx.solvers.in_turn import Chosen, choose_in_turn
 from quark_fx.system.options import Interval, PositiveInt
 
 _ROWS, _AT_ONCE, _FEW = 2048, 256, 32
-"""Rows that a matrix is learned from, rows per step, and fewest rows of one value in a step."""
+"""Number of rows that a matrix is learned from, of rows per step, and smallest number of a value's rows in a step."""
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -47,13 +47,14 @@ _BEFORE = ("fold_constants", "fold_batch_norm", "SmoothQuant", "NormalizeColumns
 class LearnRotations(Rotating):
     """`Rotate` with learned matrices, which reduce the rounding error of operators' inputs.
 
-    Both Kronecker factors of a matrix start as `Rotate` draws them. Each is multiplied by the Cayley transform of a
-    skew-symmetric matrix, which is orthogonal, so the graph's function is preserved, up to rounding. Adam steps on the
-    skew-symmetric matrix minimize the squared rounding error of input rows, relative to the squares of all rows. The
-    learned matrix of a site is accepted if it lowers that error on validation data.
+    Both Kronecker factors of a matrix start as `Rotate` draws them. Each factor is multiplied by the Cayley transform
+    of a skew-symmetric matrix, which is orthogonal, so the graph's function is preserved, up to rounding. Adam steps on
+    the skew-symmetric matrix minimize the squared rounding error of input rows, relative to the squares of all rows.
+    The learned matrix of a site is accepted if it lowers that error on validation data.
 
-    The drawn matrix stays if operators read floats, or calibrated ranges, and if it must preserve means. Matrices of
-    keys are drawn, too. If one range is measured for a whole tensor, the range of the sampled rows approximates it.
+    A site keeps the drawn matrix if its operators read floats or values with calibrated ranges, or if the matrix must
+    preserve means. Matrices of keys are drawn, too, not learned. If one range is measured for a whole tensor, the range
+    of the sampled rows approximates it.
 
     Args:
         iterations: Number of steps for each site.
@@ -61,15 +62,15 @@ class LearnRotations(Rotating):
 
     Source:
         Liu et al. 2024 (SpinQuant) learn rotations that weights absorb, by steepest descent with Cayley transforms on
-        the loss of the whole model. Here each site minimizes its own error, and matrices multiplied at run time are
-        learned.
+        the loss of the whole model. Here each site minimizes its own error, and matrices that are multiplied at run
+        time are learned as well.
     """
 
     iterations: PositiveInt = 150
     learning_rate: Annotated[float, Interval("(0, 1]")] = 0.04
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Rotate the inputs of operators that will be quantized; return how many sites.
+        """Rotate the inputs of operators that will be quantized; return the number of rotated sites.
 
         Raises:
             CalibrationError: If calibration data is missing.
@@ -82,7 +83,7 @@ class LearnRotations(Rotating):
     def turn(
         self, gm: GraphModule, drawn: Sequence[Drawn], names: Mapping[Node, Named], context: Context | None
     ) -> None:
-        """Learn the matrix of each site, and rotate it."""
+        """Learn the matrix of each site, and rotate the site."""
         assert context is not None  # this pass needs one
         sites = [_Site.of(gm, one, names, context.device) for one in drawn]
 
@@ -129,7 +130,7 @@ class LearnRotations(Rotating):
                     yield number, *context.ranks.gather(choice)[0]  # results may differ between processors
 
     def _settle(self, site: _Site, context: Context) -> tuple[Tensor, Change]:
-        """Return the learned matrix of a site, or the drawn one unless that is worse, and the change to report."""
+        """Return the learned matrix of a site if it is better than the drawn matrix, else that, and the change."""
         began, drawn = time.perf_counter(), site.drawn
         if not all(len(value.rows["learned"]) for value in site.values):
             why = "all positions of the calibration data are padding"
@@ -156,7 +157,7 @@ class LearnRotations(Rotating):
             site.error(Rotation(*factors), step).backward()
             optimizer.step()
             decay.step()
-        # In float64, the matrix is orthogonal to higher precision than the model's.
+        # In float64, the matrix is orthogonal to a higher precision than the model has.
         exact = (_cayley(t.detach().cpu().double()) for t in turns)
         return Rotation(
             *(m @ t for m, t in zip((site.drawn.rotation.left, site.drawn.rotation.right), exact, strict=True))
@@ -165,15 +166,16 @@ class LearnRotations(Rotating):
 
 @dataclass(frozen=True, eq=False)
 class _Value:
-    """A value that operators read quantized.
+    """A value that operators read in quantized form.
 
     Attributes:
-        linear: First of these operators.
-        mapping: Mapping from it to matrix products.
+        linear: First of the operators.
+        mapping: View of that operator as a matrix product.
         spec: Spec of the quantization.
-        runs: Channels in runs of n, each multiplied by the matrix, on the device.
-        factor: Factor per channel that a folded norm no longer applies to the value, on the device; `None` for none.
-        rows: Samples of the value by purpose, `"learned"` or `"judged"`, float32, shape (rows, channels).
+        runs: Channels in order, on the device; the matrix multiplies each run of n consecutive entries.
+        factor: Factor per channel that a folded norm no longer applies to the value, on the device; `None` without one.
+        rows: Samples of the value, `"learned"` for training and `"judged"` for validation, float32, shape (rows,
+            channels).
     """
 
     linear: Linear
@@ -187,7 +189,7 @@ class _Value:
     def sample(self, context: Context, entrance: Entrance, row_count: int) -> None:
         """Sample about `row_count` rows from the batches of all ranks, in random order.
 
-        The rows are spread over each batch, at different positions for each.
+        The rows are spread over each batch, at different positions in each batch.
         """
         generator = torch.Generator().manual_seed(0)
         for what, batches in (("learned", context.data.calibration), ("judged", context.data.validation)):
@@ -228,7 +230,7 @@ class _Site:
     Attributes:
         drawn: Site with its drawn matrix.
         values: Values in graph order.
-        kept: Reason that the drawn matrix stays; empty if a matrix is learned.
+        kept: Reason for keeping the drawn matrix; empty if a matrix is learned.
     """
 
     drawn: Drawn
@@ -237,7 +239,7 @@ class _Site:
 
     @classmethod
     def of(cls, gm: GraphModule, drawn: Drawn, names: Mapping[Node, Named], device: torch.device) -> _Site:
-        """Return the site with the values that operators read quantized."""
+        """Return the site with the values that operators read in quantized form."""
         site, values = drawn.site, dict[tuple[Node, TensorSpec], _Value]()
         reason, zeros = "no operator reads it in codes whose range is measured at run time", False
         runs = {(absorber.parameter, absorber.axis): absorber.runs for absorber in site.absorbers}
@@ -286,7 +288,7 @@ class _Site:
         return torch.cat([rotation.left.flatten(), rotation.right.flatten()])
 
     def unpack(self, packed: Tensor) -> Rotation:
-        """Inverse of `pack`."""
+        """Return the matrix from the result of `pack`."""
         left, right = self.drawn.rotation.left, self.drawn.rotation.right
         one, other = packed.split([left.numel(), right.numel()])
         return Rotation(one.reshape(left.shape), other.reshape(right.shape))
@@ -307,7 +309,7 @@ def _rounded(x: Tensor, spec: TensorSpec) -> Tensor:
         scale, zero_point = ops.dynamic_qparams(x, *measurement)
     low, high = ops.extremes(x, axis, block)
     width = torch.maximum(-low, high) if spec.scheme.symmetric else high - low
-    # The value is unchanged, with the gradient of the range; a row of zeros gets a zero gradient.
+    # `grows` is 1, with the gradient of the range; for a row of zeros, the gradient is zero.
     grows = torch.where(width > 0, width / width.detach().clamp_min(_TINY), 1)
     scale = ops.spread(scale * grows, x, axis, block)
     ones = torch.ones_like(zero_point, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Compute the directions in which activations and weights are largest in float, in addition to quantized operators."""
+"""Compute the directions in which activations and weights are largest in float, next to quantized operators."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from quark_fx.solvers.in_turn import Chosen, choose_in_turn
 from quark_fx.system.options import Interval, PositiveInt
 
 _MORE, _ROUNDS = 8, 12
-"""Extra directions in the iteration, and its number of rounds; more rounds improve the result by less than 1 %."""
+"""Number of extra directions in the iteration, and of its rounds; more rounds improve the result by less than 1 %."""
 
 _LEAST = 1e-6
 """Smallest fraction of the squares that is assumed to remain."""
 
 _CONFIRMED = 1.25
-"""Largest allowed ratio of the fraction of squares that remains on validation data to the one on the data that
-directions were learned from. Calibrated ranges come from the data that directions fit best, so new data is clipped."""
+"""Largest allowed ratio of the fraction of squares that remains on validation data to the fraction that remains on
+calibration data. Directions fit the calibration data best, so its ranges would clip new data."""
 
 _BEFORE = ("fold_constants", "fold_batch_norm", "CrossLayerEqualization", "SmoothQuant", "NormalizeColumns", "AWQ")
 """Passes that must run first, because they cannot scale a graph with branches."""
@@ -50,22 +50,23 @@ _BEFORE = ("fold_constants", "fold_batch_norm", "CrossLayerEqualization", "Smoot
 class LowRank(Selective):
     """Split `rank` directions off the inputs of quantized operators, and multiply them in float.
 
-    With orthonormal columns `U`, `W x = W' (x - U U' x) + (W U) (U' x)`, where `W' = W - W U U'`; `W'` and `x - U U' x`
-    are quantized, the second product is not. Operators with the same input share `U`. The graph's function is
-    preserved, up to rounding.
+    With orthonormal columns `U`, `W x = W' (x - U U' x) + (W U) (U' x)`, where `W' = W - W U U'`. `W'` and `x - U U' x`
+    are quantized; the second product is computed in float. Operators with the same input share `U`. The graph's
+    function is preserved, up to rounding.
 
     Rounding errors of activations are proportional to the root mean square of the rounded values, and multiply weights;
-    rounding errors of weights are proportional to theirs, and multiply activations. Either way the squared error of the
-    output is proportional to the product of the two mean squares. `U` is chosen to minimize that product after both
-    lose these directions. The report gives the factor of the error on validation data. If ranges of activations are
-    calibrated, a value is skipped if `U` leaves much more of the validation data than of the data it was learned from.
+    rounding errors of weights are proportional to the root mean square of the weights, and multiply activations. Either
+    way, the squared error of the output is proportional to the product of the two mean squares. `U` minimizes that
+    product after its directions are removed from both. The report gives the factor of the error on validation data. If
+    ranges of activations are calibrated, a value is skipped if `U` leaves a much larger fraction of the validation data
+    than of the calibration data.
 
     Run it after `SmoothQuant(rms=True)`, whose scales reduce the same error, and before `GPTQ`. The quantized model,
     `compile()`, `eager()`, and ONNX files compute branches; checkpoints do not.
 
     Args:
-        rank: Number of directions, fewer than the inputs of an operator. A branch has `rank * (2 * inputs + outputs)`
-            floats, and as many multiplications for each row.
+        rank: Number of directions, less than the number of an operator's inputs. A branch stores
+            `rank * (2 * inputs + outputs)` floats, and computes as many multiplications for each row.
         overhead: Largest number of multiplications in a branch, as a fraction of the multiplications in the value's
             readers.
 
@@ -95,7 +96,7 @@ class LowRank(Selective):
         return changed
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return the needs of a run: both Hessians of the input, its readers' weights, and new ones."""
+        """Return the needs of a run: both Hessians of the input, and the old and new weights of its readers."""
 
         def turn(block: BlockSize) -> int:
             forms = 3 * max((m.moment for m in block.matrices), default=0)  # of both kinds of data, and of the weights
@@ -198,7 +199,7 @@ class _Site:
         return any(spec is not None and spec.is_calibrated for spec in specs)
 
     def overhead(self, rank: int) -> float:
-        """Return the multiplications of a branch, relative to the operators' own."""
+        """Return the number of multiplications in a branch, relative to the number in the operators."""
         outputs = sum(reader.linear.shape[reader.linear.output_axis] for reader in self.readers)
         return rank * (2 * self.inputs + outputs) / (self.inputs * outputs)
 
@@ -248,8 +249,8 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
 def _directions(x: Tensor, w: Tensor, rank: int) -> Tensor:
     """Return orthonormal columns `U`, shape (n, rank), that make `tr(P x) tr(P w)` small, with `P = 1 - U U'`.
 
-    At a minimum they span the leading eigenvectors of `x / tr(P x) + w / tr(P w)`. Subspace iteration finds such
-    directions while the two traces converge, which reduces the product in every round. It starts from each form alone,
+    At a minimum, the columns span the leading eigenvectors of `x / tr(P x) + w / tr(P w)`. Subspace iteration finds
+    such columns while the two traces converge, and reduces the product in every round. It starts from each form alone,
     and from both; the best of the three minima is returned.
 
     Args:
@@ -283,7 +284,7 @@ def _left(form: Tensor, directions: Tensor) -> Tensor:
 
 
 def _split(gm: GraphModule, site: _Site, directions: Tensor) -> None:
-    """Split directions off the value that the operators of a site read."""
+    """Split the columns of `directions` off the value that the operators of a site read."""
     first, value = site.readers[0].linear.node, site.readers[0].linear.activation
     linear, like = torch.ops.aten.linear.default, value_of(gm, value)
 

@@ -1,4 +1,4 @@
-"""Scale the columns of weights to one size, which minimizes the error after a rotation and error feedback."""
+"""Scale the columns of weights to the same root mean square, which suits a rotation and error feedback after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quark_fx.rescale.planned_sites import READS_WHOLE, PlannedSite, planned_sit
 from quark_fx.rescale.scale_sites import apply_scale
 
 _SMALLEST = 1e-4
-"""Smallest size of a column, relative to the largest; smaller ones, such as zero columns, are scaled alike."""
+"""Smallest root mean square of a column that is distinguished, relative to the largest; zero columns count as this."""
 
 
 @graph_pass()
@@ -26,25 +26,25 @@ _SMALLEST = 1e-4
 class NormalizeColumns(Selective):
     """Divide every input channel of quantized weights by its root mean square, and multiply the input by it.
 
-    For `Rotate(streams=False)` with `GPTQ`, where activations stay in float; needs no data. After a rotation, all
-    weights are rounded with steps proportional to the root mean square of all, and error feedback multiplies the
-    squared steps by the geometric mean of each channel's conditional variance in the Hessian. Scales `s` change that
-    mean by the geometric mean of `s**-2`, for any data, so the objective is the arithmetic mean of `(s w)**2` divided
-    by the geometric mean of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report
-    gives the factor by which the loss changes.
+    Use it before `Rotate(streams=False)` and `GPTQ` if activations stay in float; it needs no data. After a rotation,
+    all weights are rounded with steps proportional to the root mean square of all weights, and error feedback
+    multiplies the squared steps by the geometric mean of the channels' conditional variances in the Hessian. Scales `s`
+    change that mean by the geometric mean of `s**-2`, for any data. So the objective is the arithmetic mean of
+    `(s w)**2` divided by the geometric mean of `s**2`, for root mean squares `w` of the columns. It is smallest at
+    `s = 1 / w`. The report gives the factor by which the loss changes.
 
     Args:
-        explicit: Insert a multiplication if nothing before the site can absorb the scale.
+        explicit: Whether to insert a multiplication if nothing before the site can absorb the scale.
 
     Source:
         Ours. Chee et al. 2023 (QuIP), theorem 1, for the loss of error feedback; Müller et al. 2025 (SINQ) scale
-        columns, and rows, to one size for rounding to nearest.
+        columns and rows to the same size for rounding to nearest.
     """
 
     explicit: bool = False
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Scale the sites of `gm` with quantized readers; return how many changed."""
+        """Scale the sites of `gm` with quantized readers; return the number of scaled sites."""
         changed = 0
         for site in planned_sites(gm, context, self, READS_WHOLE, explicit=self.explicit):
             try:
@@ -62,7 +62,7 @@ class NormalizeColumns(Selective):
         return changed
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return the needs of a run: the squares of a weight, and the scaled weights."""
+        """Return the needs of a run: memory for the squares of a weight, and for the scaled weights."""
         squared = max((2 * FLOAT32 * m.values for m in sizes.matrices.values()), default=0)
         return Need((Moment(sizes.weight_bytes + squared),), held=sizes.weight_bytes)
 

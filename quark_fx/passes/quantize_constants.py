@@ -39,17 +39,17 @@ def quantize_constants(
     settled: Mapping[tuple[Node, Node], QParams],
     context: Context,
 ) -> list[Row]:
-    """Replace the weights and biases of the plan's operators by codes and a `dequantize`.
+    """Replace the weights and biases of the plan's operators with codes and a `dequantize`.
 
     A weight with several readers is stored once. An embedding looks up codes and dequantizes the selected rows. A bias
-    becomes int32 at `input scale * weight scale` if its spec is INT32 and an integer kernel accepts it; in any other
-    format it gets its own range.
+    is stored as int32 with the scale `input scale * weight scale` if its spec is INT32 and an integer kernel accepts
+    it; in any other format, the scale covers the range of the bias.
 
     Args:
-        gm: Graph that the plan was made for.
+        gm: Graph that was planned.
         plan: Result of `plan_quantization`.
-        input_scales: Static scales of operators' activations, shape `()`.
-        settled: Parameters of weights and biases that are already fixed, by operator and constant.
+        input_scales: Static scales of activations, shape `()`, keyed by operator.
+        settled: Quantization parameters of weights and biases that are already fixed, keyed by operator and constant.
         context: Context of the run, with the spec of biases, and with rounded weights of earlier runs.
 
     Returns:
@@ -77,7 +77,7 @@ def quantize_constants(
 
 
 def _branch_bytes(gm: GraphModule) -> Counter[str]:
-    """Return the bytes of float branches that passes added to operators, by the names of the operators."""
+    """Return the bytes of float branches that passes added, keyed by the names of the operators next to them."""
     sizes = Counter[str]()
     for node in gm.graph.nodes:
         if BRANCH in node.meta:
@@ -86,9 +86,9 @@ def _branch_bytes(gm: GraphModule) -> Counter[str]:
 
 
 def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
-    """Return the largest magnitude across the weights of linear operators that have the same input.
+    """Return the largest magnitude across the weights of linear operators with the same input, keyed by operator.
 
-    Servers fuse such linears (query, key, and value), and use one global scale for the result.
+    Servers fuse such operators (query, key, and value), and use one global scale for the result.
     """
     groups: dict[object, list[Coded]] = {}
     for op in plan.operators:
@@ -105,16 +105,16 @@ def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
 
 
 _BIAS_STEPS = 1 << 23
-"""Steps in the bias of an all-zero channel. float32 represents as many, and the bias may grow 255 times in int32."""
+"""Number of steps in the bias of an all-zero channel: float32 represents as many, and in int32 it may grow 255-fold."""
 
 
 _Key = tuple[str, TensorSpec, float | None, PairBound | None]
-"""Key of a stored weight: its name, its spec, a scale fixed beforehand, and the order in which its codes are added."""
+"""Key of a stored weight: its name, its spec, its scale if that is already fixed, and the bound on pairs of codes."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Quantized constant with its spec, the nodes of its codes, scale, and zero point, and a weight's norms."""
+    """A quantized constant with its spec, the nodes of its codes, scale, and zero point, and the norms of a weight."""
 
     tensor: QuantizedTensor
     spec: TensorSpec
@@ -138,7 +138,7 @@ def _quantize_operator(
     smallest = free = None
     if is_parameter(bias_node) and int32_scale is not None:
         magnitude = parameter(gm, bias_node).detach().abs().float() / int32_scale
-        # Below this scale the int32 bias would overflow (a channel of nearly zero weights with a large bias).
+        # Below this scale, the int32 bias would overflow (a channel of nearly zero weights with a large bias).
         smallest = least_bias_scale(magnitude)
         free = magnitude / _BIAS_STEPS
 
@@ -172,7 +172,7 @@ def _quantize_operator(
 
 
 def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> bool:
-    """Return whether a stored weight allows the bias of another reader to be stored."""
+    """Tell whether the scale of a stored weight allows the bias of another reader to be stored."""
     scale = stored.tensor.scale
     if smallest is not None and bool((scale.abs() < smallest).any()):
         return False
@@ -180,7 +180,7 @@ def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> boo
 
 
 def _takes_int32_bias(gm: GraphModule, op: Coded, bias: TensorSpec) -> bool:
-    # A product of more than two dimensions is a MatMul followed by an Add, which does not take integers.
+    # A product with more than two dimensions becomes a MatMul followed by an Add, which does not support integers.
     kernel = op.kind == "conv" or value_of(gm, op.node).dim() == 2
     weight = op.weight.format.is_integer and op.weight.granularity is not Granularity.GROUP
     return bias.format == INT32 and kernel and weight
@@ -194,7 +194,7 @@ def _quantize_weight(
     qparams: QParams | None,
     cache: MutableMapping[tuple[str, str], RoundedWeight] | None,
 ) -> tuple[QuantizedTensor, list[Tensor]]:
-    """Return the codes of a weight, its norms, and the norms of its errors."""
+    """Return the quantized weight, and the norms of the weight and of its errors."""
     key, spec, largest = (op.node.name, op.weight_node.name), op.weight, None if amax is None else float(amax)
     last = cache.get(key) if cache is not None and qparams is None else None
     if last is not None and last.is_of(spec, largest, op.pairs, smallest):
@@ -233,7 +233,7 @@ def _unusable(op: Coded, weight: Tensor, error: Callable[[], Exception]) -> Cali
 
 
 def _use_weight(gm: GraphModule, op: Coded, stored: _Stored) -> None:
-    """Replace the operator's weight by the stored codes."""
+    """Replace the operator's weight with the stored codes."""
     if not op.row.activations:
         with gm.graph.inserting_before(op.node):
             lookup = _embed(gm, op.node, stored)
@@ -255,7 +255,7 @@ def _replace_bias(
     input_scale: Tensor | None,
     qparams: QParams | None,
 ) -> None:
-    """Replace the operator's bias by codes."""
+    """Replace the operator's bias with codes."""
     bias = parameter(gm, node).detach()
     if spec.format != INT32:
         codes = quantize_tensor(bias, spec, qparams=qparams)
@@ -342,6 +342,6 @@ def _float_row(gm: GraphModule, op: PlannedOperator) -> Row:
 
 
 def _sources(weight: Node) -> str:
-    """Return the names of the parameters that a folded weight is computed from; empty for a stored one."""
+    """Return the names of the parameters that a folded weight is computed from; empty for any other weight."""
     folded = weight.meta.get("folded")
     return "" if folded is None else ", ".join(folded.tensors)

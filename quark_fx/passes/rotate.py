@@ -38,18 +38,19 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotating(Selective, ABC):
-    """Base class of passes that rotate the sites with quantized readers, and keys.
+    """Base class of passes that rotate the sites with quantized readers, and quantized keys.
 
     Args:
         overhead: Largest number of multiplications at run time for a rotation, as a fraction of the multiplications in
-            the rotated value's readers. 0 rotates only where weights absorb everything, and no keys.
-        streams: Rotate residual streams as a whole. Otherwise the outputs of norms are rotated where operators read
-            them, at run time. The factors of norms then stay in the activations instead of moving into the weights.
-            That loses less at 4 bits, and `SmoothQuant(rms=True)` can change these factors.
-        block: Rotate blocks of at most this many channels, of the largest size that divides them and all by one matrix,
-            instead of all channels together. Rotating at run time then costs less, and groups of that size (MXFP4,
-            NVFP4) keep independent scales. Keys are rotated as a whole.
-        keys: Rotate quantized keys, and their queries.
+            the rotated value's readers. With 0, only sites that weights absorb completely are rotated, and no keys.
+        streams: Whether to rotate residual streams as a whole. Otherwise the outputs of norms are rotated where
+            operators read them, at run time. The factors of norms then stay in the activations instead of moving into
+            the weights. That loses less at 4 bits, and `SmoothQuant(rms=True)` can change these factors.
+        block: Largest number of channels in a block, if blocks of channels are rotated instead of all channels
+            together. All blocks of a site have the same matrix, and the largest size up to `block` that divides the
+            channels. Rotating at run time then costs less, and groups of that size (MXFP4, NVFP4) keep independent
+            scales. Keys are rotated as a whole.
+        keys: Whether to rotate quantized keys and their queries.
         seed: Seed of the random signs.
     """
 
@@ -88,8 +89,8 @@ class Rotating(Selective, ABC):
         Args:
             gm: Graph to rotate.
             drawn: Sites, with a matrix each.
-            names: Names of the operators that will be quantized; `Quantized` ones if there is a context.
-            context: Context of the run, if there is one.
+            names: Names of the operators that will be quantized; with a context, the values are `Quantized`.
+            context: Context of the run, or `None`.
         """
 
     def _draw(
@@ -100,7 +101,7 @@ class Rotating(Selective, ABC):
         generator: torch.Generator,
         note: Callable[[Change], None],
     ) -> list[Drawn]:
-        """Return the sites to rotate with random matrices, in graph order; report the reasons for skipping others."""
+        """Return the sites to rotate, with random matrices, in graph order; report why other sites are skipped."""
         analysis, drawn = find_rotation_sites(gm, streams=self.streams), list[Drawn]()
         for node, reason in analysis.reasons.items():
             if node in names:
@@ -147,20 +148,20 @@ class Rotating(Selective, ABC):
 class Rotate(Rotating):
     """Multiply the inputs of quantized operators by random Hadamard matrices, and their weights by the inverses.
 
-    A sum of many channels with random signs is nearly normal: outliers are spread over all channels of activations and
-    weights. The residual stream is rotated as a whole, values of attention head by head. Weights absorb a matrix where
-    they can; the factors of norms are folded into the operators after them. Elsewhere, such as before the down
-    projection of an MLP, the model multiplies at run time, by two Kronecker factors. The graph's function is preserved,
-    up to rounding. Needs no data.
+    A sum of many channels with random signs has a nearly normal distribution, so outliers are spread over all channels
+    of activations and weights. The residual stream is rotated as a whole, and the values of attention head by head.
+    Weights absorb a matrix where possible, and the factors of norms are folded into the operators after them.
+    Elsewhere, such as before the down projection of an MLP, the model multiplies by two Kronecker factors at run time.
+    The graph's function is preserved, up to rounding. The pass needs no data.
 
     Rotations that the target does not support at run time are skipped, with a reason.
 
-    If keys are quantized (`QuantConfig.kv_cache`), they and their queries are rotated head by head at run time, after
-    rotary embeddings.
+    Quantized keys (`QuantConfig.kv_cache`) and their queries are rotated head by head at run time, after rotary
+    embeddings.
 
     Source:
         Ashkboos et al. 2024 (QuaRot): rotations R1, R2, R3 (keys), and R4; Chee et al. 2023 for the reason. LayerNorm
-        is kept, with matrices that preserve means, instead of being replaced by RMSNorm.
+        stays, with matrices that preserve means, instead of being replaced with RMSNorm.
     """
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
@@ -187,7 +188,7 @@ def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
 
 
 def _unrotated(site: RotationSite, unrotated: Unrotated) -> str:
-    """Return the reason that a target does not multiply by a site's matrix at run time; empty if it does."""
+    """Return the reason why a target cannot multiply by a site's matrix at run time; empty if it can."""
     if site.read:
         return "others read this value as it was, and no server rotates it back for them; set streams=False"
     reasons = (unrotated(names_of(r.node).kinds, r.bias is not None, site.size) for r in site.readers)

@@ -31,29 +31,29 @@ class SmoothQuant(SampledScaling):
     """Divide the channels of quantized activations by `s = a ** alpha / w ** (1 - alpha)` and multiply weights by `s`.
 
     `a` and `w` are the largest magnitudes, per channel, of the activation over the calibration data and of the weights
-    of its readers. `a` is raised to at least its median over the site's channels: a channel that is almost always near
-    zero would be scaled up until it clips when it is not, and only outliers have to move. Each site gets the strength
-    that brings its quantized outputs closest to the float ones on calibration samples; each quarter of the samples is
-    evaluated with scales and ranges measured on the others, because scales that equalize channels to their extremes
-    clip all of them on new data. The strength is chosen on a few samples, and accepted if all samples, both of
-    calibration and of validation batches, show that a good part of the error is gone.
+    of its readers. `a` is raised to at least its median over the site's channels: only outliers have to shrink, and a
+    channel that is almost always near zero would otherwise be scaled up so much that its rare large values clip. Each
+    site gets the strength that brings its quantized outputs closest to its float outputs on calibration samples. Each
+    quarter of the samples is evaluated with scales and ranges measured on the other quarters, because scales that
+    equalize the extremes of channels clip all channels on new data. The strength is chosen on a few samples, and
+    accepted if all samples, of calibration and of validation batches, show that a good part of the error is gone.
 
     With `rms=True`, `a` and `w` are root mean squares, and rounding errors are assumed to have the same size in every
     channel, proportional to the root mean square over all channels. Then the squared error of the output is
-    proportional to `sum (s w)**2 * sum (a / s)**2`, whether activations or weights are rounded. It is smallest, for one
-    operator, at `s = sqrt(a / w)`. After a rotation the assumption holds; with ranges per token or small group,
-    measured at run time, it holds approximately. Padding is excluded.
+    proportional to `sum (s w)**2 * sum (a / s)**2`, whether activations or weights are rounded. For one operator, it is
+    smallest at `s = sqrt(a / w)`. The assumption holds after a rotation. It holds approximately for ranges per token or
+    per small group that are measured at run time. Padding is excluded.
 
     Args:
-        alphas: Strengths to choose from; the site may also stay unchanged.
-        rms: Scale by root mean squares instead of largest magnitudes; for ranges that are measured at run time, and
-            before `Rotate(streams=False)`.
-        explicit: Insert a multiplication if nothing before the site can absorb the scale.
+        alphas: Strengths to choose from; a site may also stay unchanged.
+        rms: Whether to scale by root mean squares instead of largest magnitudes; for ranges that are measured at run
+            time, and before `Rotate(streams=False)`.
+        explicit: Whether to insert a multiplication if nothing before the site can absorb the scale.
 
     Source:
-        Xiao et al. 2023, equation 4; lower limit, search, and acceptance are ours. Combining scales and rotations: Sun
-        et al. 2024 (FlatQuant), who learn both. `rms` is ours; Chen et al. 2025 (WUSH) minimize the same error over all
-        matrices, and this is the diagonal case.
+        Xiao et al. 2023, equation 4; the lower limit of `a`, the search, and the acceptance are ours. Combining scales
+        and rotations: Sun et al. 2024 (FlatQuant), who learn both. `rms` is ours; it is the diagonal case of Chen et
+        al. 2025 (WUSH), who minimize the same error over all matrices.
     """
 
     alphas: tuple[Annotated[float, Interval("[0, 1]")], ...] = (0.35, 0.5, 0.65, 0.8)
@@ -69,7 +69,7 @@ class SmoothQuant(SampledScaling):
         return {"alpha": sorted(self.alphas)}
 
     def scale(self, statistics: SampleStatistics | Magnitudes, values: tuple[float, ...]) -> Tensor:
-        """Return the scale of a strength; 1 where the activation is zero, or, without `rms`, the weights are."""
+        """Return the scale for a strength; 1 where the activation or, without `rms`, the weights are zero."""
         (alpha,) = values
         if isinstance(statistics, SampleStatistics):
             a, w = statistics.largest, statistics.largest_weight
@@ -81,14 +81,14 @@ class SmoothQuant(SampledScaling):
         floored = a if self.rms else a.maximum(a[used].median())
         scale = floored**alpha / w ** (1 - alpha)
         if self.rms:
-            # A common factor does not matter. A channel that no weight reads adds energy, so it is made small.
+            # A common factor does not matter. A channel that no weight reads only adds to the error: divide it most.
             scale = torch.where(w > 0, scale, scale[used].max()) / scale[used].median()
             used = a > 0
         return torch.where(used, scale.clamp(_SMALLEST, _LARGEST), 1.0)
 
     @property
     def condition(self) -> Condition:
-        """Inputs that are quantized; with `rms`, weights that read all channels."""
+        """Condition that inputs are quantized or, with `rms`, that weights have codes and read all channels."""
         return READS_WHOLE if self.rms else super().condition
 
     def measure(
@@ -98,7 +98,7 @@ class SmoothQuant(SampledScaling):
         return (_squared if self.rms else super().measure)(gm, sites, context, before)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return the needs of a run: with `rms`, one forward pass, and the squares of a weight."""
+        """Return the needs of a run: with `rms`, a forward pass and memory for the squares of a weight."""
         if not self.rms:
             return super().needs(sizes)
         squared = max((2 * FLOAT32 * m.values for m in sizes.matrices.values()), default=0)
@@ -126,8 +126,8 @@ def _squared(gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context
 def _energy(gm: GraphModule, site: PlannedSite, squares: Mapping[Value, Tensor]) -> MeasuredSite:
     """Return the error of a site's operators if rounding errors have the same size in every channel.
 
-    It is divided by its value for channels that all contribute equally, so it is 1 for these, and never more at its
-    minimum.
+    The error is divided by its value for channels that all contribute equally. So it is 1 for such channels, and its
+    minimum is at most 1.
 
     Raises:
         Declined: If the site cannot be scaled.

@@ -34,13 +34,13 @@ class TuneScales(Selective):
 
     Solvers minimize the error of one operator or block at a time. Here every scale follows the gradient of the end loss
     (`quark_fx.engine.end_loss`): the KL divergence from the float model's predictions or, if the model returns none,
-    the relative squared error. The report shows the end loss on validation data before and after. Run it last. A step
-    takes about five forward passes over its batches; memory holds the values of one block, the inputs of each block for
-    one batch, and the inputs of the last block for all batches.
+    the relative squared error. The report shows the end loss on validation data before and after. Run this pass last. A
+    step takes about as long as five forward passes over its batches. Memory holds the values of one block, the inputs
+    of each block for one batch, and the inputs of the last block for all batches.
 
     Args:
         iterations: Number of gradient steps.
-        batches: Calibration batches per step, shared by all ranks.
+        batches: Number of calibration batches per step, over all ranks.
         learning_rate: Learning rate of a scale, relative to its size; it rises over the first eighth of the steps, then
             decays to 0.
         seed: Seed of the order of batches.
@@ -51,7 +51,7 @@ class TuneScales(Selective):
     """
 
     validation_checks: ClassVar[int] = 4
-    """Number of evaluations on validation data; the best scales at these points are stored."""
+    """Number of evaluations on validation data; the scales with the lowest loss in an evaluation are stored."""
 
     iterations: PositiveInt = 32
     batches: PositiveInt = 1
@@ -59,7 +59,7 @@ class TuneScales(Selective):
     seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Learn the scales of `gm`; return how many weights changed.
+        """Learn the scales of `gm`; return the number of weights that changed.
 
         Raises:
             CalibrationError: If calibration data is missing, the model returns nothing to compare, its outputs are not
@@ -79,7 +79,7 @@ class TuneScales(Selective):
         return sum(change.changed for change in context.changes)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return the needs of the steps, each a forward and a backward walk, and of evaluations on validation data."""
+        """Return the needs of the steps (a forward and a backward walk each) and of evaluations on validation data."""
         one, steps = sizes.back_walk(), self.iterations * self.batches
         entering = int(sizes.batches * sizes.blocks(Unit.BLOCK)[-1].entering)
         moments = tuple(replace(moment, cached=moment.cached + entering) for moment in one.moments)
@@ -102,7 +102,7 @@ class TuneScales(Selective):
         return scales
 
     def _learn(self, gm: GraphModule, context: Context, tuned: Sequence[_Scales]) -> dict[str, Tensor]:
-        """Take the steps, and store the best scales in the graph; return its new tensors."""
+        """Take the steps, and store the best scales in the graph; return the new tensors, keyed by their names."""
         parameters, order = [scales.offset for scales in tuned], _Order(context, self.batches, self.seed)
         optimizer = torch.optim.Adam(parameters, lr=self.learning_rate, betas=(0.9, 0.95))
         decay = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
@@ -150,7 +150,7 @@ class TuneScales(Selective):
     def _differentiate(
         self, both: _SideBySide, batches: Sequence[int], context: Context, tuned: Sequence[_Scales]
     ) -> None:
-        """Set the gradients of a step to the sum over the batches of all ranks."""
+        """Set the gradients of a step to their sums over the batches of all ranks."""
         sizes = [scales.offset.numel() for scales in tuned]
         flat = torch.zeros(sum(sizes), dtype=torch.float32, device=context.device)
         slopes = flat.split(sizes)
@@ -165,11 +165,11 @@ class TuneScales(Selective):
 
 
 class _Order:
-    """Draws the calibration batches of each step, each once before any repeats, identically on every rank.
+    """Random order of the calibration batches, equal on every rank; no batch repeats before all have been drawn.
 
     Args:
         context: Context with the batches of this rank.
-        count: Batches per step.
+        count: Number of batches per step, over all ranks.
         seed: Seed of the order.
     """
 
@@ -203,9 +203,9 @@ class _Scales:
     """The scales of a weight while they are learned, on the device: `free.stored * exp(offset)`.
 
     Attributes:
-        weight: Weight of the scales.
+        weight: Weight that the scales belong to.
         free: Original scales.
-        bias: Int32 bias with a scale for each of them, and its original value and scales.
+        bias: Int32 bias whose scales depend on the scales of the weight, with its original value and scales; or `None`.
         offset: Learned tensor, float32, of the shape of the scales.
         now: Scales that the graph currently uses.
     """
@@ -218,7 +218,7 @@ class _Scales:
 
     @classmethod
     def of(cls, weight: QuantizedWeight, gm: GraphModule, device: torch.device) -> _Scales:
-        """Return the scales of a weight of a graph."""
+        """Return the scales of a weight in the graph `gm`."""
         scale, bias = weight.scale(gm).to(device), weight.int32_bias
         free = FreeScales(scale, weight.layout(gm), weight.scheme.scale)
         offset = torch.zeros_like(scale, dtype=torch.float32)
@@ -226,7 +226,7 @@ class _Scales:
         return cls(weight, free, follows, offset, scale)
 
     def tensors(self, gm: GraphModule) -> dict[str, Tensor]:
-        """Return names and tensors of the scales, and of a bias in their units."""
+        """Return the current tensors of the scales, and of a bias that depends on them, keyed by their names."""
         ratio = self.offset.exp()
         if self.bias is not None:  # the bias must fit int32
             bias, value, units = self.bias
@@ -239,13 +239,13 @@ class _Scales:
 
 
 _LAST = "inputs of the last block"
-"""Stream of the cached float inputs of the last block. They are smaller than predictions, which are recomputed."""
+"""Stream of the cached float inputs of the last block: they are smaller than predictions, which are recomputed."""
 
 
 class _SideBySide:
     """Difference between the outputs of a quantized graph and of the float graph, with its gradients.
 
-    One block's values at a time are in memory, as in a `BackWalk`.
+    The values of one block at a time are in memory, as in a `BackWalk`.
 
     Args:
         gm: Quantized graph.
@@ -267,7 +267,7 @@ class _SideBySide:
             )
         self._float = BackWalk(reference, blocks[-1:], nodes, context, stream=_LAST)
         self._quantized = BackWalk(gm, blocks, carriers(gm), context, tensors=frozenset(tensors), stream="quantized")
-        inputs = {node.name for node in placeholders(reference)}  # in the cache already
+        inputs = {node.name for node in placeholders(reference)}  # already in the cache
         names = [name for name in blocks[-1].inputs if name not in inputs]
         self._keys = [(_LAST, name, batch) for name in names for batch in range(len(context.data.batches))]
         for run in walk_float_blocks(reference, context, label="predictions"):
@@ -287,7 +287,11 @@ class _SideBySide:
             self._context.cache.drop(key)
 
     def run_with(self, tensors: Mapping[str, Tensor]) -> None:
-        """Run the quantized graph with other tensors from now on, given with their names; its own do not change."""
+        """Use other tensors in all further runs of the quantized graph; the tensors in the graph do not change.
+
+        Args:
+            tensors: Tensors to use, keyed by the names of the tensors that they replace.
+        """
         self._quantized.changed.update(tensors)
 
     def loss(self, batch: int) -> Tensor:
