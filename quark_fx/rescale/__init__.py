@@ -1,1 +1,1 @@
-"""Rescaling and rotation of a graph without a change of its function: the sites and their analysis."""
+"""Rescaling and rotation that do not change the function of a graph: the sites and their analysis."""

@@ -1,4 +1,4 @@
-"""Components of scales: ties between them, and their values on the elements of a tensor, by labels (`ScaleSite`)."""
+"""Components of scales, ties between components, and the scales of a tensor's elements by labels (`scale_walk`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Components:
         return torch.where(labels >= 0, parents, labels)
 
     def tie(self, a: Tensor, b: Tensor) -> bool:
-        """Tie the components `a[i]` and `b[i]`, all >= 0; return true if that changed anything."""
+        """Tie the components `a[i]` and `b[i]`, all >= 0; return whether any tie is new."""
         changed = False
         while True:
             a, b = self.roots(a), self.roots(b)
@@ -66,7 +66,7 @@ class Components:
 
 
 def per_element(labels: Tensor, scale: Tensor) -> Tensor:
-    """Return the scale of each labeled element, 1 where the label is -1; the shape of `labels`."""
+    """Return the scale of each element, in the shape of `labels`; 1 where the label is -1."""
     labels = labels.to(scale.device)
     return torch.where(labels >= 0, scale[labels.clamp(min=0)], 1)
 
@@ -101,17 +101,17 @@ class Means:
 
     @classmethod
     def of_none(cls, components: int) -> Means:
-        """Return the state before any values."""
+        """Return the means before any values are added."""
         return cls(torch.zeros(components, dtype=torch.float32), torch.zeros(components, dtype=torch.float32))
 
     @staticmethod
     def sums(labels: Tensor, values: Tensor) -> Tensor:
-        """Return the sums of values along the expanded dimensions of `labels`; the shape of `labels`."""
+        """Return the sums of values over the expanded dimensions of `labels`, in the shape without these dimensions."""
         alike = tuple(dim for dim in range(values.dim()) if labels.stride(dim) == 0)
         return values.sum(alike) if alike else values
 
     def add(self, labels: Tensor, values: Tensor) -> None:
-        """Add values, each to its component in `labels`, which have the same shape; label -1 means no component."""
+        """Add each value to its component in `labels`, a tensor of the same shape; label -1 means no component."""
         self.add_sums(labels, self.sums(labels, values).cpu(), values.numel())
 
     def add_sums(self, labels: Tensor, sums: Tensor, size: int) -> None:

@@ -23,11 +23,11 @@ from quark_fx.rescale.scale_walk import ScaledInput
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition on all operators that read a site.
+    """A condition that all readers of a site must satisfy.
 
     Attributes:
-        holds: Function that tells whether an operator satisfies it.
-        unmet: Reason for leaving a site with another reader.
+        holds: Function that tells whether an operator satisfies the condition.
+        unmet: Reason to report for a site with an operator that does not satisfy the condition.
     """
 
     holds: Callable[[Coded], bool]
@@ -46,8 +46,8 @@ class _Weight:
     """A weight of a site.
 
     Attributes:
-        operator: Its planned quantization.
-        labels: Scale component of each element, see `Absorption`.
+        operator: Planned operator that multiplies by the weight.
+        labels: Scale component of each element; see `Absorption`.
     """
 
     operator: Coded
@@ -63,14 +63,14 @@ class Reader(_Weight):
     """An operator that reads a site.
 
     Attributes:
-        scaled: Its scaled input.
+        scaled: Scaled input of the operator.
     """
 
     scaled: ScaledInput
 
     @cached_property
     def mapping(self) -> LinearMap:
-        """Mapping to matrix products, for an operator that has one."""
+        """View of the operator as a matrix product; the operator must have `matrices`."""
         mapping = self.scaled.linear.matrices
         assert mapping is not None
         return mapping
@@ -86,7 +86,7 @@ class PlannedSite:
 
     Attributes:
         site: The scale site.
-        name: Names of the modules that consume it.
+        name: Names of the modules that consume the value.
         readers: Operators whose weights are multiplied by the scale.
         producers: Quantized weights that are divided by the scale.
     """
@@ -97,10 +97,10 @@ class PlannedSite:
     producers: tuple[_Weight, ...]
 
     def require_own_scales(self) -> None:
-        """Require that dividing rows of the weights that produce the value does not change how they are rounded.
+        """Require that the weights of producers are rounded in the same way after their rows are divided.
 
         Raises:
-            Declined: If one of them has a single scale.
+            Declined: If one of these weights has a single scale.
         """
         if any(weight.operator.weight.granularity is Granularity.TENSOR for weight in self.producers):
             raise Declined("the weights that make it share one scale")
@@ -109,7 +109,7 @@ class PlannedSite:
 def planned_sites(
     gm: GraphModule, context: Context, chooser: Selective, condition: Condition, *, explicit: bool
 ) -> list[PlannedSite]:
-    """Return the sites to scale; record why an operator has none, and the operators that `explicit` would add.
+    """Return the sites to scale; record the reasons for other operators, and the number that `explicit` would add.
 
     Args:
         gm: Float graph; passes may change it before the final plan is made.

@@ -1,7 +1,7 @@
-"""Rotation of a graph without a change of its function: the sites, and the function that applies a rotation.
+"""Rotations that do not change the function of a graph: the sites, and the function that applies a rotation.
 
 A *site* is a set of values that one orthogonal matrix multiplies along their channels, `x -> x R`. Weights that produce
-or read the values absorb it; elsewhere, a multiplication is inserted (`made`, `read`).
+or read the values absorb the matrix; elsewhere, a multiplication is inserted (`made`, `read`).
 
 Source:
     Ashkboos et al. 2024 (QuaRot): residual stream, values of heads, rotations at run time. The search for sites in any
@@ -54,10 +54,11 @@ class _Rotated:
     """A parameter that absorbs a rotation.
 
     Attributes:
-        parameter: Its `get_attr` node.
+        parameter: The `get_attr` node of the parameter.
         axis: Channel dimension, counted from the last (-1).
-        channels: Size of that dimension after expansion: a constant that is equal for all channels may have size 1.
-        runs: Indices along the dimension, shape (runs, n): each row is multiplied by the matrix.
+        channels: Size of the channel dimension after expansion; a constant that is equal for all channels may have
+            size 1 before it.
+        runs: Indices along the channel dimension, shape (runs, n); the matrix multiplies the n channels of each run.
     """
 
     parameter: Node
@@ -91,8 +92,8 @@ class RotationSite:
         readers: Operators whose inputs are rotated, in graph order.
         absorbers: Parameters that absorb the rotation.
         norms: Norms whose factors are folded.
-        made: Values that are rotated after the operator that computes them.
-        read: Values that are rotated back, each with the consumers that need it.
+        made: Values that are rotated at run time, after the operator that computes them.
+        read: Values that are rotated back at run time, each with its consumers that need the original value.
         keeps_mean: Whether the matrix must preserve means.
         rotated_channels: Number of channels of each value that is rotated at run time.
     """
@@ -112,7 +113,7 @@ class RotationSite:
         return (*self.made, *(value for value, _ in self.read))
 
     def in_blocks(self, most: int) -> RotationSite:
-        """Return the site with one matrix for all blocks of channels; a block has the largest divisor up to `most`."""
+        """Return the site with one matrix for all blocks of channels, of the largest size up to `most` that fits."""
         size = next(size for size in range(min(most, self.size), 0, -1) if self.size % size == 0)
         absorbers = tuple(replace(absorber, runs=absorber.runs.reshape(-1, size)) for absorber in self.absorbers)
         return replace(self, size=size, absorbers=absorbers)
@@ -197,7 +198,7 @@ class _Sites:
         return RotationAnalysis(tuple(sites), self.reasons)
 
     def _fold_norms(self, *, streams: bool) -> list[_Folded]:
-        """Return the norms whose factors all of their consumers can absorb; the others stop rotations on both sides."""
+        """Return the norms whose consumers can all absorb the factor; other norms stop rotations on both sides."""
         walk, count = self.walk, self.walk.components.count
         other = torch.zeros(count, dtype=torch.bool)
         consumers: dict[int, list[Absorption]] = {}
@@ -294,7 +295,7 @@ class _Sites:
             yield torch.tensor(ordered, dtype=torch.long), readers
 
     def _site(self, groups: Tensor, readers: list[Linear]) -> RotationSite:
-        """Return the site of some coordinates; raise `Declined` if they cannot be rotated."""
+        """Return the site of the coordinates `groups`, shape (k, n); raise `Declined` if they cannot be rotated."""
         walk = self.walk
         if groups.shape[1] < 2:
             raise Declined(self._why(readers[0].activation, readers))
@@ -302,7 +303,7 @@ class _Sites:
         place[groups.flatten()] = torch.arange(groups.numel())
         norms = tuple(folded for folded in self.folded if bool((place[self.of(folded.norm.inputs)] >= 0).any()))
         absorptions = [a for absorptions in walk.absorptions.values() for a in absorptions]
-        # An offset that is not added to biases is added to a rotated value.
+        # An offset that is not folded into biases is added to a rotated value, and must be rotated as well.
         absorptions += [
             Absorption(norm.node, -1, norm.offset, norm.inputs, divides=True)
             for norm in (folded.norm for folded in norms if not folded.into_biases)
@@ -328,7 +329,7 @@ class _Sites:
             if not self._in_runs(place, value, groups.shape[1]):
                 raise Declined(self._why(value, readers))
         for value in [value for value in values if set(value.users) <= set(back.get(value, ()))]:
-            values.remove(value)  # all consumers need it unrotated
+            values.remove(value)  # all consumers read the original value
             del back[value]
         centered = [*walk.centering, *(f.norm.inputs for f in norms if f.norm.centers)]
         return RotationSite(
@@ -343,7 +344,7 @@ class _Sites:
         )
 
     def _why(self, value: Node, readers: list[Linear]) -> str:
-        """Describe the producer or consumer of a value that cannot be rotated in place."""
+        """Return the reason why a value cannot be rotated in place: the producer or consumer that stops a rotation."""
         text = self.walk.made.get(value) or next((t for (v, _), t in self.walk.read.items() if v is value), "")
         if not text:
             return "no two channels of its input are treated alike"
@@ -377,7 +378,7 @@ class _Sites:
         return last
 
     def _lifted(self, value: Node, reader: Node) -> tuple[Node, list[Node]]:
-        """Return the input of the norm's module and its consumers if they can read it unrotated, else the arguments."""
+        """Return a value to rotate back, and its consumers: the input of the norm's module, or else the arguments."""
         key, chain = next(reversed(module_calls(reader)), None), [value]
         while key is not None and key in module_calls(chain[-1]) and target_name(chain[-1]) in _KEEPING:
             sources = [n for n in chain[-1].all_input_nodes if n in self.walk.labels and not is_parameter(n)]
@@ -386,7 +387,7 @@ class _Sites:
             chain.append(sources[0])
         start = chain[-1]
         readers = [user for user in start.users if key is not None and key in module_calls(user)]
-        # Other consumers of these values must still read them rotated.
+        # A consumer outside of the module that needs one of these values rotated prevents this.
         inside = {reader, *chain}
         consumers = {user for node in chain[:-1] for user in node.users} | set(readers)
         alone = all(user in inside or not self._is_rotated_for(user) for user in consumers)
@@ -400,15 +401,15 @@ _KEEPING = ("aten.mul.Tensor", CAST)
 """Steps of a norm that commute with a rotation: the rotation can be undone before them."""
 
 _WHOLE = frozenset(Motion) - {Motion.JOIN, Motion.SCATTER, Motion.CHOOSE}
-"""Data movement after which every row still has the offset of a norm, or a slice of it."""
+"""Data movement after which every row still contains the offset of a norm, or a slice of the offset."""
 
 
 def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> _Rotated | None:
     """Return the runs of a parameter's channels; `None` if some are incomplete.
 
     Args:
-        absorption: The parameter.
-        places: Position in the groups of each label's coordinate, -1 for a coordinate outside of them.
+        absorption: Parameter with its labels.
+        places: Position in the groups of each label's coordinate, -1 for a coordinate outside of the groups.
         shape: Shape of the groups, (k, n).
     """
     axes = [d for d, size in enumerate(places.shape) if size > 1]
@@ -421,7 +422,7 @@ def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> _Rota
     columns = torch.argsort(vector, stable=True)[int((vector < 0).sum()) :]
     runs = [part.reshape(size, -1).T for part in columns.split((times.sum(1)).tolist())]
     order = torch.cat(runs)
-    # With several copies, stable sorting pairs the right ones only if each run is evenly spaced.
+    # With several copies of a run, stable sorting assigns channels to the right copies only if runs are evenly spaced.
     steps = order.diff(dim=1)
     if len(order) > count and not torch.equal(steps, steps[:, :1].expand_as(steps)):
         return None
@@ -432,7 +433,7 @@ def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> N
     """Rotate a site: replace its tensors and insert multiplications.
 
     Args:
-        gm: Graph the site was found in, or the graph it was found in before other sites were applied.
+        gm: Graph in which the site was found; other sites may have been applied since.
         site: Site from `find_rotation_sites`.
         rotation: Rotation of the site's size, which preserves means if the site requires it.
 
@@ -487,14 +488,14 @@ def _fold(gm: GraphModule, folded: _Folded) -> None:
 
 
 def _replace(gm: GraphModule, node: Node, change: Callable[[Tensor], Tensor]) -> None:
-    """Change a parameter in float32 or wider."""
+    """Replace a parameter with the result of `change`, computed in float32 or wider."""
     old = parameter(gm, node).detach()
     wide = torch.promote_types(old.dtype, torch.float32)
     replace_parameter(gm, node, change(old.to(wide)).to(old.dtype))
 
 
 def insert_rotation(gm: GraphModule, value: Node, rotation: Rotation, users: list[Node]) -> None:
-    """Insert a rotation between a value and some consumers; consumers of its size alone keep the value."""
+    """Insert a rotation between a value and its consumers `users`, except consumers of its size alone."""
     users = [user for user in users if target_name(user) != "aten.sym_size.int"]
     if not users:
         return

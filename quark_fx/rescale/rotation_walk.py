@@ -1,9 +1,9 @@
 """Analysis of values that can be rotated together: `quark_fx.rescale.scale_walk` with rules for orthogonal maps.
 
-A component is a coordinate here: values with the same components are multiplied by the same orthogonal matrix, which
+Here, a component is a coordinate: values with the same components are multiplied by the same orthogonal matrix, which
 mixes components that may be mixed (`RotationWalk.mixes`). Operators that are linear and treat all coordinates equally
-pass a rotation on, matrix products absorb it, norms without factors commute with it. At other operators, the value is
-rotated, or rotated back, at run time (`made`, `read`), so nothing here stops an analysis.
+pass a rotation on, matrix products absorb it, and norms without factors commute with it. At other operators, the value
+is rotated, or rotated back, at run time (`made`, `read`), so no operator ends the analysis.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RotationWalk(Walk):
         made: Values that must be rotated after their operator, with reasons.
         read: Values that must be rotated back for a consumer, keyed by value and consumer, with reasons.
         centering: Components of values from which a mean is subtracted.
-        measured: Components of values whose length matters, so that no factor can be folded out of them.
+        measured: Components of values whose lengths a norm computes, so that no factor can be folded out of the values.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -88,7 +88,7 @@ class RotationWalk(Walk):
             self._absorb_not(node, divides=False)
 
     def _absorb_not(self, node: Node, *, divides: bool) -> None:
-        """Drop the absorptions of a node on the side where a rotation stops."""
+        """Remove the absorptions of a node on the side where a rotation stops."""
         if node in self.absorptions:
             self.absorptions[node] = [a for a in self.absorptions[node] if a.divides is not divides]
 
@@ -147,7 +147,7 @@ class RotationWalk(Walk):
 
 
 def _visit(walk: RotationWalk, node: Node) -> None:
-    """Stop at grouped products: a rotation would mix channels of different groups."""
+    """Run the rule of a node, but stop at grouped products: a rotation would mix channels of different groups."""
     linear = Linear.of(node)
     if linear is not None and linear.groups > 1:
         return walk.stop(node)
@@ -155,7 +155,7 @@ def _visit(walk: RotationWalk, node: Node) -> None:
 
 
 def _multiply(walk: RotationWalk, node: Node) -> None:
-    """Pass a factor that is equal for all coordinates; treat a factor per channel as a norm's; stop at others."""
+    """Pass rotations if a factor is equal for all coordinates; treat a factor per channel as a norm's; else stop."""
     values = [v for v in node.args[:2] if isinstance(v, Node) and isinstance(value_of(walk.gm, v), Tensor)]
     if len(values) == 2 and values[0] is values[1]:
         return _square(walk, node)
@@ -178,7 +178,7 @@ def _multiply(walk: RotationWalk, node: Node) -> None:
 
 
 def _rotated_factor(walk: RotationWalk, node: Node, factors: list[Node]) -> Node | None:
-    """Return the factor that has coordinates, or must have the product's; `None` if both have."""
+    """Return the only factor that has coordinates, or must get the coordinates of the product; otherwise `None`."""
     factors = [v for v in factors if is_floating(walk.gm, v)]
     labelled = [v for v in factors if v in walk.labels and not is_parameter(v)]
     if not labelled and node in walk.labels:
@@ -196,7 +196,7 @@ def _size(walk: Walk, value: Node, dim: int) -> int | None:
 def _norm(
     walk: RotationWalk, node: Node, value: Node, factor: Node, offset: Node | None, axis: int, *, centers: bool
 ) -> None:
-    """Give coordinates to both sides of a factor per channel, without a tie between them so far."""
+    """Give coordinates to the values before and after a factor per channel, and do not tie them yet."""
     if any(c is not None and walk.sharer(c, node) is not None for c in (factor, offset)):
         return walk.stop(node)
     outputs = walk.along(node, [axis])
@@ -211,7 +211,7 @@ def _norm(
 
 
 def _normalize(walk: RotationWalk, node: Node, *, centers: bool) -> None:
-    """Pass rotations through norms, which commute with maps that preserve lengths, and means if the norm centers."""
+    """Pass rotations through a norm: it commutes with maps that preserve lengths (and means, if the norm centers)."""
     value, sizes, factor = (argument(node, i) for i in range(3))
     offset = argument(node, 3) if centers else None
     constants = [c for c in (factor, offset) if c is not None]
@@ -228,7 +228,7 @@ def _normalize(walk: RotationWalk, node: Node, *, centers: bool) -> None:
 
 
 def _square(walk: RotationWalk, node: Node) -> None:
-    """Pass the mean square of all coordinates, as in a norm: a rotation does not change it."""
+    """Accept a mean square over all coordinates, as in a norm, because a rotation does not change it; else stop."""
     value: Any = node.args[0]
     varying = walk.varying(value)
     summed = [_summed(walk, user) for user in node.users]
@@ -254,14 +254,14 @@ def _summed(walk: Walk, node: Node) -> list[int]:
 
 
 def _reduce(walk: RotationWalk, node: Node) -> None:
-    """Stop at a sum over coordinates; pass a sum over other dimensions."""
+    """Stop at a sum over coordinates; pass rotations through a sum over other dimensions."""
     if set(_summed(walk, node)) & set(walk.varying(argument(node, 0))):
         return walk.stop(node)
     return SCALE_RULES[target_name(node)](walk, node)
 
 
 def _mix_rows(walk: RotationWalk, node: Node, *, value: int) -> None:
-    """Pass a product that mixes rows; each matrix of a stack mixes them differently."""
+    """Pass rotations through a product that mixes rows; each matrix of a stack mixes them differently."""
     columns = argument(node, value)
     if sum(n is columns for n in node.args) > 1:
         return walk.stop(node)
@@ -271,7 +271,7 @@ def _mix_rows(walk: RotationWalk, node: Node, *, value: int) -> None:
 
 
 def _roll(walk: RotationWalk, node: Node) -> None:
-    """Pass a roll along dimensions without coordinates."""
+    """Pass rotations through a roll along dimensions without coordinates; otherwise stop."""
     rank = len(walk.shape(node))
     dims = {d % rank for d in argument(node, 2) or range(rank)}
     value = argument(node, 0)
@@ -279,7 +279,7 @@ def _roll(walk: RotationWalk, node: Node) -> None:
 
 
 def _divide(walk: RotationWalk, node: Node) -> None:
-    """Pass a divisor that is equal for all coordinates."""
+    """Pass rotations if the divisor is equal for all coordinates; otherwise stop."""
     value, divisor = node.args[:2]
     rank = len(walk.shape(node))
     if not isinstance(value, Node) or node.kwargs or not is_floating(walk.gm, value):

@@ -56,12 +56,12 @@ def visit(walk: W, node: Node, rules: Mapping[str, Callable[[W, Node], None]] | 
 
 
 def weight_sharer(walk: Walk, linear: Linear) -> Node | None:
-    """Return another consumer of the operator's weight."""
+    """Return another consumer of the operator's weight, or `None`."""
     return walk.sharer(linear.stored.node, linear.stored.reader)
 
 
 def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
-    """Multiply the weight's input channels, divide its output channels and the bias."""
+    """Let weight and bias absorb scales: input channels are multiplied; output channels and the bias are divided."""
     if (sharer := weight_sharer(walk, linear)) is not None:
         return _stop_shared(walk, node, sharer)
     weight, bias, value = linear.stored.node, linear.bias, linear.activation
@@ -86,7 +86,7 @@ def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
 
 
 def _look_up(walk: Walk, node: Node, row: Operator) -> None:
-    """Divide the columns of a table whose rows are looked up."""
+    """Let a lookup table absorb scales: its columns are divided."""
     stored = stored_weight(node, row)
     if stored is None:
         return None
@@ -106,7 +106,7 @@ def _stop_shared(walk: Walk, node: Node, sharer: Node) -> None:
 
 
 def _constant(walk: Walk, node: Node) -> None:
-    """Divide a constant that is used as a value (such as a concatenated class token)."""
+    """Let a constant that is used as a value, such as a concatenated class token, absorb scales: it is divided."""
     if node not in walk.labels:
         return None
     reader = next(iter(node.users))
@@ -118,19 +118,19 @@ def _constant(walk: Walk, node: Node) -> None:
 
 
 def _move(walk: Walk, node: Node, *, arguments: tuple[Any, ...] | None = None, uniform: Sequence[int] = ()) -> None:
-    """Pass rearrangements: each element keeps its component."""
+    """Pass scales through a rearrangement: each element keeps its component."""
     if is_getitem(node) and RULES.get(target_name(node.args[0])) is not _parts:  # type: ignore[arg-type]
         return walk.stop(node, inputs=False)
     return walk.move(node, arguments, uniform=uniform)
 
 
 def _parts(walk: Walk, node: Node) -> None:
-    """Pass rearrangements with several results, through the selection of each result."""
+    """Leave a rearrangement with several results to the nodes that select one result each."""
     walk.pending.update(dict.fromkeys(node.users))
 
 
 def _pad(walk: Walk, node: Node) -> None:
-    """Pass padding with zeros, which no scale changes, or with values of the input."""
+    """Pass scales through padding with zeros, which no scale changes, or with values of the input; otherwise stop."""
     constant = target_name(node) == "aten.constant_pad_nd.default"
     mode = "constant" if constant else argument(node, 2) or "constant"
     value = argument(node, 2 if constant else 3)
@@ -143,7 +143,7 @@ def _pad(walk: Walk, node: Node) -> None:
 
 
 def _same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
-    """Pass elementwise operators with `f(s * x, s * y) = s * f(x, y)` for s > 0.
+    """Pass scales through an elementwise operator with `f(s * x, s * y) = s * f(x, y)` for s > 0.
 
     Args:
         walk: The analysis.
@@ -165,7 +165,7 @@ def _invariant(value: Any) -> bool:
 
 
 def _absorb(walk: Walk, node: Node, constants: list[Node]) -> None:
-    """Divide the constant operands of an operator that is scaled element by element."""
+    """Let the constant operands of an elementwise operator absorb scales: they are divided."""
     labels = walk.fixed(node) if constants else None
     if labels is None:
         return None
@@ -183,7 +183,7 @@ def _absorb(walk: Walk, node: Node, constants: list[Node]) -> None:
 
 
 def _holds(value: Tensor, labels: Tensor) -> bool:
-    """Tell whether a constant can be expanded to vary with `labels` without outgrowing both."""
+    """Tell whether a constant, expanded to vary with `labels`, is at most as large as the larger of the two."""
     size = torch.broadcast_shapes(value.shape, labels.shape).numel()
     return value.is_floating_point() and size <= max(value.numel(), labels.numel())
 
@@ -221,7 +221,7 @@ def _multiply_constant(walk: Walk, node: Node, value: Node, constant: Node) -> N
 
 
 def _multiply_activations(walk: Walk, node: Node, a: Node, b: Node) -> None:
-    """Ask both factors for the scale; the choice is made when everything else is settled."""
+    """Request the scale from both factors; one of them is chosen after all other scales are settled."""
     rank = len(walk.shape(node))
     labels_of = [lift(walk.labels[v], rank) for v in (node, a, b) if v in walk.labels]
     if not labels_of:
@@ -235,7 +235,7 @@ def _multiply_activations(walk: Walk, node: Node, a: Node, b: Node) -> None:
 
 
 def _clamp(walk: Walk, node: Node) -> None:
-    """Divide bounds with the value: `min(x, b) / s = min(x / s, b / s)`."""
+    """Divide the bounds along with the value: `min(x, b) / s = min(x / s, b / s)`."""
     bounds = given_bounds(node)
     walk.broadcast([argument(node, 0)], node)
     if bounds is None or not is_floating(walk.gm, node):
@@ -261,7 +261,8 @@ def _normalize(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: i
         node: The call.
         weight: Position of the factor.
         bias: Position of the offset, if the operator has one.
-        dims: Position of the sizes of the last dimensions, which the factor has; 0 for a factor along dimension 1.
+        dims: Position of the sizes of the last dimensions, along which the factor varies; 0 if it varies along
+            dimension 1.
     """
     walk.stop_read(node, [argument(node, 0)])
     parameters = [(p, argument(node, p)) for p in (weight, bias) if p is not None]
@@ -278,7 +279,7 @@ def _normalize(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: i
 
 
 def _reduce(walk: Walk, node: Node) -> None:
-    """Pass a sum, mean, maximum, or minimum over dimensions along which the scale is constant."""
+    """Pass scales through a sum, mean, maximum, or minimum; the scale must be constant along the reduced dimensions."""
     value, dims, keep = argument(node, 0), argument(node, 1), bool(argument(node, 2))
     dims = [dims] if isinstance(dims, int) else list(dims or range(len(walk.shape(value))))
     return walk.link(
@@ -287,7 +288,7 @@ def _reduce(walk: Walk, node: Node) -> None:
 
 
 def _spatial(walk: Walk, node: Node, *, dims: int) -> None:
-    """Carry scales through pooling and interpolation over the last dimensions."""
+    """Pass scales through pooling and interpolation over the last dimensions."""
     value = argument(node, 0)
     last = list(range(-dims, 0))
     return walk.link(
@@ -296,7 +297,7 @@ def _spatial(walk: Walk, node: Node, *, dims: int) -> None:
 
 
 def _mix_rows(walk: Walk, node: Node, value: Node, others: list[Any]) -> None:
-    """Carry scales through matrix products of activations: the columns of the right operand keep their scales."""
+    """Pass scales through a matrix product of activations: the columns of the right operand keep their scales."""
     walk.stop_read(node, (v for v in others if isinstance(v, Node)), ", not as its right operand")
     sizes, columns = walk.sizes(node), walk.sizes(value)
     if not 2 <= len(columns) <= len(sizes):
@@ -312,7 +313,7 @@ def _mix_rows(walk: Walk, node: Node, value: Node, others: list[Any]) -> None:
 
 
 def _first(walk: Walk, value: Node, dims: list[int]) -> Tensor:
-    """Return the numbers of the first elements along `dims`."""
+    """Return the numbers of the first elements of a value along `dims`."""
     return walk.numbered(value).amin(dims, keepdim=True)
 
 
@@ -326,7 +327,7 @@ def _attention(walk: Walk, node: Node) -> None:
 
 
 def _pick(walk: Walk, node: Node) -> None:
-    """Pass indexing by integers: any index may select any element."""
+    """Pass scales through indexing by integers, where any index may select any element."""
     where = argument(node, 1)
     dims = [where] if isinstance(where, int) else [d for d, index in enumerate(where) if index is not None]
     indices = [argument(node, 2)] if isinstance(where, int) else [index for index in where if index is not None]
@@ -349,11 +350,11 @@ def _index_add(walk: Walk, node: Node) -> None:
 
 
 def _free(walk: Walk, node: Node) -> None:
-    """Pass zeros, or operators that only read a shape."""
+    """Do nothing: any scale passes zeros, and operators that use only the shape of an input."""
 
 
 _make = partial(Walk.stop, inputs=False)
-"""Rule for constants that only read a shape."""
+"""Rule for operators that use only the shape of an input and return constants, which cannot be scaled."""
 
 RULES: dict[str, Rule] = {
     **{name: _move for name, motion in MOTIONS.items() if motion not in (Motion.CHOOSE, Motion.LOOK_UP)},

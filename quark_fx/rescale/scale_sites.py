@@ -1,7 +1,7 @@
-"""Rescaling of a graph without a change of its function: the analysis for CLE, SmoothQuant, and AWQ.
+"""Rescaling that does not change the function of a graph: the analysis for CLE, SmoothQuant, and AWQ.
 
-All three divide some channels of a value by a scale at its producer and multiply the weights of its consumers. A *site*
-is a set of scales with all of its participants; the client chooses the scales.
+All three divide some channels of a value by a scale at its producer and multiply the weights of its consumers by it. A
+*site* is a set of scales with all parameters that they change; the pass chooses the scales.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class ScaleSite:
-    """Scales `s`, one per component, that do not change the graph's function.
+    """Scales `s`, one per component, that leave the graph's function unchanged.
 
     Attributes:
         channels: Number of components.
@@ -61,7 +61,7 @@ class SiteAnalysis:
     Attributes:
         sites: Sites, in the order of their first consumers.
         reasons: Reasons, keyed by operator.
-        divisible: Operators in `reasons` that would have a site with `explicit`.
+        divisible: Operators in `reasons` that would have a site with `explicit=True`.
     """
 
     sites: tuple[ScaleSite, ...]
@@ -71,7 +71,7 @@ class SiteAnalysis:
     def selected(
         self, operators: Mapping[Node, Named], chooser: Selective, note: Callable[[Change], None]
     ) -> list[ScaleSite]:
-        """Return the sites whose consumers a pass may change; record the others, and operators without a site.
+        """Return the sites whose consumers a pass may change; record other sites, and operators without a site.
 
         Args:
             operators: Names by which patterns select operators; other operators are not recorded.
@@ -132,7 +132,7 @@ def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis
 
 
 def _explicit_sites(walk: Walk, readers: list[Linear]) -> Iterator[ScaleSite]:
-    """Yield a site for each value that some of `readers` share; no other operator uses their weights."""
+    """Yield a site for each value that `readers` read; no other operator uses their weights."""
     together: dict[tuple[Node, int], list[Linear]] = {}
     for linear in readers:
         if linear.node in walk.inputs:
@@ -163,7 +163,8 @@ def _settle_products(walk: Walk) -> None:
     while True:
         changed = False
         for y, a, b in walk.products.values():
-            # If a factor is not scaled, the other has the product's scale; if the product is not, neither factor is.
+            # If one factor is not scaled, the other has the scale of the product; if the product is not scaled, neither
+            # factor is.
             for fixed, one, other in ((a, y, b), (b, y, a), (y, y, a)):
                 frozen = components.reasons(fixed) > 0
                 changed |= components.tie(one[frozen], other[frozen])
@@ -172,11 +173,14 @@ def _settle_products(walk: Walk) -> None:
 
 
 def _choose(walk: Walk, node: Node, triple: Tensor) -> bool:
-    """Fix the scale of one of two factors that could both take it, if any; keep the one with the more likely weight."""
+    """Fix the scale of one factor at one where both factors could be scaled; return whether that changed anything.
+
+    The other factor takes the scale; it is more likely to come from a weight.
+    """
     _, a, b = triple
 
     def preference(factor: Any) -> tuple[int, bool]:
-        # A squeezed factor is a gate; of two factors with one size, an activation function's output is the gate.
+        # A smaller factor is a gate; of two factors of the same size, the output of an activation function is the gate.
         return math.prod(walk.sizes(factor)), operator_row(factor) is not None
 
     either = (walk.components.reasons(a) == 0) & (walk.components.reasons(b) == 0)
@@ -188,7 +192,7 @@ def _choose(walk: Walk, node: Node, triple: Tensor) -> bool:
 
 
 def _sites(walk: Walk) -> list[ScaleSite]:
-    """Group components that one weighted operator reads together, and number them."""
+    """Return the sites: groups of components that weighted operators read together, numbered from 0 in each site."""
     components = walk.components
     groups = Components()
     groups.fresh(components.count)
@@ -214,7 +218,7 @@ def _sites(walk: Walk) -> list[ScaleSite]:
         sizes[index] += len(new)
 
     def split(labels: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the sites in `labels`, with the numbers of the site's components."""
+        """Yield the index of each site in `labels`, with the number of each element's component in that site, or -1."""
         free = _free(components, labels)
         site = site_of[free]
         for index in torch.unique(site[site >= 0]).tolist():
@@ -249,7 +253,7 @@ def apply_scale(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
     """Rescale the parameters of a site, replacing the tensors.
 
     Args:
-        gm: Graph the site was found in, or the graph it was found in before other sites were applied.
+        gm: Graph in which the site was found; other sites may have been applied since.
         site: Site from `find_scale_sites`.
         scale: Positive scales, shape `(site.channels,)`. Computed in float32 or wider; parameters keep their dtypes.
 

@@ -1,10 +1,10 @@
 """State of the analysis for `quark_fx.rescale.scale_sites`: the values of a graph that must have equal scales.
 
 Every value that the analysis reaches has *labels*: a tensor of the value's rank, of size 1 along dimensions in which
-they do not change, with the number of a scale *component* for each element, or -1 for elements without a request (a
-scale of one). The value may be divided by its components' scales. Rules (`rescale.scale_rules`) derive labels of one
-value from labels of another; labels only gain components, and components only become equal (*tied*) or one (*frozen*,
-with a reason), so the order of the rules does not matter.
+labels do not change, with the number of a scale *component* for each element, or -1 for elements without a request (a
+scale of one). The value may be divided by the scales of its components. Rules (`rescale.scale_rules`) derive labels of
+one value from labels of another. Labels only gain components, and the scales of components only become equal (*tied*)
+or one (*frozen*, with a reason), so the order of the rules does not matter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from quark_fx.graph.nodes import describe, is_floating, is_getitem, parameter, s
 from quark_fx.rescale.components import Components
 
 _SMALL = 2
-"""Size at which rearrangements with dynamic sizes are evaluated, or a larger one if it is too small: the result is the
-same for every size."""
+"""Size used for dynamic dimensions when a rearrangement is evaluated, unless it is too small; the result is the same
+for every size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +35,13 @@ class Absorption:
     """A parameter that absorbs scales.
 
     Attributes:
-        node: Operator that reads it.
-        position: Position of the operator's argument for it, also through a transposition; -1 for other paths.
-        parameter: Its `get_attr` node.
+        node: Operator that reads the parameter.
+        position: Position of the parameter among the operator's arguments, directly or through a transposition; -1 for
+            other paths.
+        parameter: The `get_attr` node of the parameter.
         labels: Scale component of each element, -1 for a scale of one; broadcastable with the parameter, which is
-            expanded to their common shape.
-        divides: True if it is divided by its components' scales, false if it is multiplied.
+            expanded to the common shape.
+        divides: Whether the parameter is divided by the scales of its components; otherwise it is multiplied.
     """
 
     node: Node
@@ -73,7 +74,7 @@ class ScaledInput:
 
 
 class Walk:
-    """Labels of values, parameters that absorb them, and the nodes whose rules must still run."""
+    """Labels of values, parameters that absorb scales, and the nodes whose rules must still run."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
@@ -99,13 +100,13 @@ class Walk:
         return shape
 
     def sharer(self, node: Node, reader: Node) -> Node | None:
-        """Return another node than `reader` that reads the constant of a `get_attr` node."""
+        """Return another consumer of a `get_attr` node's constant, or `None`; `reader` itself if it reads it twice."""
         readers = self._readers[_identity(parameter(self.gm, node))]
         other = next((other for other in readers if other is not reader), None)
         return reader if other is None and len(readers) > 1 else other
 
     def join(self, value: Node, labels: Tensor) -> None:
-        """Request the scale `labels`, broadcastable to `value`; components requested for one element are tied."""
+        """Request the scales `labels`, broadcastable to `value`; components requested for the same element are tied."""
         labels = self._uniform(labels, [d for d, size in enumerate(self.shape(value)) if _varies(size)])
         old = self.labels.get(value)
         if old is None:
@@ -113,7 +114,7 @@ class Walk:
         old, labels = torch.broadcast_tensors(old, labels)
         both = (old >= 0) & (labels >= 0)
         self.components.tie(old[both], labels[both])
-        # A frozen component requests nothing: elements without a request are not scaled either.
+        # A frozen component requests nothing, because elements without a request are not scaled, either.
         new = (old < 0) & (labels >= 0) & (self.components.reasons(labels) == 0)
         if bool(new.any()):
             self.labels[value] = _narrow(self.components.roots(torch.where(new, labels, old)))
@@ -130,7 +131,7 @@ class Walk:
         return labels
 
     def uniform(self, value: Node, dims: Iterable[int]) -> Tensor | None:
-        """Tie the components of `value` along `dims`; return its labels, of size 1 there."""
+        """Tie the components of `value` along `dims`; return its labels, of size 1 along `dims`, if it has labels."""
         labels = self.labels.get(value)
         if labels is None:
             return None
@@ -163,7 +164,7 @@ class Walk:
                 self.join(value, self.fit(self.labels[output], value))
 
     def fit(self, labels: Tensor, value: Node) -> Tensor:
-        """Return the labels of `value` if it is broadcast to a result with `labels`."""
+        """Return the labels that `value` has if it is broadcast to a result with `labels`."""
         shape = self.shape(value)
         extra = labels.dim() - len(shape)
         ones = [d for d in range(labels.dim()) if d < extra or static_size(shape[d - extra]) == 1]
@@ -183,10 +184,10 @@ class Walk:
 
         Args:
             sources: Values; their elements are numbered consecutively.
-            output: Result of their rearrangement.
-            key: Parameters of `positions` other than the shapes of `sources` and `output`.
-            positions: Function that returns the number of the source element for each element of `output`, -1 for a
-                zero; the shape of `output`.
+            output: Result of rearranging the elements of `sources`.
+            key: Text that, with the shapes of `sources` and `output`, identifies the result of `positions`.
+            positions: Function that returns, in the shape of `output`, the number of the source element of each
+                element, or -1 for a zero.
             uniform: Dimensions along which sources must not vary.
         """
         for source in sources:
@@ -197,7 +198,7 @@ class Walk:
         ]
         key = f"{key} {shapes} {self.sizes(output)}"
         if any(source in self.labels for source in sources):
-            # Layers repeat: the movement of labels is computed once for labels that vary along the same dimensions.
+            # Layers repeat, so the movement of labels is computed once for labels that vary along the same dimensions.
             which = self._once(
                 f"forward {key} {[list(labels.shape) for labels in labels_of]}",
                 lambda: _forward(labels_of, shapes, self._once(key, positions)),
@@ -211,7 +212,7 @@ class Walk:
             f"backward {key} {list(labels.shape)}", lambda: _backward(labels, shapes, self._once(key, positions))
         )
         flat = labels.flatten()
-        # An element with several consumers has the scale of any consumer that requests one; all are tied.
+        # A source element with several copies in the output gets the scale of a copy that requests one; all are tied.
         top = flat.scatter_reduce(0, tied[0], flat[tied[1]], "amax")
         ends = torch.cat([tied[0], tied[1]])
         asked = flat[ends] >= 0
@@ -238,8 +239,8 @@ class Walk:
         Args:
             node: The consumer.
             values: Inputs of the consumer.
-            how: Completes the reason.
-            shared_with: Another consumer of its parameter, if that is the reason.
+            how: Text that completes the reason.
+            shared_with: Another consumer of the node's parameter, if sharing is the reason.
         """
         self.freeze(values, f"{read_by(node, shared_with)}{how}")
 
@@ -288,7 +289,7 @@ class Walk:
         self.join(value, fresh)
 
     def move(self, node: Node, arguments: tuple[Any, ...] | None = None, *, uniform: Sequence[int] = ()) -> None:
-        """Tie the elements of a rearrangement to the elements of its floating-point inputs, with indices of zero.
+        """Tie the elements of a rearrangement to the elements of its floating-point inputs; its index inputs are zero.
 
         Args:
             node: The call, or the selection of one of its results.
@@ -296,7 +297,7 @@ class Walk:
             uniform: Dimensions along which the inputs must not vary.
 
         Raises:
-            Declined: If it does not run on the sizes chosen for dynamic dimensions.
+            Declined: If the call does not run with the sizes chosen for dynamic dimensions.
         """
         call: Any = node.args[0] if is_getitem(node) else node
         positional = call.args if arguments is None else arguments
@@ -382,12 +383,12 @@ def _small_sizes(gm: GraphModule) -> dict[Any, int]:
 
 
 def _varies(size: Any) -> bool:
-    """Tell whether a size is unknown without a known factor (heads times batch has one)."""
+    """Tell whether a size is dynamic without a constant factor (batch size times number of heads has one)."""
     return static_size(size) is None and int(size.node.expr.as_coeff_Mul()[0]) in (0, 1)
 
 
 def lift(labels: Tensor, rank: int) -> Tensor:
-    """Return labels with leading dimensions of size 1, of rank `rank`."""
+    """Return labels of rank `rank`, with leading dimensions of size 1."""
     return labels.reshape([1] * (rank - labels.dim()) + list(labels.shape))
 
 
@@ -401,5 +402,5 @@ def _narrow(labels: Tensor) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for two names of one constant."""
+    """Return a key that is equal for all names of the same constant."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
