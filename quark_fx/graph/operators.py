@@ -84,7 +84,7 @@ BRANCH = "branch"
 """Key in `node.meta` of nodes in a float branch next to a quantized operator; its value is the operator's node name."""
 
 TARGETS = frozenset(_OPERATORS)
-"""Operators with a row, by target name."""
+"""Names of the operators with a row, such as `aten.linear.default`."""
 
 _UNSUPPORTED = {
     "aten.convolution.default": (1,),
@@ -296,12 +296,12 @@ def permutation(node: Node) -> tuple[int, ...] | None:
 
 
 def is_average(node: Node) -> bool:
-    """Tell whether the node is a mean or a pool of averages."""
+    """Tell whether the node is a mean or an average pool."""
     return target_name(node) in AVERAGES
 
 
 def argument(node: Node, position: int) -> Any:
-    """Return the argument at a schema position, given by position or name; `None` if it was not given."""
+    """Return the argument at a schema position, passed by position or by keyword; `None` if the call omits it."""
     if position < len(node.args):
         return node.args[position]
     schema = node.target._schema.arguments  # type: ignore[union-attr]
@@ -314,7 +314,7 @@ def measured_share(node: Node) -> float:
 
 
 def named_argument(node: Node, name: str) -> Any:
-    """Return the argument with a name in the operator's schema; `None` if it was not given."""
+    """Return the argument called `name` in the operator's schema; `None` if the call omits it."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     return argument(node, next(i for i, entry in enumerate(schema) if entry.name == name))
 

@@ -38,7 +38,7 @@ from quark_fx.system.untrusted import brief
 GraphPass = Callable[..., int]
 """`pass(graph)`, or `pass(graph, context=...)`, returns the number of rewrites."""
 Check = Callable[[GraphModule], None]
-"""A condition on a graph: raises an error that names the node if it does not hold."""
+"""A function that checks a condition on a graph, and raises an error that names the node if the condition fails."""
 
 P = TypeVar("P")
 
@@ -262,7 +262,7 @@ def pass_targets(p: GraphPass) -> tuple[str, ...]:
 
 
 def require_order(passes: Sequence[GraphPass]) -> None:
-    """Raise `ConfigError` if a pass is listed before one that must precede it; the message names both."""
+    """Raise `ConfigError` if a pass is listed before another pass that must precede it; the message names both."""
     passes = [p for p in passes if not isinstance(p, Stored)]  # the promises of stored passes are unknown
     for late, p in enumerate(passes):
         for early in passes[:late]:
@@ -374,7 +374,7 @@ def run_passes(
         verify_inputs: Real batch (positional arguments of `gm`). If given, passes that promise to be exact are
             checked: outputs may differ by the rounding of a reordered sum, `1e-4` of the largest output in float32,
             8 steps of the mantissa in half precision.
-        context: A `quark_fx.engine.context.Context`, for passes that take one.
+        context: A `quark_fx.engine.context.Context`, for passes that take a context.
         in_place: Whether to rewrite `gm` itself, so that tensors replaced by passes are freed.
 
     Returns:

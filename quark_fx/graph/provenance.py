@@ -75,7 +75,7 @@ class Rewrite:
     Attributes:
         path: Path of the module.
         made_by: Name of the pass.
-        kind: Change of the call.
+        kind: Kind of change to the call.
         operator: Operator of the call that was removed; empty if unknown.
         line: Line of the user's code that called the operator; empty if unknown, and in a loaded model.
     """

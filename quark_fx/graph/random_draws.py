@@ -12,7 +12,7 @@ from quark_fx.graph.operators import named_argument
 
 
 def random_draws(gm: GraphModule, output_names: Sequence[str], nodes: Collection[str] = ()) -> dict[str, str]:
-    """Return a description of the node that draws random numbers for each named output or node that depends on them.
+    """Return, for each named output or node that depends on random numbers, a description of the node that draws them.
 
     An output takes precedence over a node of the same name.
     """
@@ -38,7 +38,7 @@ def sources_of(
 
 
 def _draws(node: Node) -> bool:
-    """Tell whether a node draws random numbers; operators with dropout draw only if it is on."""
+    """Tell whether a node draws random numbers; operators with dropout draw only if dropout is on."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:

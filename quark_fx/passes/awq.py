@@ -37,7 +37,7 @@ _WHOLE = 3
 """Float32 copies of a weight that is tried as a whole, in addition to its codes: error, products with the Hessian."""
 
 _AT_ONCE = 1 << 20
-"""Approximate number of weights that a scale is tried on together."""
+"""Approximate number of weights on which a scale is tried at once."""
 
 _ROWS = 512
 """Smallest number of output channels used to evaluate scales; all have the same scale, so more channels add little."""

@@ -61,7 +61,7 @@ class BiasCorrection(Solver):
         return Proposal(replace(now, value=now.value + seen.value))
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Correct the biases of `gm`; return how many changed."""
+        """Correct the biases of `gm`; return the number of changed biases."""
         if self.means is Means.EMPIRICAL:
             return super().__call__(gm, context)
         for weight, bias in own_biases(gm, context, self):

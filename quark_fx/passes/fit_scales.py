@@ -22,9 +22,9 @@ class FitScales(Solver):
     Scales of integer formats only shrink. Scales of float formats may also grow, because the spacing of float codes
     grows with their magnitude. After `AWQ`, this pass is the clip search of that paper; `GPTQ(fit_scales=True)` begins
     with a similar search. Scales with offsets, and scales of two levels (`quark_fx.gguf_types`), are fitted by least
-    squares instead, with inputs weighted by their mean square, like llama.cpp's importance matrix. All operators before
-    an operator are quantized when its input is measured, in one forward pass over the data. Scales per tensor,
-    `POWER_OF_TWO` scales, and scales of sub-blocks (MX4 to MX9) do not change. A result that is not better on
+    squares instead, with inputs weighted by their mean square, like llama.cpp's importance matrix. When the input of an
+    operator is measured, all operators before it are quantized; this takes one forward pass over the data. Scales per
+    tensor, `POWER_OF_TWO` scales, and scales of sub-blocks (MX4 to MX9) do not change. A result that is not better on
     validation data is rejected.
 
     Args:

@@ -177,7 +177,7 @@ def _is_normalized(gm: GraphModule, value: Node, constants: Collection[Node]) ->
 
 
 def _only_reader(value: Node) -> Node | None:
-    """Return the only node that reads the elements of a value; readers of its sizes do not count."""
+    """Return the only consumer of a value, not counting consumers of its sizes; `None` if it has several."""
     nodes = readers(value)
     return nodes[0] if len(nodes) == 1 else None
 

@@ -130,7 +130,7 @@ class LearnRotations(Rotating):
                     yield number, *context.ranks.gather(choice)[0]  # results may differ between processors
 
     def _settle(self, site: _Site, context: Context) -> tuple[Tensor, Change]:
-        """Return the learned matrix of a site if it is better than the drawn matrix, else that, and the change."""
+        """Return the learned matrix of a site, or the drawn matrix if that is not worse, and the change to report."""
         began, drawn = time.perf_counter(), site.drawn
         if not all(len(value.rows["learned"]) for value in site.values):
             why = "all positions of the calibration data are padding"

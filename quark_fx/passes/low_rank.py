@@ -142,10 +142,10 @@ class LowRank(Selective):
         Args:
             op: Planned operator.
             walk: Traversal of the graph.
-            refused: Reason that the target does not support branches; empty if it does.
+            refused: Reason why the target does not support branches; empty if it does.
 
         Raises:
-            Declined: If its input cannot be split.
+            Declined: If the input of the operator cannot be split.
         """
         linear, mapping = op.linear, None if op.linear is None else op.linear.matrices
         if refused:
@@ -177,7 +177,7 @@ class _Reader:
 
 @dataclass(frozen=True, eq=False)
 class _Site:
-    """Operators with the same input."""
+    """A value to split, given by its consumers."""
 
     readers: tuple[_Reader, ...]
 
@@ -279,7 +279,7 @@ def _directions(x: Tensor, w: Tensor, rank: int) -> Tensor:
 
 
 def _left(form: Tensor, directions: Tensor) -> Tensor:
-    """Return the trace of a form after some directions are removed."""
+    """Return the trace of a form after the columns of `directions` are removed from it."""
     return form.trace() - (directions * (form @ directions)).sum()
 
 

@@ -61,7 +61,7 @@ class Rotating(Selective, ABC):
     seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
     def rotate(self, gm: GraphModule, context: Context | None) -> int:
-        """Rotate the inputs of operators that will be quantized, or of all without a context; return the site count."""
+        """Rotate the inputs of operators that will be quantized (without a context, of all); return the site count."""
         names, note = _names(gm, context), context.note if context is not None else lambda change: None
         unrotated = context.config.target.checkpoints.unrotated if context is not None else None
         generator = torch.Generator().manual_seed(self.seed)
@@ -165,7 +165,7 @@ class Rotate(Rotating):
     """
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
-        """Rotate the inputs of operators that will be quantized, or of all without a context; return the site count."""
+        """Rotate the inputs of operators that will be quantized (without a context, of all); return the site count."""
         return self.rotate(gm, context)
 
     def turn(
@@ -204,7 +204,7 @@ def _channels_of_keys(gm: GraphModule, attention: Attention) -> int:
     """Return the number of channels in the queries and keys of a head.
 
     Raises:
-        Declined: If they cannot be rotated.
+        Declined: If the queries and keys cannot be rotated.
     """
     keys, values, query = attention.keys, attention.values, _query(attention)
     if not isinstance(keys, Cached):

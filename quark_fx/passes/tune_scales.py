@@ -87,7 +87,7 @@ class TuneScales(Selective):
         return Need(moments, operations=int(one.operations * times), blocks=int(one.blocks * (1 + steps)))
 
     def _tunable(self, gm: GraphModule, context: Context) -> list[_Scales]:
-        """Return the selected weights with scales that may take any value; report the skipped ones."""
+        """Return the scales of selected weights that may take any value; report the skipped weights."""
         scales = []
         for weight in own_weights(gm, context, self)(gm):
             reason = ""

@@ -140,7 +140,7 @@ class Page(Protocol):
         ...
 
     def figures(self) -> dict[str, Figure]:
-        """Return charts with their names."""
+        """Return charts, keyed by their names."""
         ...
 
     def tables(self) -> list[Table[Any]]:
@@ -222,7 +222,7 @@ class Report:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Number of operators, number of quantized ones, bytes before and after, and their ratio."""
+        """Number of operators, number of quantized operators, bytes of weights before and after, and their ratio."""
         quantized = [row for row in self.rows if not row.reason]
         before = sum({row.parameter: row.bytes_before for row in self.rows}.values())
         after = stored_size(self.rows)
@@ -328,7 +328,7 @@ class Report:
 
 
 def _range(row: Row) -> str | None:
-    """Return the smallest and the largest scale of a weight; `None` if it has none."""
+    """Return the smallest and the largest scale of a weight as text; `None` without scales."""
     return None if row.scale_min is None else f"{row.scale_min:.2e} … {row.scale_max:.2e}"
 
 

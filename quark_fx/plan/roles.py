@@ -68,7 +68,7 @@ _REPLACING = frozenset(
     f"aten.{name}"
     for name in ("where.ScalarOther", "where.ScalarSelf", "min.dim", "kthvalue.default", "argmin.default")
 )
-"""Operators that select elements or replace them by a number, but route nothing."""
+"""Operators that select elements, or replace elements with a number, but do not make their input a router's output."""
 
 _KEEPING = PADS | PLACES | CHOOSING | _NORMALIZING | _REDUCING | _REPLACING | {CAST}
 """Operators after a head: the model returns their output, and the operator before them still counts as the head."""
@@ -120,7 +120,7 @@ def roles_of(node: Node, uses: Uses | None = None) -> tuple[str, ...]:
 
     Args:
         node: The operator.
-        uses: Uses of the values of its graph, if known.
+        uses: Uses of the values of the operator's graph. Default: computed here.
     """
     uses = uses or Uses(node.graph)
     roles = [DEPTHWISE] if _is_depthwise(node) else []

@@ -216,7 +216,7 @@ def storable(qparams: QParams, spec: TensorSpec, axis: int) -> QParams:
 
     Args:
         qparams: Parameters with ideal scales, float32, in the shape of the granularity.
-        spec: Spec of the weight, with float scales, or integer scales times float ones.
+        spec: Spec of the weight, with float scales, or with integer scales times float scales.
         axis: Dimension that is split into groups.
     """
     zero_point = qparams.zero_point

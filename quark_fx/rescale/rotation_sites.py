@@ -435,7 +435,7 @@ def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> N
     Args:
         gm: Graph in which the site was found; other sites may have been applied since.
         site: Site from `find_rotation_sites`.
-        rotation: Rotation of the site's size, which preserves means if the site requires it.
+        rotation: Rotation of size `site.size`, which preserves means if `site.keeps_mean`.
 
     Raises:
         ValueError: If the matrix has another size, or does not preserve means although the site requires it.

@@ -55,7 +55,7 @@ class RotationWalk(Walk):
 
     Attributes:
         norms: Norms, keyed by the node that multiplies by the factor.
-        made: Values that must be rotated after their operator, with reasons.
+        made: Values that must be rotated after the operator that computes them, with reasons.
         read: Values that must be rotated back for a consumer, keyed by value and consumer, with reasons.
         centering: Components of values from which a mean is subtracted.
         measured: Components of values whose lengths a norm computes, so that no factor can be folded out of the values.
@@ -99,7 +99,7 @@ class RotationWalk(Walk):
                 self.read[value, node] = f"{read_by(node, shared_with)}{how}"
 
     def stop_made(self, node: Node, *, shared_with: Node | None = None) -> None:
-        """Record that the result of `node` must be rotated after it."""
+        """Record that the result of `node` must be rotated after `node`."""
         if node in self.labels:
             self.made[node] = made_by(node, shared_with)
 

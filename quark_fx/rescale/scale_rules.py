@@ -149,7 +149,7 @@ def _same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
         walk: The analysis.
         node: The call.
         values: Positions of the arguments that are scaled: floating-point tensors, or numbers that are zero or
-            infinite. The scale of any other argument is one.
+            infinite. The scale of every other argument is one.
     """
     operands = [argument(node, position) for position in values]
     scaled = [v for v in operands if isinstance(v, Node) and is_floating(walk.gm, v)]
