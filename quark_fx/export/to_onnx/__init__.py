@@ -1,1 +1,1 @@
-"""Graph to ONNX file: translation, formats, clean-up."""
+"""Export of a graph to an ONNX file: translation, conversion to a format, and cleanup."""

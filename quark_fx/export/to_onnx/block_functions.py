@@ -1,7 +1,8 @@
-"""ONNX functions of standard operators: rounding to blocks at run time, and the values of stored codes.
+"""ONNX functions, composed of standard operators, that round to blocks at run time and that decode stored codes.
 
-Results equal `numbers.ops` bit for bit. Before opset 24, no ONNX operator extracts an exponent, so
-powers of two come from tables: a logarithm finds the entry or the one before it, and a comparison decides.
+Their results equal the results of `numbers.ops` bit for bit. Before opset 24, no ONNX operator extracts an exponent, so
+powers of two come from tables: a logarithm finds the index of the entry or the index before it, and a comparison
+decides between the two.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.scales import FLOAT32
 
 DOMAIN = "quark_fx"
-"""Domain of the functions, and of the nodes of `blocks`."""
+"""Domain of these functions, and of the nodes that `blocks` defines."""
 
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class _Body:
-    """Build the body of a function; inputs that are not values become constants."""
+    """Builder of a function's body. Operands that are not ONNX values become constants."""
 
     def __init__(self, *inputs: str) -> None:
         self.tape = ir.tape.Tape()
@@ -60,8 +61,8 @@ def round_function(scheme: Scheme, *, shared: bool, inner: bool, opset: int) -> 
     """Return the function that rounds blocks to the nearest values that `scheme` represents.
 
     Its input and output are float32 of shape `(..., blocks, block)`, or `(..., groups, blocks, block)` if `shared`: the
-    blocks of a group share an exponent, up to one bit. With `inner`, there is one more dimension at the end, whose
-    values belong to different blocks.
+    blocks of a group share an exponent, which each block may lower by one. With `inner`, the shape has one more
+    dimension at the end, whose indices belong to different blocks.
     """
     do = _Body("x")
     (x,) = do.inputs
@@ -83,7 +84,7 @@ def _scale(do: _Body, x: ir.Value, scheme: Scheme, shared: bool, axis: int) -> i
     scale = _e8m0_scale(do, amax, high, scheme)
     if not shared:
         return scale
-    # Only groups of finite values have a scale. The scale of a block is that scale or half of it.
+    # Only groups of finite values have a scale. The scale of a block is its group's scale or half of that.
     bad = do("ReduceSum", do("Mul", amax, 0.0), np.array([axis - 1]), keepdims=1)
     group_amax, group_high = (do("ReduceMax", size, np.array([axis - 1]), keepdims=1) for size in (amax, high))
     group = do("Add", _e8m0_scale(do, group_amax, group_high, scheme), bad)
@@ -91,18 +92,21 @@ def _scale(do: _Body, x: ir.Value, scheme: Scheme, shared: bool, axis: int) -> i
 
 
 _LOWEST = -128
-"""First exponent of the tables."""
+"""Exponent of the first entry of each table of powers."""
 _EXPONENTS = np.arange(_LOWEST, 130)
 _MARGIN = 2.0**-10
-"""Bound on the error of a logarithm, in exponents."""
+"""Bound on the absolute error of a base-2 logarithm."""
 
 
 def _power_of(do: _Body, amax: ir.Value, threshold: float, powers: np.ndarray[Any, Any]) -> ir.Value:
-    """Return the entry of `powers`, one per exponent from `_LOWEST`, for `floor(log2(amax / threshold))`, exactly.
+    """Return the entry of `powers` for the exponent `floor(log2(amax / threshold))`, which is computed exactly.
 
     Args:
-        amax: Values, float32. Zero gives 1, NaN gives NaN. Subnormal numbers count as the smallest normal number.
+        do: Builder of the function.
+        amax: Largest magnitudes, float32. Zero gives 1, NaN gives NaN. Subnormal numbers count as the smallest normal
+            number.
         threshold: Factor from 1 to 2.
+        powers: Table with one entry per exponent, from `_LOWEST` on.
     """
     positive = do("Greater", amax, 0.0)
     size = do("Max", do("Where", positive, amax, 1.0), _TINY)
@@ -116,7 +120,7 @@ def _power_of(do: _Body, amax: ir.Value, threshold: float, powers: np.ndarray[An
 
 
 def _e8m0_scale(do: _Body, amax: ir.Value, high: ir.Value, scheme: Scheme) -> ir.Value:
-    """Compute `ScaleFormat.of_range` for powers of two."""
+    """Compute `ScaleFormat.of_range` for scales that are powers of two."""
     scale = _e8m0_scale_of(do, amax, scheme, below=True)
     if not scheme.one_more_below or scheme.scale.rule == "floor":
         return scale
@@ -126,7 +130,7 @@ def _e8m0_scale(do: _Body, amax: ir.Value, high: ir.Value, scheme: Scheme) -> ir
 
 
 def _e8m0_scale_of(do: _Body, size: ir.Value, scheme: Scheme, *, below: bool) -> ir.Value:
-    """Return the scale for the distance `size` from zero; the rule sets a threshold in the binade and an offset."""
+    """Return the scale that covers a magnitude of `size`; the rule sets a threshold in the binade and an offset."""
     threshold, offset, more = 1.0, -scheme.format.max_exponent, below and scheme.one_more_below
     if scheme.scale.rule == "even" and not more:
         threshold, offset = 2 - 2.0 ** -(scheme.format.mantissa + 1), 1 - scheme.format.max_exponent
@@ -139,7 +143,7 @@ def _e8m0_scale_of(do: _Body, size: ir.Value, scheme: Scheme, *, below: bool) ->
 
 
 def _two_level_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:
-    """Compute `ScaleFormat.of_range` for E4M3 scales under one float32 scale, which is truncated to 20 bits."""
+    """Compute `ScaleFormat.of_range` for E4M3 scales that multiply one float32 scale, truncated to 20 bits."""
     if scheme.scale.unit is not None:
         return _times_unit(do, amax, do("Add", 0.0, scheme.scale.unit), scheme)
     bad = do("ReduceSum", do("Mul", amax, 0.0), keepdims=0)
@@ -151,7 +155,7 @@ def _two_level_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:
 
 
 def _times_unit(do: _Body, amax: ir.Value, unit: ir.Value, scheme: Scheme) -> ir.Value:
-    """Return the E4M3 floats nearest to the scales of ranges, in units of a number, times that number."""
+    """Return the scales of ranges, each rounded to an E4M3 multiple of `unit`."""
     ratio = do("Div", amax, do("Mul", unit, float(scheme.largest)))
     clipped = do("Clip", ratio, 2.0**-9, FP8_E4M3.max)
     clipped = do("Cast", do("Cast", clipped, to=ir.DataType.FLOAT8E4M3FN), to=ir.DataType.FLOAT)
@@ -183,7 +187,10 @@ def float_type(fmt: Format) -> ir.DataType:
 
 
 def values_function(fmt: Format, opset: int) -> ir.Function:
-    """Return the function from codes to float32 values. Codes of other widths than 4 bits are packed, with a shape."""
+    """Return the function that maps codes to float32 values.
+
+    It reads 4-bit codes as they are; codes of any other width are packed, and come with their shape as a second input.
+    """
     do = _Body("codes") if fmt.bits == 4 else _Body("codes", "shape")
     codes = do("Cast", do.inputs[0], to=ir.DataType.INT32) if fmt.bits == 4 else _unpacked(do, fmt.bits)
     values = do("Gather", fmt.pattern_values().numpy(), codes)
@@ -191,7 +198,7 @@ def values_function(fmt: Format, opset: int) -> ir.Function:
 
 
 def exponents_function(opset: int) -> ir.Function:
-    """Return the function from E8M0 exponents, uint8, to powers of two."""
+    """Return the function that maps E8M0 exponents, uint8, to powers of two, float32."""
     do = _Body("exponents")
     powers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     value = do("Gather", powers, do("Cast", do.inputs[0], to=ir.DataType.INT32))
@@ -199,14 +206,14 @@ def exponents_function(opset: int) -> ir.Function:
 
 
 def halves_function(opset: int) -> ir.Function:
-    """Return the function from packed bits and their shape to 1 or, where a bit is set, 0.5."""
+    """Return the function that unpacks bits to a shape and maps a cleared bit to 1 and a set bit to 0.5."""
     do = _Body("bits", "shape")
     value = do("Gather", np.array([1, 0.5], np.float32), _unpacked(do, 1))
     return do.function("Halves", value, opset)
 
 
 def _unpacked(do: _Body, bits: int) -> ir.Value:
-    """Unpack a flat vector packed by `quark_fx.export.packing.pack` to int32; the inputs are the bytes and a shape."""
+    """Unpack the bytes of `quark_fx.checkpoints.words.pack`, the first input, to int32 of a shape, the second input."""
     packed, shape = do.inputs
     column = do("Unsqueeze", packed, np.array([-1]))
     planes = do("BitwiseAnd", do("BitShift", column, np.arange(8, dtype=np.uint8), direction="RIGHT"), np.uint8(1))

@@ -1,10 +1,10 @@
-"""Blocks: nodes of this package that represent them, and standard operators that replace these nodes.
+"""ONNX nodes for quantization in blocks: custom nodes during translation, then standard operators that replace them.
 
-`torch.onnx` translates one operator at a time: `BlockScale`, `QuantizeBlocks`, and `DequantizeBlocks`. For an
-activation, the three are then fused into one `RoundBlocks`; a weight has a `DequantizeBlocks` only.
+`torch.onnx` translates one operator at a time, to `BlockScale`, `QuantizeBlocks`, and `DequantizeBlocks`. For an
+activation, the three are then fused into one `RoundBlocks`; a weight has only a `DequantizeBlocks`.
 
 A weight is stored as codes and scales of different widths. The nodes that convert it to float32 read only constants,
-so a runtime computes them once, when it loads the file.
+so a runtime computes the float32 weight once, when it loads the file.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Rounding:
     """The attributes of a `RoundBlocks`.
 
     Attributes:
-        scheme: Format, symmetry, and format of the scales.
-        axis: Dimension of the blocks.
+        scheme: Format of the codes, symmetry, and format of the scales.
+        axis: Dimension that is cut into blocks.
         block_size: Number of values per scale.
     """
 
@@ -87,7 +87,7 @@ class Rounding:
 
     @property
     def group_size(self) -> int:
-        """Number of values that share an exponent, up to one bit per block; 0 if blocks share nothing."""
+        """Number of values in blocks that share an exponent, which each block may lower by one; 0 without sharing."""
         return self.block_size * (self.scheme.scale.group_size or 0)
 
     @classmethod
@@ -104,7 +104,7 @@ class Rounding:
 
     @property
     def alone(self) -> int:
-        """Number of values that are rounded independently of others."""
+        """Number of values that are rounded together: a group if blocks share an exponent, or else a block."""
         return self.group_size or self.block_size
 
     def node(self, x: ir.Value | None) -> ir.Node:
@@ -121,7 +121,7 @@ class Rounding:
         return ir.node("RoundBlocks", [x], attributes, domain=DOMAIN)
 
     def of_tensor(self, x: Tensor) -> Tensor:
-        """Return `x`, float32, rounded by PyTorch."""
+        """Round a float32 tensor in PyTorch."""
         fmt, scheme = str(self.scheme.format), self.scheme
         layout = (self.axis, self.block_size)
         kind = (str(scheme.symmetry), *layout, str(scheme.scale), self.group_size)
@@ -131,7 +131,10 @@ class Rounding:
 
 
 def fuse_block_rounding(model: ir.Model) -> int:
-    """Fuse the scale, the codes, and the values of a tensor into one `RoundBlocks`.
+    """Fuse the nodes that compute a tensor's scales, codes, and dequantized values into one `RoundBlocks`.
+
+    Returns:
+        Number of `DequantizeBlocks` nodes that were replaced.
 
     Raises:
         ExportError: If an operator reads the codes without dequantizing them.
@@ -184,11 +187,14 @@ def _before_cast(value: ir.Value | None) -> ir.Value | None:
 
 
 _SHARING = (16, 8, 4, 2)
-"""Numbers of blocks in a group that may share an exponent."""
+"""Numbers of blocks per group, largest first, that `_sharing` tries."""
 
 
 def spell_out_blocks(model: ir.Model) -> int:
-    """Replace rounding to blocks, and reads of weights in blocks, by functions of standard operators.
+    """Replace the nodes that round to blocks or dequantize weights in blocks by functions of standard operators.
+
+    Returns:
+        Number of nodes that were replaced.
 
     Raises:
         ExportError: If codes without an ONNX type are not constant.
@@ -209,11 +215,15 @@ def spell_out_blocks(model: ir.Model) -> int:
 
 
 def look_up_values(model: ir.Model, wanted: Callable[[ir.Node, ir.Value], bool]) -> int:
-    """Gather rows from the dequantized values of a table in blocks instead of from its codes.
+    """Dequantize a whole embedding table in blocks and gather rows from the result, instead of gathering codes first.
 
     Args:
         model: Graph to edit.
-        wanted: Predicate of a node that dequantizes rows, and its table of codes: whether to rewrite the node.
+        wanted: Function of a node that dequantizes gathered rows and of its table of codes; returns whether to rewrite
+            the node.
+
+    Returns:
+        Number of nodes that were rewritten.
     """
     done = 0
     for node in list(model.graph):
@@ -237,7 +247,7 @@ def _is_better_dequantized(node: ir.Node, table: ir.Value) -> bool:
 
 
 def _dequantize_before(model: ir.Model, node: ir.Node, gathers: list[ir.Node]) -> None:
-    """Swap a node that dequantizes rows with the nodes that gather these rows from the codes and scales."""
+    """Swap a node that dequantizes rows with the nodes that gather those rows from the codes and scales."""
     table, rank = operand(gathers[0]), len(shape_of(node.outputs[0]))
     axis = int(node.attributes.get_int("axis", 1) or 0) % rank - (rank - len(shape_of(table)))
     attributes = [*(a for a in node.attributes.values() if a.name != "axis"), ir.AttrInt64("axis", axis)]
@@ -249,7 +259,7 @@ def _dequantize_before(model: ir.Model, node: ir.Node, gathers: list[ir.Node]) -
 
 
 class _Before:
-    """Inserts nodes before another one."""
+    """Builder that inserts nodes before a given node of the graph."""
 
     def __init__(self, model: ir.Model, node: ir.Node) -> None:
         self.model, self.node = model, node
@@ -266,7 +276,7 @@ class _Before:
         return self("Shape", x, start=axis, end=axis + 1)
 
     def function(self, function: ir.Function, *inputs: ir.Value) -> ir.Value:
-        """Call `function`, and add it to the model if needed."""
+        """Insert a call of `function`, and add the function to the model if it lacks it."""
         self.model.functions.setdefault(function.identifier(), function)
         self.model.opset_imports[DOMAIN] = 1
         return self(function.name, *inputs, domain=DOMAIN)
@@ -280,7 +290,7 @@ class _Before:
 
 
 def spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
-    """Replace a `RoundBlocks` by standard operators: cut into blocks, round, and join."""
+    """Replace a `RoundBlocks` by standard operators that cut the tensor into blocks, round them, and join them."""
     rounding, do, x, dims = Rounding.of(node), _Before(model, node), operand(node), shape_of(node.outputs[0])
     axis, each, shared = rounding.axis % len(dims), rounding.alone, bool(rounding.group_size)
     size, inner = dims[axis], axis < len(dims) - 1
@@ -305,7 +315,7 @@ def spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
 
 
 def _pads(do: _Before, length: ir.Value, fixed: int | None, each: int) -> ir.Value:
-    """Return the padding before and after; `-length mod each` values complete the last block."""
+    """Return the padding before and after the values: 0, and the `-length mod each` values that fill the last block."""
     if fixed is not None:
         return do.integers(0, -fixed % each)
     return do("Concat", do.integers(0), do("Mod", do("Neg", length), do.integers(each)), axis=0)
@@ -318,7 +328,14 @@ _PLAIN = (INT8, FP8_E4M3, FP8_E5M2)
 
 
 def stored_weight(node: ir.Node) -> tuple[StoredCodes, QuantizedTensor] | None:
-    """Return the weight that the node dequantizes and its stored tensor; `None` if this module does not rewrite it."""
+    """Return the weight that a node dequantizes, and its stored tensor.
+
+    Returns:
+        Weight and tensor; `None` for nodes that this module does not rewrite.
+
+    Raises:
+        ExportError: If codes without an ONNX type are not constant.
+    """
     in_domain = node.domain == DOMAIN and node.op_type == "DequantizeBlocks"
     if not in_domain and (node.domain or node.op_type != "DequantizeLinear" or len(node.inputs) > 2):
         return None
@@ -358,7 +375,14 @@ def _spell_out_weight(model: ir.Model, node: ir.Node, weight: StoredCodes, store
 
 
 def _cut(x: Tensor, axis: int, size: int, fill: int | None) -> Tensor:
-    """Cut dimension `axis` of `x` into pieces of `size`; fill the last with `fill`, or its last value if `None`."""
+    """Cut dimension `axis` of `x` into pieces of `size`, and pad the last piece.
+
+    Args:
+        x: Tensor.
+        axis: Dimension to cut.
+        size: Length of each piece.
+        fill: Padding value; `None` repeats the last index of the dimension.
+    """
     missing = -x.shape[axis] % size
     if missing:
         last = x.narrow(axis, x.shape[axis] - 1, 1)
@@ -381,13 +405,14 @@ def _values(do: _Before, weight: StoredCodes, codes: Tensor) -> ir.Value:
 
 
 def _scales(do: _Before, weight: StoredCodes, scale: Tensor, groups: int | None = None) -> ir.Value:
-    """Store scales in as few bits as represent them exactly, and return them in float32.
+    """Store scales in the fewest bits that represent them exactly, and return their float32 values.
 
     Args:
         do: Builder that inserts the nodes.
         weight: Weight with these scales.
         scale: Scales that broadcast over the codes.
-        groups: Dimension of groups; the scales of a group, along the next dimension, are its largest or half of it.
+        groups: Dimension that indexes groups. Each scale of a group, along the next dimension, is the group's largest
+            scale or half of it. `None` stores every scale separately.
     """
     name, model = str(weight.scale.name), do.model
     if groups is not None:
@@ -414,12 +439,12 @@ def _are_exponents(scale: Tensor) -> bool:
 
 
 def _sharing(scale: Tensor, axis: int, block_size: int) -> int:
-    """Return the number of blocks that share an exponent, up to one bit; 1 if sharing saves no space."""
+    """Return the blocks per group so that each scale is its group's largest or half of it; 1 if no number works."""
     if block_size > 4 or not _are_exponents(scale):
         return 1
     for count in _SHARING:
         if count > scale.shape[axis]:
-            continue  # filling up the group would take more space than sharing saves
+            continue  # padding the group would take more space than sharing saves
         groups = _cut(scale, axis, count, None)
         if bool((groups >= groups.amax(axis + 1, keepdim=True) / 2).all()):
             return count

@@ -1,4 +1,4 @@
-"""Small edits of an `onnx_ir` graph, and the records of nodes that a rewrite leaves unchanged."""
+"""Small edits of an `onnx_ir` graph, and a record of each part that a rewrite leaves unchanged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Kept:
 
     Attributes:
         name: Name of the weight or node.
-        operator: ONNX operator of the node, or of the reader of the weight.
-        reason: Reason for leaving it.
-        rule: Rule that declined; empty for a format.
+        operator: ONNX operator of the node, or of the node that reads the weight.
+        reason: Reason why the part is unchanged.
+        rule: Name of the rule that declined; empty for a format.
     """
 
     name: str
@@ -28,14 +28,14 @@ class Kept:
 
 
 def add_initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:
-    """Store `tensor` under `name`, replacing an existing initializer."""
+    """Store `tensor` as the initializer `name`, replacing any initializer of that name."""
     value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     model.graph.initializers[name] = value
     return value
 
 
 def add_array(model: ir.Model, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
-    """Store an array as `name`, or `name_1`, … if another array has that name; equal arrays are shared."""
+    """Store an array as the initializer `name`, or as `name_1`, `name_2`, … if a different array has that name."""
     array = np.asarray(array, order="C")  # ascontiguousarray would turn a scalar into a vector
     for candidate in (name if not i else f"{name}_{i}" for i in range(1 << 20)):
         initializer = model.graph.initializers.get(candidate)
@@ -63,7 +63,7 @@ def remove_node(node: ir.Node) -> None:
 
 
 def put_node(old: ir.Node, new: ir.Node) -> None:
-    """Replace `old` by `new`, whose output takes over the name, shape, and type."""
+    """Replace the node `old` by `new`, whose output gets the name, shape, and type of the output of `old`."""
     output = new.outputs[0]
     output.name, output.shape, output.type = old.outputs[0].name, old.outputs[0].shape, old.outputs[0].type
     old.prepend(new)
@@ -71,7 +71,7 @@ def put_node(old: ir.Node, new: ir.Node) -> None:
 
 
 def put_same_behind(value: ir.Value) -> ir.Value:
-    """Insert a `Max` of `value` alone, which changes nothing, after its producer; return its result."""
+    """Insert a `Max` with `value` as its only operand, which changes nothing, after its producer; return the result."""
     same = ir.node("Max", [value])
     same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
     producer_of(value).append(same)
@@ -79,7 +79,7 @@ def put_same_behind(value: ir.Value) -> ir.Value:
 
 
 def without_trailing_none(inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
-    """Return the inputs without omitted optional ones at the end."""
+    """Return the inputs without the omitted optional inputs at the end."""
     result = list(inputs)
     while result and result[-1] is None:
         result.pop()
@@ -87,7 +87,7 @@ def without_trailing_none(inputs: Sequence[ir.Value | None]) -> list[ir.Value | 
 
 
 def erase_unread(model: ir.Model) -> None:
-    """Remove nodes, then initializers, without consumers."""
+    """Remove nodes without consumers, then initializers without consumers."""
     for node in reversed(list(model.graph)):
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             model.graph.remove(node, safe=True)
@@ -95,7 +95,7 @@ def erase_unread(model: ir.Model) -> None:
 
 
 def stored_bytes(model: ir.Model) -> int:
-    """Return the size of the tensors that a model stores."""
+    """Return the total size of a model's initializers, in bytes."""
     return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
 
 
@@ -107,7 +107,7 @@ def drop_unused_initializers(model: ir.Model) -> None:
 
 
 def keep_names_apart(model: ir.Model) -> None:
-    """Rename inner values with the name of an input or output, since the user may have chosen those."""
+    """Rename inner values that have the name of an input or output, because the user may have chosen the latter."""
     graph = model.graph
     outside = {*graph.inputs, *graph.outputs}
     inside = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
@@ -121,44 +121,44 @@ def keep_names_apart(model: ir.Model) -> None:
 
 
 def producer_of(value: ir.Value) -> ir.Node:
-    """Return the node that makes a value inside the graph."""
+    """Return the node that computes a value inside the graph."""
     producer = value.producer()
     assert producer is not None
     return producer
 
 
 def operand(node: ir.Node, index: int = 0) -> ir.Value:
-    """Return an input that the operator requires."""
+    """Return input number `index` of a node, which its operator requires."""
     value = node.inputs[index]
     assert value is not None
     return value
 
 
 def shape_of(value: ir.Value) -> ir.Shape:
-    """Return the shape of a value; the exporter writes all of them."""
+    """Return the shape of a value; the exporter sets the shape of every value."""
     assert value.shape is not None
     return value.shape
 
 
 def dtype_of(value: ir.Value) -> ir.DataType:
-    """Return the element type of a value; the exporter writes all of them."""
+    """Return the element type of a value; the exporter sets the type of every value."""
     assert value.dtype is not None
     return value.dtype
 
 
 def made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
-    """Return the node that makes `value` if it is one of `operators`."""
+    """Return the node that computes `value` if its operator is one of `operators`, or else `None`."""
     producer = value.producer() if value is not None else None
     return producer if producer is not None and producer.op_type in operators else None
 
 
 def permutation(transpose: ir.Node, rank: int) -> tuple[int, ...]:
-    """Return the input axis for each output axis of a `Transpose`; reversed by default."""
+    """Return the input axis of each output axis of a `Transpose`, which reverses the axes by default."""
     return tuple(transpose.attributes.get_ints("perm", ())) or tuple(reversed(range(rank)))
 
 
 def narrowed(value: ir.Value | None) -> str | None:
-    """Return a reason if a dequantized activation is cast to 16 bits; `None` if it is not."""
+    """Return the reason to decline an activation that is dequantized and cast to 16-bit floats; `None` for others."""
     cast = made_by(value, "Cast")
     if cast is None or made_by(cast.inputs[0], "DequantizeLinear") is None:
         return None
@@ -182,17 +182,17 @@ def stored_array(value: ir.Value | None) -> np.ndarray[Any, Any]:
 
 
 def only_reader(value: ir.Value) -> ir.Node | None:
-    """Return the only consumer of `value`; `None` if it is read elsewhere or is an output of the graph."""
+    """Return the only consumer of `value`; `None` if it has several uses, or none, or is an output of the graph."""
     uses = list(value.uses())
     return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
 
 
 def added_vector(model: ir.Model, node: ir.Node, channels: int | None) -> tuple[ir.Value | None, ir.Node]:
-    """Return the constant vector added to the output of `node` if nothing else reads it, and the node that adds it.
+    """Return the constant vector that an `Add`, as the only reader of the output of `node`, adds to it.
 
     Args:
-        model: Model that stores the float vector if it is quantized.
-        node: Product.
+        model: Model, in which a quantized vector is stored again in float.
+        node: Node that computes the product.
         channels: Length of the vector.
 
     Returns:
@@ -213,7 +213,7 @@ def added_vector(model: ir.Model, node: ir.Node, channels: int | None) -> tuple[
 
 
 def _dequantized(node: ir.Node) -> np.ndarray[Any, Any] | None:
-    """Return the dequantized values of a constant vector, computed like `DequantizeLinear`."""
+    """Return the values of a constant vector of codes, computed like `DequantizeLinear`; `None` for other inputs."""
     codes, scale, zero_point = (array_of(value) for value in (*node.inputs, None)[:3])
     if codes is None or scale is None or codes.ndim != 1:
         return None

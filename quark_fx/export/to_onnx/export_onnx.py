@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EXTERNAL = 1_900_000_000
-"""Bytes of tensors above which they go to `<name>.data`: a protobuf file ends at 2 GiB."""
+"""Size of the tensors in bytes above which they are stored in `<name>.data`: a protobuf file is limited to 2 GiB."""
 
 CHOSEN_NAMES = "quark_fx.output_names"
-"""Key of a file's metadata for the names of outputs that the caller chose, which `verify` compares."""
+"""Key of a file's metadata for the output names that the caller chose; `verify` compares them."""
 
 
 @checked_call
@@ -79,9 +79,9 @@ def onnx(
 ) -> OnnxFile:
     """Write `qmodel` as an ONNX model with integer weights.
 
-    The file is checked in a temporary folder: `onnx.checker` accepts it, and ONNX Runtime and the target's runtime,
-    where installed, load it and run it on one sample of the calibration data. Only then does it replace an existing
-    file of that name.
+    The file is written to a temporary folder first. There, `onnx.checker` must accept it, and ONNX Runtime and the
+    target's runtime, where installed, must load it and run it on one sample of the calibration data. Only then does it
+    replace an existing file of that name.
 
     Args:
         qmodel: Result of `quantize`.
@@ -94,24 +94,24 @@ def onnx(
             Vendors register further formats (`quark_fx.vendors`, docs/onnx.md).
         opset: Opset from 14 to 25. The default of the built-in targets, 21, is the first with 4- and 16-bit codes and
             scales per block; 25 adds 2-bit codes.
-        domain: Domain of the pairs or of the vendor's nodes: `"com.microsoft"` for 4- and 16-bit codes in any opset
-            (`"qdq"`), or one of those that a vendor's format has.
+        domain: Domain of the quantizers and dequantizers: with `"qdq"`, `"com.microsoft"` allows 4- and 16-bit codes in
+            any opset; with a vendor's format, one of the vendor's domains.
         accuracy_level: Option of `"matmul_nbits"`: 0 to 3 compute in float; 4 rounds activations to int8 and is faster.
         input_names: Names of the inputs; default: the names of the model's inputs.
-        output_names: Names of the outputs; default: the keys of the model's result, or `output`, followed by `_out`
-            if an input has the name.
+        output_names: Names of the outputs; default: the keys of the model's result, or `output`, with `_out` appended
+            if an input has that name.
         external_data: Whether to store tensors in a separate file, `<name>.data`; default: only above 1.9 GB.
         rules: Your own rewrites, which run last: functions decorated with `quark_fx.export.to_onnx.rules.onnx_rule`,
             or rules of `onnxscript.rewriter`.
 
     Returns:
-        Path of the file, with links resolved. `report()` says which nodes ONNX Runtime runs in integers, and which
-        runtimes did not run the file, and why. `kept` lists the parts that the format left in pairs, and those that
-        `rules` declined.
+        Path of the file, with links resolved. Its method `report()` tells which nodes ONNX Runtime runs in integers,
+        and which runtimes did not run the file, and why. Its attribute `kept` lists the parts that the format left as
+        `QuantizeLinear` / `DequantizeLinear` pairs, and the parts that `rules` declined.
 
     Raises:
-        ExportError: If the format cannot represent the quantized model or does not know an option, the target does
-            not support the format or the opset, a type needs a newer opset, an operator lacks a lowering (all are
+        ExportError: If the format cannot represent the quantized model or does not have an option, the target does
+            not support the format or the opset, a type needs a newer opset, operators lack a lowering (all are
             listed, with the user's source lines), the path cannot be written, or the file fails its check or its run.
     """
     try:
@@ -159,14 +159,14 @@ def onnx(
 
 
 def _default_opset(gm: GraphModule, files: OnnxFiles, domain: str | None) -> int:
-    """Return the target's default opset, raised to the first with the codes of a graph if the target reads that."""
+    """Return the target's default opset, or the first opset with the graph's types of codes if newer and supported."""
     from quark_fx.export.to_onnx.lowering import onnx_type
     from quark_fx.export.to_onnx.opset import DEFAULT, first_with
 
     if files.opset >= DEFAULT or domain is not None:
         return files.opset
     formats = {fmt for node in gm.graph.nodes if (fmt := code_format(node)) is not None}
-    # Blocks of wider codes raise an error later, which names the opset that they need.
+    # Blocks of 8-bit codes need a newer opset, too: `require_types` raises an error that names it.
     needed = first_with(onnx_type(str(fmt)) for fmt in formats if fmt.onnx_container.has_onnx_type)
     return max(files.opset, needed) if needed <= files.opsets[1] else files.opset
 
@@ -227,8 +227,8 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
     for decompose in (False, True):
         program = to_exported_program(gm)
         try:
-            # The exporter traces again on this graph's fake values. Symbols that it creates must not stay pending
-            # there, or `compile` fails.
+            # The exporter traces again on this graph's fake values. The symbols that it creates must not stay pending
+            # in the graph's shape environment, or `compile` fails.
             sizes = fake_mode(gm).shape_env
             with _quiet_exporter(), nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols():
                 model = translate(program, names, result_names, opset=opset, decompose=decompose)
@@ -249,10 +249,10 @@ def _is_tensor(node: object) -> bool:
 
 
 def _name_codes(gm: GraphModule, model: ir.Model) -> None:
-    """Give quantized values the names of the graph, for `verify`; a decomposition may have renamed them.
+    """Rename quantized values in the file to their names in the graph, for `verify`; a decomposition may change names.
 
-    Codes that are measured at run time get other names: `verify` does not compare them, because a runtime's zero point
-    may differ from torch's by one.
+    Codes with a scale measured at run time get a name that is not in the graph, so that `verify` does not compare them:
+    a runtime's zero point may differ from torch's by one.
     """
     from quark_fx.export.to_onnx.edit import made_by
     from quark_fx.export.to_onnx.lowering import QUANTIZED
@@ -268,7 +268,7 @@ def _name_codes(gm: GraphModule, model: ir.Model) -> None:
 
 
 def _name_tensors(gm: GraphModule, model: ir.Model) -> None:
-    """Give the tensors of a loaded graph the names that they had when the model was captured."""
+    """Rename the tensors of a loaded graph to their names from when the model was captured."""
     taken = {value.name for node in model.graph.all_nodes() for value in node.outputs}
     taken |= {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
     for stored_name, name in tensor_names(gm).items():
@@ -324,7 +324,7 @@ def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
     text = f"{error} {cause}"
     calls = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     missing = {n.target for n in calls if f"%{n.name} " in text or f"'{n.target}'" in text}
-    # torch names only the first operator without a lowering; it supports no operators of other namespaces.
+    # torch names only the first operator without a lowering. It has lowerings for the namespaces in `_TORCH` only.
     missing |= {n.target for n in calls if n.target.namespace not in _TORCH} - translation_table().keys()
     nodes = [n for n in calls if n.target in missing]
     where = "\n".join(f"  {describe(node)}" for node in nodes) or f"  {cause}"
@@ -389,9 +389,10 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
 
 
 def _is_built(node: Node, fmt: Format) -> bool:
-    """Tell whether codes without an ONNX type belong to a weight or to groups, which are written in other types.
+    """Tell whether a file can store codes without an ONNX type in another type.
 
-    A wider integer type stores narrow integers; for activations, it must have 8 bits.
+    Narrow integers are stored in a wider integer type, which must have 8 bits for activations. Other codes can be
+    stored if they belong to a weight, or to an activation in groups.
     """
     if (container := fmt.onnx_container) != fmt and container.bits <= 16:
         return fmt.activation_container.bits == 8 or target_name(node) == DEQUANTIZE
@@ -401,7 +402,7 @@ def _is_built(node: Node, fmt: Format) -> bool:
 
 
 def _unmeasured(node: Node) -> str:
-    """Return the property of a `dynamic_qparams` that prevents its lowering; empty if none does."""
+    """Return the property of a `dynamic_qparams` node that prevents its lowering; empty if it can be lowered."""
     fmt, symmetry, _, block, scale_type = node.args[1:6]
     if block in (0, -1):
         return "" if scale_type == str(FLOAT32) else "with 8-bit scales"
@@ -429,7 +430,7 @@ def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str])
 
 
 def named_apart(names: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """Return `names`, with `_out` appended to those in `taken`."""
+    """Return `names`, with `_out` appended to each name that is in `taken` or occurs earlier in `names`."""
     result: list[str] = []
     for name in names:
         while name in (*taken, *result):

@@ -1,4 +1,4 @@
-"""The formats of an ONNX file: one row each, with the options that apply to it."""
+"""The formats of an ONNX file, as a table with one row per format: its rewrite and the options that apply to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FormatOptions:
 
     Attributes:
         domain: Domain of the quantizers and dequantizers.
-        accuracy_level: Accuracy level of `MatMulNBits`.
+        accuracy_level: Attribute `accuracy_level` of `MatMulNBits`, from 0 to 4.
     """
 
     domain: str | None = None
@@ -43,9 +43,9 @@ class OnnxFormat:
     Attributes:
         rewrite: Function that edits the model and returns the parts that it left unchanged.
         choices: Values of each option that applies to the format, the default first.
-        standard: Function that returns a model, possibly edited in place, with standard operators instead of those of
-            the domains in `choices`; `None` if ONNX Runtime has kernels for the format.
-        wide: Whether its quantizers support 32-bit codes.
+        standard: Function that replaces the operators of the domains in `choices` by standard operators, and returns
+            the model, possibly edited in place; `None` if ONNX Runtime has kernels for the format.
+        wide: Whether the quantizers of the format support 32-bit codes.
     """
 
     rewrite: Callable[[ir.Model, FormatOptions], tuple[Kept, ...]]
@@ -94,16 +94,16 @@ register_onnx_format("matmul_nbits", OnnxFormat(rewrite=_matmul_nbits, choices={
 
 
 def vendor_formats(model: ir.Model) -> dict[str, OnnxFormat]:
-    """Return the domains of a model for which ONNX Runtime has no kernels, each with the format that writes it."""
+    """Return the vendor domains of a model, for which ONNX Runtime lacks kernels, with the format that writes each."""
     rows = (row for row in FORMATS.values() if row.standard is not None)
     return {str(name): row for row in rows for name in row.choices.get("domain", ()) if name in model.opset_imports}
 
 
 def find_format(name: str, options: FormatOptions, target: Target) -> tuple[OnnxFormat, FormatOptions]:
-    """Return a format that a target reads, and its options with defaults filled in.
+    """Return the format called `name`, and its options with defaults filled in.
 
     Raises:
-        ExportError: If the format is unknown or the target does not read it, or if an option or its value does not
+        ExportError: If the format is unknown or the target does not support it, or if an option or its value does not
             apply to the format.
     """
     chosen = FORMATS.find(name)
@@ -133,10 +133,11 @@ def write_in_format(
         chosen: Format.
         options: Options of the format.
         files: Properties of the target's ONNX files.
-        rules: Further rewrites, which run after the target's.
+        rules: Further rewrites, which run after the target's rules.
 
     Returns:
-        Parts that the format left in pairs, and parts that the target's rules and `rules` declined.
+        Parts that the format left as `QuantizeLinear` / `DequantizeLinear` pairs, and parts that the target's rules and
+        `rules` declined.
     """
     from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
@@ -173,7 +174,7 @@ def write_in_format(
 
 
 def _settle_sizes(model: ir.Model) -> None:
-    """Store the size of a dimension that does not vary after all as a number; torch leaves the number as a name."""
+    """Replace symbolic sizes whose name is a number by that number: torch writes some fixed sizes in that way."""
     import onnx_ir as ir
 
     values = itertools.chain(model.graph.inputs, *(node.outputs for node in model.graph.all_nodes()))
@@ -185,7 +186,7 @@ def _settle_sizes(model: ir.Model) -> None:
 
 
 def _strip_notes(model: ir.Model) -> None:
-    """Remove the exporter's notes (stack traces, signatures), which outweigh the weights of a small model."""
+    """Remove the exporter's metadata (stack traces, signatures), which is larger than the weights of a small model."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     ClearMetadataAndDocStringPass()(model)

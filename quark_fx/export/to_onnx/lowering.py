@@ -1,6 +1,6 @@
-"""ONNX lowerings of operators without one in torch: the operators of `quark_fx`, and the product of expert layers.
+"""ONNX lowerings for operators that torch's exporter lacks or lowers differently, such as the operators of `quark_fx`.
 
-These functions, one per operator, form the translation table of `torch.onnx.export`. Source of the semantics:
+These functions, one per operator, form the translation table of `torch.onnx.export`. ONNX operators are specified in
 https://onnx.ai/onnx/operators/.
 """
 
@@ -26,7 +26,7 @@ from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.numbers.scales import FLOAT32
 
 op: Any = opset21
-"""The operators of the opset; untyped, because onnxscript types them for scripts, not for tracing."""
+"""ONNX operators as functions; untyped, because onnxscript annotates them for scripts, not for tracing."""
 
 
 def onnx_type(format: str) -> ir.DataType:
@@ -37,23 +37,23 @@ def onnx_type(format: str) -> ir.DataType:
 
 
 QUANTIZED = "quantized"
-"""Key of the note on the result of `quantize`."""
+"""Metadata key that marks the result of `quantize`."""
 
 
 @lowers("quark_fx.quantize.default")
 def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None = None, block_size: int = 0) -> Any:
-    """Write `QuantizeLinear` in float32, with a note on its result."""
+    """Write `QuantizeLinear` of the float32 value, and mark its result with `QUANTIZED`."""
     codes = _codes(_float32(x), scale, zero_point, format, axis, block_size)
     codes.meta[QUANTIZED] = True
     return codes
 
 
 def _codes(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None, block_size: int) -> Any:
-    """Write the codes of a float32 value; the cast zero point sets their type.
+    """Write the codes of a float32 value, in the type to which the zero point is cast.
 
     Codes narrower than a byte are stored in a byte and clipped: ONNX Runtime fuses 4-bit types into kernels that do
-    not exist and rejects the file. The clip applies to the codes, not to the values before, so that the operator that
-    makes the values can run in integers.
+    not exist and rejects the file. The clip comes after the quantizer, not before it, so that the operator that
+    computes the values can run in integers.
     """
     if made_by(scale, "BlockScale"):
         return quantize_blocks(x, scale)
@@ -75,12 +75,12 @@ def _codes(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None, b
 
 
 def _measurement(scale: Any) -> Any:
-    """Return the `DynamicQuantizeLinear` that makes a scale, and also codes and a zero point; `None` for others."""
+    """Return the `DynamicQuantizeLinear` that computes a scale; `None` if another node does."""
     return made_by(scale, "DynamicQuantizeLinear")
 
 
 def _quantize_rows(x: Any, scale: Any, zero_point: Any, format: str) -> Any:
-    """Write out `QuantizeLinear` for one scale per row: its `block_size` would fix the length of a row."""
+    """Write `QuantizeLinear` with one scale per row as arithmetic: its `block_size` would fix the length of a row."""
     fmt, ideal = parse_format(format), op.Div(x, scale)
     if fmt.is_integer:
         ideal = op.Add(op.Round(ideal), op.Cast(zero_point, to=ir.DataType.FLOAT))
@@ -106,14 +106,14 @@ def dequantize(
     block_size: int = 0,
     dtype: int = int(ir.DataType.FLOAT),
 ) -> Any:
-    """Write `DequantizeLinear`, with a cast unless the model is float32; stored narrow codes get a narrow type."""
+    """Write `DequantizeLinear`, and a cast unless the result is float32; stored codes are cast to their narrow type."""
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     fmt = parse_format(format)
     whole = fmt.is_integer
     if made_by(codes, "QuantizeBlocks") or not fmt.onnx_container.has_onnx_type:
         y = dequantize_blocks(codes, scale, format=format, axis=axis or 0, block_size=block_size)
     elif block_size < 0:
-        # Written out as in `_quantize_rows`. ONNX Runtime would also fuse a blocked `DequantizeLinear` into an integer
+        # Arithmetic, as in `_quantize_rows`. Also, ONNX Runtime would fuse a blocked `DequantizeLinear` into an integer
         # product that supports only one scale, and fail.
         y = op.Cast(codes, to=ir.DataType.FLOAT)
         y = op.Mul(op.Sub(y, op.Cast(zero_point, to=ir.DataType.FLOAT)) if whole else y, scale)
@@ -132,10 +132,10 @@ def dequantize(
 
 
 def _zero_point(zero_point: Any, scale: Any, dtype: ir.DataType, block_size: int) -> list[Any]:
-    """Write the zero point in the type of the codes, or nothing if it is the default.
+    """Return the zero point in the type of the codes as a list of inputs, which is empty if the input can be omitted.
 
-    ONNX Runtime's fusion of `Gemm` needs it in the shape of the scales, and so does `session.x64quantprecision`, which
-    changes the zero points of int8 weights.
+    A zero point of 0 for several scales is written in their shape: ONNX Runtime's fusion of `Gemm` requires that, and
+    so does `session.x64quantprecision`, which changes the zero points of int8 weights.
     """
     if len(zero_point.shape) or not len(scale.shape):
         return [op.Cast(zero_point, to=dtype)]
@@ -157,7 +157,7 @@ def dynamic_qparams(
     group_size: int = 0,
     ratio: float = 1.0,
 ) -> Any:
-    """Write `DynamicQuantizeLinear` if it computes the same, or else its arithmetic per tensor or row."""
+    """Write `DynamicQuantizeLinear` if it computes the same scale, or else the arithmetic, per tensor or per row."""
     x = _float32(x)
     if block_size > 0:
         layout = {"axis": axis, "block_size": block_size, "group_size": group_size}
@@ -189,14 +189,14 @@ def dynamic_qparams(
 
 @lowers("aten.linear.default")
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """Write an integer product for codes measured at run time, otherwise torch's lowering."""
+    """Write an integer product if `x` is quantized at run time, and torch's lowering otherwise."""
     product = _integer_product(x, weight, bias, output_axis=0)
     return aten_linear(x, weight, bias) if product is None else product
 
 
 @lowers("aten.addmm.default")
 def addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    """Write an integer product for codes measured at run time, otherwise torch's lowering."""
+    """Write an integer product if `x` is quantized at run time, and torch's lowering otherwise."""
     product = _integer_product(x, weight, bias, output_axis=1) if alpha == beta == 1 else None
     return aten_addmm(bias, x, weight, beta=beta, alpha=alpha) if product is None else product
 
@@ -205,15 +205,17 @@ def addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) 
 @lowers("aten.bmm.default")
 @lowers("aten.matmul.default")
 def matmul(x: Any, weight: Any) -> Any:
-    """Write an integer product for codes measured at run time, otherwise `MatMul`."""
+    """Write an integer product if `x` is quantized at run time, and `MatMul` otherwise."""
     product = _integer_product(x, weight, None, output_axis=1)
     return op.MatMul(x, weight) if product is None else product
 
 
 def _integer_product(x: Any, weight: Any, bias: Any, *, output_axis: int) -> Any:
-    """Write `MatMulInteger(x, w) * (s_x * s_w)`, which ONNX Runtime runs as one kernel; it has no such `Gemm`.
+    """Write `MatMulInteger(x, w) * (s_x * s_w)`, which ONNX Runtime runs as one kernel; it lacks such a `Gemm`.
 
-    Return `None` unless `x` has codes measured at run time, and `weight` stored 8-bit codes with common scales of sums.
+    Returns:
+        Product; `None` unless `x` is quantized at run time, and `weight` has stored 8-bit codes with one scale per
+        tensor or per output channel.
     """
     transpose = made_by(weight, "Transpose")
     if transpose is not None and permutation(transpose, weight.shape.rank()) == (1, 0):
@@ -231,7 +233,7 @@ def _integer_product(x: Any, weight: Any, bias: Any, *, output_axis: int) -> Any
         return None
     if output_axis == 0:
         if any(len(read.meta["node"].users) > 1 for read in (b, codes)):
-            return None  # the file has the codes once, in the order of the other reader
+            return None  # another node reads the codes untransposed, and the file stores them once
         codes = op.Transpose(codes, perm=[1, 0])
     zeros = [zero for zero in zero_point if not made_by(zero, "Constant")]
     product = op.Cast(op.MatMulInteger(a.inputs[0], codes, a.inputs[2], *zeros), to=ir.DataType.FLOAT)
@@ -241,7 +243,7 @@ def _integer_product(x: Any, weight: Any, bias: Any, *, output_axis: int) -> Any
 
 @lowers("quark_fx.rotate.default")
 def rotate(x: Any, left: Any, right: Any) -> Any:
-    """Write two `MatMul`, with the columns and the rows of each block; one if a block has a single row."""
+    """Write a `MatMul` with each side of the blocks: `left.T @ block @ right`. Blocks of one row need only `right`."""
     (a, _), (b, _) = left.shape, right.shape
     if a == 1 and x.shape[-1] == b:
         return op.MatMul(x, right)
@@ -255,7 +257,7 @@ def rotate(x: Any, left: Any, right: Any) -> Any:
 @lowers("quark_fx.grouped_mm.default")
 @lowers("transformers.grouped_mm_fallback.default")
 def grouped_mm(x: Any, weight: Any, offsets: Any, *unused: Any, **also_unused: Any) -> Any:
-    """Write one `MatMul` per expert on its slice of rows; `offsets` are the (exclusive) ends of the slices."""
+    """Write one `MatMul` per expert on its slice of the rows of `x`; `offsets` are the exclusive ends of the slices."""
     axis = op.Constant(value_ints=[0])
     start, parts = op.Constant(value_ints=[0]), []
     ends = op.Cast(offsets, to=ir.DataType.INT64)
@@ -282,7 +284,7 @@ def adaptive_avg_pool(x: Any, output_size: list[int]) -> Any:
     if even and len(x.shape) == rank + 2:
         kernel = [n // out for n, out in zip(sides, output_size, strict=True)]
         return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
-    # Like torch: first sum over all dimensions, then divide by one count after the other, for the same rounding.
+    # First sum over all dimensions, then divide by one count after the other, for the same rounding as in torch.
     y, dims, counts = x, len(x.shape), []
     for axis, side, out in zip(range(dims - rank, dims), sides, output_size, strict=True):
         if side == out:
@@ -301,7 +303,7 @@ def adaptive_avg_pool(x: Any, output_size: list[int]) -> Any:
 
 
 def _windows(x: Any, axis: int, side: Any, out: int) -> tuple[Any, Any]:
-    """Return the windows as a matrix of ones, shape `(side, out)`, and the number of values in each window.
+    """Return a matrix of shape `(side, out)`, with ones where a value is in a window, and the sizes of the windows.
 
     Window `i` of `n` values begins at `i * n // out` and ends before `-(-(i + 1) * n // out)`.
     """
@@ -334,13 +336,13 @@ def amin(x: Any, dim: list[int] | None = None, keepdim: bool = False) -> Any:
 
 @lowers("aten.squeeze.dim")
 def squeeze(x: Any, dim: int) -> Any:
-    """Write `Squeeze`, or `Identity` if the size is not 1; a size that varies was not 1 at capture."""
+    """Write `Squeeze`, or `Identity` if the size is not 1; a varying size was not 1 at capture."""
     return op.Squeeze(x, op.Constant(value_ints=[dim])) if len(x.shape) and x.shape[dim] == 1 else op.Identity(x)
 
 
 @lowers("aten.sort.stable")
 def sort(x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """Write `TopK` of all values. It is stable: among equal values, the lower index comes first."""
+    """Write `TopK` of all values, which is a stable sort: among equal values, the lower index comes first."""
     size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim % x.shape.rank()]))
     return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
 
@@ -355,12 +357,12 @@ def antialiased_linear(x: Any, output_size: Any, align_corners: bool, *scales: A
 @lowers("aten._upsample_bicubic2d_aa.default")
 @lowers("aten._upsample_bicubic2d_aa.vec")
 def antialiased_cubic(x: Any, output_size: Any, align_corners: bool, *scales: Any) -> Any:
-    """Write an antialiased `Resize` with the cubic weights of Keys, as in torch."""
+    """Write an antialiased `Resize` with Keys' cubic kernel, `a = -0.5`, like torch."""
     return _antialiased(x, output_size, scales, mode="cubic", cubic_coeff_a=-0.5)
 
 
 def _antialiased(x: Any, output_size: Any, scales: tuple[Any, ...], **kind: Any) -> Any:
-    """Write `Resize` with the call's scale factors, if it has any: ratios of the rounded sizes would shift pixels."""
+    """Write `Resize` with the caller's scale factors, if any: ratios of the rounded sizes would shift pixels."""
     if scales and isinstance(scales[0], list | tuple):
         scales = tuple(scales[0])
     factors = [scale for scale in scales if scale is not None]
@@ -383,7 +385,7 @@ def _antialiased(x: Any, output_size: Any, scales: tuple[Any, ...], **kind: Any)
 
 @lowers("quark_fx.onnx_lstm.default")
 def lstm(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, directions: int, measured: bool) -> Any:
-    """Write `LSTM` for one layer, with a note whether its inputs are quantized at run time."""
+    """Write `LSTM` for one layer, and record in `MEASURED` whether its inputs are all quantized at run time."""
     outputs = op.LSTM(x, *_by_direction(w, r, directions), b, None, h, c, **_recurrent(r, directions))
     outputs[0].producer().meta[MEASURED] = measured
     return outputs
@@ -414,10 +416,10 @@ def _recurrent(r: Any, directions: int) -> dict[str, Any]:
 
 @lowers("aten.index_put.default")
 def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    """Write values at indices, or add one for each occurrence of an index.
+    """Write `ScatterND`, which stores values at indices or, with `accumulate`, adds a value per occurrence of an index.
 
-    `ScatterND` indexes the first dimensions, so the indexed dimensions are transposed to the front and back. A mask is
-    replaced by the indices of its nonzero elements.
+    `ScatterND` indexes the first dimensions, so the indexed dimensions are transposed to the front and back again. A
+    mask is replaced by the indices of its nonzero elements.
     """
     chosen = [place for place, index in enumerate(indices) if index is not None]
     parts = [indices[place] for place in chosen]

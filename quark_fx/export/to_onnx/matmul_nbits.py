@@ -1,7 +1,8 @@
-"""Weight-only products as `com.microsoft` `MatMulNBits`, embeddings as `GatherBlockQuantized`.
+"""The format `matmul_nbits`: weight-only products as `MatMulNBits`, and embeddings as `GatherBlockQuantized`.
 
-Source of both: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. Further types that the CPU
-kernels support were measured on ONNX Runtime 1.31.
+Both operators, of the domain `com.microsoft`, are described in
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. The CPU kernels support further types,
+which were measured on ONNX Runtime 1.31.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 Array = np.ndarray[Any, Any]
 
 _BLOCKS = (16, 32, 64, 128, 256)
-"""Values per scale that the kernels of both operators support."""
+"""Numbers of values per scale that the kernels of both operators support."""
 
 _BITS = (2, 4, 8)
 
 
 def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
-    """Rewrite every product with, and look-up in, a weight-only matrix; return the quantized weights that stay.
+    """Rewrite the products and embedding lookups of weight-only matrices; return the weights that were not rewritten.
 
     Raises:
-        ExportError: If no weight can be rewritten, the group size of one is not supported, or `accuracy_level` does not
-            apply because no product is written.
+        ExportError: If no weight can be rewritten, the group size of a weight is not supported, or `accuracy_level`
+            does not apply because no product is written.
     """
     left_alone, done = [], 0
     for node in list(model.graph):
@@ -81,7 +82,7 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
 
 
 def _beyond(node: ir.Node) -> Kept | None:
-    """Return the reason why a weight without a `DequantizeLinear` stays; `None` for any other node."""
+    """Return a record of a weight that a node reads without a `DequantizeLinear`; `None` for any other node."""
     if node.op_type == "MatMulInteger":
         turned = made_by(node.inputs[1], "Transpose")
         codes, operator = (turned or node).inputs[0 if turned else 1], node.op_type
@@ -95,7 +96,7 @@ def _beyond(node: ir.Node) -> Kept | None:
 
 
 def _reader(node: ir.Node) -> str:
-    """Return the operator that reads the output of `node`, past transposes and casts."""
+    """Return the operator that reads the output of `node`, following transposes and casts."""
     reader = next((use.node for use in node.outputs[0].uses()), None)
     if reader is None:
         return str(node.op_type)
@@ -106,14 +107,14 @@ def _reader(node: ir.Node) -> str:
 
 
 def packed(codes: Tensor, bits: int) -> Array:
-    """Pack the rows of `codes` into bytes, lowest bits first; the last byte of a row is padded with zeros."""
+    """Pack each row of `codes` into bytes, lowest bits first; the last byte of a row is padded with zeros."""
     words = pack(codes, bits)
     filled: Array = words.view(torch.uint8)[:, : -(-codes.shape[1] * bits // 8)].numpy()
     return filled
 
 
 def block_size(group: int, columns: int) -> int | None:
-    """Return the block that the kernels can use for groups of `group` columns; `None` if there is none.
+    """Return the block size with which the kernels can store groups of `group` columns; `None` if there is none.
 
     >>> block_size(128, 512), block_size(48, 512), block_size(24, 512), block_size(40, 40)
     (128, 16, None, 64)
@@ -128,14 +129,14 @@ def read_blocks(weight: StoredCodes, *, axis: int) -> QuantizedTensor:
 
     Args:
         weight: Matrix.
-        axis: Dimension of its rows.
+        axis: Dimension of the matrix that indexes its rows.
 
     Returns:
         Unsigned codes of shape (rows, columns), with a scale and a zero point for each block of a row.
 
     Raises:
-        Declined: If the kernels do not support it.
-        ExportError: If only the size of its groups is not supported.
+        Declined: If the kernels do not support the matrix.
+        ExportError: If the kernels support the matrix, but not its group size.
     """
     codes = array_of(weight.codes)
     if codes is None or codes.ndim != 2:
@@ -168,13 +169,13 @@ def read_blocks(weight: StoredCodes, *, axis: int) -> QuantizedTensor:
 
 
 def packed_zero_point(blocks: QuantizedTensor) -> Array | None:
-    """Return the zero points, packed per row; `None` if they are the default of the kernels."""
+    """Return the zero points, packed per row; `None` if all are the kernels' default, `2 ** (bits - 1)`."""
     bits = blocks.format.bits
     return None if bool((blocks.zero_point == 1 << (bits - 1)).all()) else packed(blocks.zero_point, bits)
 
 
 def packed_blocks(blocks: QuantizedTensor) -> Array:
-    """Return the codes, shape `(rows, blocks, block * bits / 8)`, with the last block padded."""
+    """Return the packed codes, shape `(rows, blocks, block * bits / 8)`; the last block is padded with zeros."""
     missing = blocks.scale.shape[1] * blocks.block_size - blocks.codes.shape[1]
     filled = torch.nn.functional.pad(blocks.codes, (0, missing))
     return packed(filled, blocks.format.bits).reshape(*blocks.scale.shape, -1)
@@ -184,7 +185,7 @@ def packed_blocks(blocks: QuantizedTensor) -> Array:
 
 
 def _multiplied(node: ir.Node) -> StoredCodes | None:
-    """Return the dequantized weight that `node` reads, past transposes and casts."""
+    """Return the dequantized weight that `node` reads, possibly through transposes and casts; `None` if none."""
     if node.op_type in ("Transpose", "Cast"):
         return None
     return next((weight for value in node.inputs if (weight := _constant_behind(value)) is not None), None)
@@ -259,7 +260,7 @@ def _in_type_of(x: ir.Value, scale: Array, weight: StoredCodes) -> Array:
 
 
 def _bias(model: ir.Model, node: ir.Node, channels: int) -> tuple[ir.Value | None, ir.Node]:
-    """Return the constant vector added to a product, and the node that adds it."""
+    """Return the constant vector that is added to a product (`None` if none is), and the node that adds it."""
     if node.op_type == "MatMul":
         return added_vector(model, node, channels)
     bias = node.inputs[2] if len(node.inputs) > 2 else None
@@ -273,7 +274,7 @@ def _bias(model: ir.Model, node: ir.Node, channels: int) -> tuple[ir.Value | Non
 
 
 def _looked_up(node: ir.Node) -> StoredCodes | None:
-    """Return the weight whose rows `node` looks up, dequantized before or after, or by separate operators."""
+    """Return the weight whose rows `node` looks up, dequantized before or after the `Gather`, or by arithmetic."""
     if node.op_type == "Gather":
         return _constant_behind(node.inputs[0])
     if node.op_type == "DequantizeLinear":
@@ -283,7 +284,7 @@ def _looked_up(node: ir.Node) -> StoredCodes | None:
 
 
 def _rows_dequantized(node: ir.Node, gather: ir.Node) -> StoredCodes | None:
-    """Match the dequantization of looked-up codes: one scale for all, or looked-up scales, several per row."""
+    """Match a dequantization of gathered codes with one scale for the table, or with gathered scales of each row."""
     parameters = []
     for value in node.inputs[1:]:
         cast = made_by(value, "Cast")
@@ -301,7 +302,7 @@ def _rows_dequantized(node: ir.Node, gather: ir.Node) -> StoredCodes | None:
 
 
 def _rows(node: ir.Node) -> StoredCodes | None:
-    """Match `(Cast(Gather(codes)) - Cast(zero_point)) * Gather(scale)`: a scale and optional zero point per row."""
+    """Match `(Cast(Gather(codes)) - Cast(zero_point)) * Gather(scale)`: one scale per row of the table."""
     difference, scale = made_by(node.inputs[0], "Sub"), made_by(node.inputs[1], "Gather")
     if difference is None or scale is None:
         return None
@@ -326,7 +327,7 @@ def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
 
 
 def _gather_of(node: ir.Node) -> ir.Node:
-    """Return the `Gather` of the codes or, if dequantization comes first, of the values."""
+    """Return the `Gather` that looks up the codes or, if dequantization comes first, the values."""
     while node.op_type != "Gather":
         node = producer_of(operand(node))
     return node
@@ -356,7 +357,7 @@ def _use_gather(model: ir.Model, node: ir.Node, weight: StoredCodes) -> None:
 
 
 def _share_tables(model: ir.Model) -> None:
-    """Let look-ups and products with the same matrix share its bytes, which the kernels read in different shapes."""
+    """Let lookups in a matrix and products with it share its bytes, which the two kernels read in different shapes."""
     products = [node.inputs[1] for node in model.graph if node.op_type == "MatMulNBits"]
     for node in [node for node in model.graph if node.op_type == "GatherBlockQuantized"]:
         rows = array_of(node.inputs[0])

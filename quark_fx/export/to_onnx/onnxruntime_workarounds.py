@@ -1,6 +1,6 @@
-"""Patterns of `workarounds` for ONNX Runtime's CPU provider, and their rewrites.
+"""Conditions and rewrites of the rows in `workarounds` that are for ONNX Runtime's CPU provider.
 
-A `Max` of one value changes nothing, but no fusion of ONNX Runtime crosses it.
+Several rewrites insert a `Max` with a single operand, which changes no value, but stops fusions of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _BYTES = frozenset({ir.DataType.INT8, ir.DataType.UINT8})
 
 
 def keep_apart(model: ir.Model, reader: ir.Node, index: int = 0) -> None:
-    """Insert a `Max` of one value between a node and one of its inputs."""
+    """Insert a `Max` with a single operand between a node and its input number `index`."""
     reader.replace_input_with(index, put_same_behind(operand(reader, index)))
 
 
 def _input(node: ir.Node, index: int) -> ir.Value | None:
-    """Return an optional input; `None` if it is omitted."""
+    """Return input number `index` of a node; `None` if it is omitted."""
     return node.inputs[index] if len(node.inputs) > index else None
 
 
@@ -40,7 +40,7 @@ def _input(node: ir.Node, index: int) -> ir.Value | None:
 
 
 def is_rounded_again(node: ir.Node) -> bool:
-    """Tell whether a quantizer alone reads a dequantized value of the same type that had another scale."""
+    """Tell whether a quantizer is the only reader of a dequantized value of the same type with other parameters."""
     source = made_by(node.inputs[0], "DequantizeLinear")
     if source is None or only_reader(source.outputs[0]) is None:
         return False
@@ -54,7 +54,7 @@ def is_rounded_again(node: ir.Node) -> bool:
 
 
 def has_row_scales(node: ir.Node) -> bool:
-    """Tell whether an operator reads a weight with scales along the summed axis, such as one read both ways."""
+    """Tell whether a product's weight has scales along the summed axis, for example if it is also read transposed."""
     weight = made_by(node.inputs[1], "DequantizeLinear")
     if weight is None or made_by(node.inputs[0], "DequantizeLinear") is None:
         return False
@@ -66,14 +66,14 @@ def has_row_scales(node: ir.Node) -> bool:
 
 
 def spell_out_row_scales(model: ir.Model, node: ir.Node) -> None:
-    """Dequantize the weight by arithmetic, which is not fused."""
+    """Dequantize the weight with `Sub` and `Mul`, which ONNX Runtime does not fuse."""
     weight = producer_of(operand(node, 1))
     shape = [-1 if dim == weight.attributes.get_int("axis", 1) % 2 else 1 for dim in range(2)]
     node.replace_input_with(1, _dequantized_by_arithmetic(model, weight, shape))
 
 
 def _dequantized_by_arithmetic(model: ir.Model, source: ir.Node, shape: list[int]) -> ir.Value:
-    """Insert `(Cast(codes) - zero_point) * scale` after a `DequantizeLinear`, with parameters of `shape`."""
+    """Insert `(Cast(codes) - zero_point) * scale` after a `DequantizeLinear`, with its parameters in `shape`."""
     steps = [ir.node("Cast", source.inputs[:1], {"to": ir.DataType.FLOAT})]
     for operator, value in (("Sub", _input(source, 2)), ("Mul", source.inputs[1])):
         array = array_of(value)
@@ -89,7 +89,7 @@ def _dequantized_by_arithmetic(model: ir.Model, source: ir.Node, shape: list[int
 
 
 def recurrent_weights(node: ir.Node) -> list[ir.Node]:
-    """Return the nodes that dequantize the 8-bit weights of a recurrent layer."""
+    """Return the nodes that dequantize the constant 8-bit weights of a recurrent layer."""
     dequantizers = []
     for value in node.inputs[1:3]:
         shaped = made_by(value, "Reshape")
@@ -103,16 +103,16 @@ def recurrent_weights(node: ir.Node) -> list[ir.Node]:
 
 
 def dequantize_once(model: ir.Model, node: ir.Node) -> None:
-    """Dequantize the weights by arithmetic, which ONNX Runtime folds at load time."""
+    """Dequantize the weights with `Sub` and `Mul`, which ONNX Runtime folds at load time."""
     for source in recurrent_weights(node):
         replace_node(source, _dequantized_by_arithmetic(model, source, [-1, 1]))
 
 
-# Values that move ----------------------------------------------------------------------------------------------------
+# Data movement -------------------------------------------------------------------------------------------------------
 
 
 def moves_signed_codes(node: ir.Node) -> bool:
-    """Tell whether dequantized codes of a signed type are moved, and not quantized right after."""
+    """Tell whether an operator of `MOVES` reads dequantized signed codes, and is not followed by quantizers only."""
     codes, scale = node.inputs[:2]
     if codes is None or codes.const_value is not None or codes.dtype not in _SIGNED:
         return False
@@ -122,14 +122,17 @@ def moves_signed_codes(node: ir.Node) -> bool:
 
 
 def _is_quantized_later(node: ir.Node) -> bool:
-    """Tell whether a node moves values that are not quantized right after it."""
+    """Tell whether a node is an operator of `MOVES` that is not followed by quantizers only."""
     moved = node.outputs[0]
     codes_alone = all(use.node.op_type == "QuantizeLinear" for use in moved.uses())
     return node.op_type in MOVES and (moved.is_graph_output() or not codes_alone)
 
 
 def repeat_pair(model: ir.Model, node: ir.Node) -> None:
-    """Quantize moved values again, which changes nothing because they have codes; continue with the next moves."""
+    """Quantize the result of each data movement again, and of the movements after it.
+
+    This changes no value, because moved values are still representable.
+    """
     codes, parameters = operand(node), node.inputs[1:]
     for mover in [use.node for use in node.outputs[0].uses() if _is_quantized_later(use.node)]:
         moved = mover.outputs[0]
@@ -149,14 +152,14 @@ def repeat_pair(model: ir.Model, node: ir.Node) -> None:
 
 
 def shrinks_by_cubes(node: ir.Node) -> bool:
-    """Tell whether a cubic `Resize` may shrink an axis."""
+    """Tell whether a node is a cubic `Resize` without antialiasing that may shrink an axis."""
     if node.attributes.get_string("mode", "nearest") != "cubic" or node.attributes.get_int("antialias", 0):
         return False
     return made_by(node.inputs[0], "Einsum") is None and not _enlarges(node)
 
 
 def _enlarges(node: ir.Node) -> bool:
-    """Tell whether it is certain that a `Resize` shrinks no axis."""
+    """Tell whether a `Resize` is known to shrink no axis."""
     scales = array_of(_input(node, 2))
     if scales is not None and scales.size:
         return bool((scales >= 1).all())
@@ -170,7 +173,7 @@ def _enlarges(node: ir.Node) -> bool:
 
 
 def copy_first(model: ir.Model, node: ir.Node) -> None:
-    """Insert an `Einsum` that copies the input: ONNX Runtime does not move a `Transpose` across it."""
+    """Insert an `Einsum` that copies the input: ONNX Runtime does not move a `Transpose` across an `Einsum`."""
     value = operand(node)
     same = ir.node("Einsum", [value], attributes={"equation": "...->..."})
     same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
@@ -182,7 +185,7 @@ def copy_first(model: ir.Model, node: ir.Node) -> None:
 
 
 def counts_beyond_rim(node: ir.Node) -> bool:
-    """Tell whether the windows of an average pool reach beyond the rim, and padding counts."""
+    """Tell whether windows of an average pool may reach beyond the input while padding counts in the average."""
     if not node.attributes.get_int("ceil_mode", 0) or not node.attributes.get_int("count_include_pad", 0):
         return False
     readers = [use.node.op_type for use in node.outputs[0].uses()]
@@ -194,7 +197,10 @@ def _has_pads(pool: ir.Node) -> bool:
 
 
 def settle_average_pool(model: ir.Model, node: ir.Node) -> None:
-    """Count no padding where there is none, which is the same; otherwise keep the quantizer apart."""
+    """Clear `count_include_pad` of a pool without padding, which changes nothing; otherwise prevent the fusion.
+
+    A `Max` with a single operand prevents the fusion with a quantizer.
+    """
     if not _has_pads(node):
         node.attributes["count_include_pad"] = ir.AttrInt64("count_include_pad", 0)
         return
@@ -205,7 +211,7 @@ def settle_average_pool(model: ir.Model, node: ir.Node) -> None:
 
 
 def is_padded_otherwise(node: ir.Node) -> bool:
-    """Tell whether the padding of a pool would change the result of padding before it."""
+    """Tell whether a pool reads padded values and would change if ONNX Runtime made that padding its own."""
     pad = made_by(node.inputs[0], "Pad")
     if pad is None or pad.attributes.get_string("mode", "constant") != "constant":
         return False
@@ -216,7 +222,7 @@ def is_padded_otherwise(node: ir.Node) -> bool:
 
 
 def _fits_window(pad: ir.Node, pool: ir.Node) -> bool:
-    """Tell whether the padding on each side is smaller than the window of a pool."""
+    """Tell whether the padding on each side is known to be smaller than the window of a pool."""
     kernel, pads = pool.attributes.get_ints("kernel_shape", ()), array_of(pad.inputs[1])
     if pads is None or not kernel:
         return False
@@ -232,7 +238,7 @@ _FUSED = frozenset(
 
 
 def is_float_after_codes(node: ir.Node) -> bool:
-    """Tell whether a `Gemm` of codes has a float bias or an activation function, and no quantizer after it."""
+    """Tell whether a `Gemm` of 8-bit operands has a float bias or an activation function, and no quantizer after it."""
     if not all(_has_codes_of_a_byte(value) for value in node.inputs[:2]) or _is_quantized(node.outputs[0]):
         return False
     reader = only_reader(node.outputs[0])
@@ -247,7 +253,7 @@ def _has_float_bias(gemm: ir.Node) -> bool:
 
 
 def split_product(model: ir.Model, node: ir.Node) -> None:
-    """Add the bias after the product; keep an activation function apart. A quantizer's kernel includes both."""
+    """Add a float bias after the product, or else separate the activation function from it by a `Max`."""
     result = node.outputs[0]
     if not _has_float_bias(node):
         ((reader, _),) = result.uses()
@@ -262,9 +268,9 @@ def split_product(model: ir.Model, node: ir.Node) -> None:
 
 
 def becomes_gemm(node: ir.Node) -> bool:
-    """Tell whether ONNX Runtime makes a `Gemm` in float of a product of codes and the vector added to it.
+    """Tell whether ONNX Runtime fuses a product of codes and the vector that is added to it into a float `Gemm`.
 
-    It does so for a matrix, and for any other rank if all sizes are fixed.
+    It does so for matrices, and for operands of any other rank if all sizes are fixed.
     """
     value, add = node.inputs[0], only_reader(node.outputs[0])
     dequantize = made_by(value, "DequantizeLinear")
@@ -282,7 +288,11 @@ def becomes_gemm(node: ir.Node) -> bool:
 
 
 def keep_product_from_sum(model: ir.Model, node: ir.Node) -> None:
-    """Add a constant to a stack of matrices as a matrix of one row, which is not fused; keep other sums apart."""
+    """Prevent the fusion of a product and a sum.
+
+    A constant vector that is added to a batch of matrices becomes a matrix of one row; in all other cases, a `Max`
+    separates the product and the sum.
+    """
     ((add, index),) = node.outputs[0].uses()
     vector = array_of(add.inputs[1 - index])
     if _rank(node.inputs[0]) > 2 and vector is not None:
@@ -297,7 +307,10 @@ def _rank(value: ir.Value | None) -> int:
 
 
 def _is_quantized(value: ir.Value) -> bool:
-    """Tell whether a kernel includes the quantizer of a value, possibly past a relu if the smallest code is zero."""
+    """Tell whether a kernel can include the quantizer of a value.
+
+    All readers are quantizers, or the only reader is a relu before a quantizer whose smallest code stands for zero.
+    """
     readers = [use.node for use in value.uses()]
     if len(readers) == 1 and readers[0].op_type == "Relu":
         after = [use.node for use in readers[0].outputs[0].uses()]
@@ -319,17 +332,17 @@ def _has_codes_of_a_byte(value: ir.Value | None) -> bool:
 
 
 def sums_before_norm(node: ir.Node) -> bool:
-    """Tell whether a layer normalization alone reads a sum."""
+    """Tell whether a layer normalization is the only reader of a sum."""
     add = made_by(node.inputs[0], "Add")
     return add is not None and only_reader(add.outputs[0]) is node
 
 
 def spell_as_sum(model: ir.Model, node: ir.Node) -> None:
-    """Write the sum as `Sum`, which is not fused."""
+    """Replace `Add` by `Sum`, which ONNX Runtime does not fuse."""
     producer_of(operand(node)).op_type = "Sum"
 
 
-# Arithmetic of bfloat16 ----------------------------------------------------------------------------------------------
+# Arithmetic in bfloat16 ----------------------------------------------------------------------------------------------
 
 
 ARITHMETIC = (
@@ -339,12 +352,12 @@ ARITHMETIC = (
 
 
 def reads_bfloat16(node: ir.Node) -> bool:
-    """Tell whether an operand is bfloat16."""
+    """Tell whether an operand of a node is bfloat16."""
     return any(value is not None and value.dtype == ir.DataType.BFLOAT16 for value in node.inputs)
 
 
 def compute_in_float(model: ir.Model, node: ir.Node) -> None:
-    """Compute in float32 and round the result to bfloat16, like torch."""
+    """Compute a node in float32 and round its result to bfloat16, like torch."""
     operands = []
     for value in node.inputs:
         if value is not None and value.dtype == ir.DataType.BFLOAT16:
@@ -363,18 +376,18 @@ def compute_in_float(model: ir.Model, node: ir.Node) -> None:
 
 # Float weights and biases --------------------------------------------------------------------------------------------
 
-# ONNX Runtime looks at the graph after its own fusions: of `MatMul` and `Add`, of `Pad` and `Conv`, and of a
-# `DequantizeLinear` that it moves past a `Transpose`. Two equivalent forms do not match, at no cost: an activation
-# dequantized with equal scales per channel, and the bias of a `Gemm` as a matrix of one row.
+# ONNX Runtime rounds float weights and biases after its own fusions of `MatMul` and `Add` and of `Pad` and `Conv`, and
+# after moving a `DequantizeLinear` past a `Transpose`. Two equivalent forms of a graph prevent this at no cost: an
+# activation dequantized with equal scales per channel, and the bias of a `Gemm` as a matrix of one row.
 
 _INT32_MAX = np.iinfo(np.int32).max
 
 
 def is_rounded(node: ir.Node) -> bool:
-    """Tell whether ONNX Runtime would round the weight of `node`, or round its bias to an unfit scale.
+    """Tell whether ONNX Runtime would round the float weight of `node`, or round its bias to a scale that does not fit.
 
-    A float bias of an integer weight is left to ONNX Runtime if it fits int32 and the codes have 8 bits: at the scale
-    of the product, it is rounded as precisely as the sum.
+    Rounding a float bias next to an integer weight is fine if the bias fits int32 and the codes have 8 bits: at the
+    scale of the product, it is as precise as the sum.
     """
     source, weight = _dequantizer(node.inputs[0]), made_by(node.inputs[1], "DequantizeLinear")
     if source is None or weight is None or node.op_type == "MatMul":
@@ -384,7 +397,7 @@ def is_rounded(node: ir.Node) -> bool:
         return False
     scales = array_of(source.inputs[1]), array_of(weight.inputs[1])
     if node.op_type == "ConvTranspose" or any(scale is None for scale in scales):
-        return True  # ONNX Runtime does not have an integer kernel that could be lost
+        return True  # ONNX Runtime lacks an integer kernel here, so the rewrite prevents none
     if _is_narrow(source) or _is_narrow(weight):
         return True  # the scale of the product is too coarse for the bias
     step = np.asarray(scales[0], np.float64) * np.asarray(scales[1], np.float64)
@@ -404,7 +417,7 @@ def _is_narrow(dequantizer: ir.Node) -> bool:
 
 
 def _dequantizer(value: ir.Value | None) -> ir.Node | None:
-    """Return the `DequantizeLinear` that makes `value`, past operators that ONNX Runtime moves it past."""
+    """Return the `DequantizeLinear` that computes `value`, directly or before operators that it can be moved past."""
     node = value.producer() if value is not None else None
     while node is not None and (node.op_type in MOVES or _pads_with_codes(node)):
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
@@ -412,7 +425,7 @@ def _dequantizer(value: ir.Value | None) -> ir.Node | None:
 
 
 def _pads_with_codes(node: ir.Node) -> bool:
-    """Tell whether a node pads with zeros or values of its input, which all have a code; other values may not."""
+    """Tell whether a node pads with zeros or values of its input only, which quantize to codes exactly."""
     if node.op_type != "Pad":
         return False
     if node.attributes.get_string("mode", "constant") != "constant":
@@ -422,16 +435,16 @@ def _pads_with_codes(node: ir.Node) -> bool:
 
 
 def keep_floats(model: ir.Model, node: ir.Node) -> None:
-    """Write the operator in an equivalent form that is not rounded."""
+    """Rewrite the operator in an equivalent form whose float weight and bias ONNX Runtime does not round."""
     spelling = {"Gemm": _write_bias_as_row, "MatMul": _add_vector_as_row}.get(node.op_type, _spread_scale)
     spelling(model, node)
 
 
 def _spread_scale(model: ir.Model, node: ir.Node) -> None:
-    """Let a convolution read an activation that is dequantized with one scale per channel."""
+    """Dequantize the activation of a convolution with equal scales per channel instead of one scale."""
     reader = node
     while (pad := made_by(reader.inputs[0], "Pad")) is not None:
-        reader = pad  # ONNX Runtime fuses it into the convolution
+        reader = pad  # ONNX Runtime fuses the padding into the convolution
     value, source = operand(reader), _dequantizer(reader.inputs[0])
     assert source is not None
     weight, scale = node.inputs[1], array_of(source.inputs[1])
@@ -466,7 +479,7 @@ def _write_bias_as_row(model: ir.Model, node: ir.Node) -> None:
 
 
 def _add_vector_as_row(model: ir.Model, node: ir.Node) -> None:
-    """Add a vector to a product as a matrix of one row: ONNX Runtime fuses a product plus a vector into a `Gemm`."""
+    """Turn the vector added to a product into a matrix of one row: ONNX Runtime fuses a product and a vector only."""
     add = only_reader(node.outputs[0])
     if add is None or add.op_type != "Add":
         return

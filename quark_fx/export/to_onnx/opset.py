@@ -1,4 +1,4 @@
-"""The opset that a graph needs, conversion to another one, and quantizers in `com.microsoft` for old opsets."""
+"""The opset that a graph needs, conversion to another opset, and quantizers in `com.microsoft` for old opsets."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from quark_fx.export.to_onnx.block_functions import DOMAIN
 from quark_fx.export.to_onnx.formats import CONTRIB
 
 DEFAULT = 21
-"""The first opset with 4- and 16-bit codes and blocks; every ONNX Runtime since 1.20 loads it."""
+"""First opset with 4- and 16-bit codes and with blocks; every ONNX Runtime since 1.20 supports it."""
 
 OLDEST, NEWEST = 14, 25
-"""The onnx package does not convert additions to opsets before 14; torch does not translate to opsets after 25."""
+"""Range of opsets: the onnx package does not convert additions to opsets before 14; torch translates to at most 25."""
 
 _FIRST_TRANSLATED = 18
 """First opset of torch's table of lowerings."""
 
 _SINCE = {
     **dict.fromkeys((ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT16, ir.DataType.UINT16), 21),
-    # Opset 19 has 8-bit floats, but not the attribute for the type of the codes.
+    # Opset 19 has 8-bit floats, but its QuantizeLinear lacks the attribute for the type of the codes.
     **dict.fromkeys((ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2), 21),
     **dict.fromkeys((ir.DataType.INT2, ir.DataType.UINT2), 25),
 }
@@ -35,7 +35,7 @@ _CONTRIB_TYPES = frozenset(dtype for dtype, since in _SINCE.items() if since == 
 
 
 def require_known(opset: int, target: Target) -> None:
-    """Raise if `opset` cannot be written or the target does not read it."""
+    """Raise `ExportError` if `opset` cannot be written or the target does not support it."""
     oldest, newest = (max(OLDEST, target.onnx.opsets[0]), min(NEWEST, target.onnx.opsets[1]))
     if type(opset) is not int or not oldest <= opset <= newest:
         choice = f"use {oldest}" if oldest == newest else f"choose one from {oldest} to {newest}"
@@ -50,7 +50,7 @@ def translated(opset: int) -> int:
 
 
 def require_types(model: ir.Model, opset: int) -> None:
-    """Raise an error that lists quantizers and casts with types or blocks that `opset` lacks."""
+    """Raise `ExportError` with a list of the quantizers and casts whose types or blocks `opset` lacks, if any."""
     bad, needed = [], 0
     cast = any(_needed(node)[0] > opset for node in model.graph.all_nodes() if node.op_type == "Cast")
     for node in model.graph.all_nodes():
@@ -64,7 +64,7 @@ def require_types(model: ir.Model, opset: int) -> None:
 
 
 def _needed(node: ir.Node) -> tuple[int, str, bool]:
-    """Return the opset that a node needs, the reason, and whether `com.microsoft` supports it in every opset."""
+    """Return the opset that a node needs, the reason, and whether `com.microsoft` has the node in every opset."""
     if node.domain == DOMAIN:
         return DEFAULT, node.op_type, False
     if node.op_type == "Cast":
@@ -127,7 +127,7 @@ def first_with(dtypes: Iterable[ir.DataType | None]) -> int:
 
 
 def ir_version(opset: int) -> int:
-    """Return the version of the file format: at least 10, which every ONNX Runtime since 1.18 loads."""
+    """Return the IR version for a file: at least 10, which every ONNX Runtime since 1.18 loads."""
     import onnx
 
     return max(10, int(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])))
@@ -137,8 +137,8 @@ def use_contrib_domain(model: ir.Model) -> None:
     """Move every quantizer and dequantizer to `com.microsoft`, whose kernels support 4- and 16-bit codes in any opset.
 
     Raises:
-        ExportError: If the model lacks quantizers, or they have scales in blocks, 8-bit floats, or 2-bit codes, which
-            these kernels do not support; all are listed.
+        ExportError: If the model lacks quantizers, or some have scales in blocks, 8-bit floats, or 2-bit codes, which
+            these kernels do not support; the message lists them.
     """
     bad, moved = [], 0
     for node in model.graph.all_nodes():

@@ -1,7 +1,7 @@
-"""Integer operators instead of `QuantizeLinear` / `DequantizeLinear` pairs around float operators.
+"""The format `qoperator`: integer operators instead of `QuantizeLinear` / `DequantizeLinear` around float operators.
 
 `INTEGER_FORMS` has one small function per kind of operator. The supported types and granularities were measured on the
-CPU provider of ONNX Runtime 1.31; its own operators are described in
+CPU provider of ONNX Runtime 1.31; the operators of the domain `com.microsoft` are described in
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
@@ -38,7 +38,7 @@ _EIGHT = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
 def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
-    """Rewrite every operator that has an integer form; return those that remain in pairs of quantizers, and why.
+    """Rewrite every operator that has an integer form; return the operators left between quantizers, with reasons.
 
     Raises:
         ExportError: If no operator can be rewritten.
@@ -75,12 +75,12 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def _shapes_weights(node: ir.Node) -> bool:
-    """Tell whether a node only splits the weight of a recurrent layer by direction."""
+    """Tell whether a node is a `Reshape` that only splits the weight of a recurrent layer by direction."""
     return node.op_type == "Reshape" and any(use.node.op_type in _RECURRENT for use in node.outputs[0].uses())
 
 
 def _unshaped(value: ir.Value | None) -> ir.Value | None:
-    """Return the input of the `Reshape` that makes `value`; `value` itself if another node makes it."""
+    """Return the input of the `Reshape` that computes `value`, or `value` itself if another node computes it."""
     shaped = made_by(value, "Reshape")
     return value if shaped is None else shaped.inputs[0]
 
@@ -98,10 +98,10 @@ class QuantizedValue:
 
     Attributes:
         values: Codes.
-        scale: Scale.
-        zero_point: Zero point, of the type of the codes.
+        scale: Scale, a scalar or a vector along `axis`.
+        zero_point: Zero point, in the shape of the scale and the type of the codes.
         dtype: Type of the codes.
-        axis: Dimension of the scales; `None` for one scale.
+        axis: Dimension of the codes along which the scales vary; `None` for one scale.
     """
 
     values: ir.Value
@@ -120,7 +120,7 @@ class QuantizedValue:
         return None if array is None else array.astype(np.float64)
 
     def same_grid(self, other: QuantizedValue) -> bool:
-        """Tell whether the codes of both stand for the same values."""
+        """Tell whether equal codes of the two values stand for equal numbers."""
         if self.dtype != other.dtype or self.axis is not None or other.axis is not None:
             return False
         pairs = [(array_of(a), array_of(b)) for a, b in zip(tuple(self)[1:], tuple(other)[1:], strict=True)]
@@ -128,7 +128,7 @@ class QuantizedValue:
 
 
 def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> QuantizedValue:
-    """Return the codes that a `QuantizeLinear` writes or a `DequantizeLinear` reads, with their parameters."""
+    """Return the codes that a `QuantizeLinear` writes or a `DequantizeLinear` reads, with scale and zero point."""
     scale = node.inputs[1]
     zero_point = node.inputs[2] if len(node.inputs) > 2 else None
     dtype = values.dtype if values is not None else None
@@ -162,7 +162,7 @@ def _operand(model: ir.Model, value: ir.Value | None, *, per_tensor: bool = True
 
 
 def _turned(codes: QuantizedValue, transpose: ir.Node) -> QuantizedValue:
-    """Transpose the codes instead of the matrix, so that a weight that is read both ways is stored once."""
+    """Transpose the codes instead of the dequantized matrix, so that a weight also read untransposed is stored once."""
     if array_of(codes.values) is None or codes.values.shape is None or codes.values.shape.rank() != 2:
         raise Declined("its weight is transposed, and is not a constant matrix")
     if permutation(transpose, 2) == (0, 1):
@@ -179,7 +179,7 @@ class Result:
 
     Attributes:
         codes: Codes of the output.
-        quantizer: Node that makes the codes.
+        quantizer: Node that computes the codes.
         clamp: `Relu` or `Clip` before the quantizer; `None` if there is no such node.
         bounds: Smallest and largest value after the clamp.
     """
@@ -203,7 +203,7 @@ def _result(model: ir.Model, node: ir.Node) -> Result:
 
 
 def _bounds(clamp: ir.Node) -> tuple[float, float] | None:
-    """Return the constant bounds of a `Relu` or `Clip`."""
+    """Return the constant bounds of a `Relu` or `Clip`; `None` if a bound is not a constant."""
     if clamp.op_type == "Relu":
         return 0.0, np.inf
     bounds = []
@@ -217,7 +217,7 @@ def _bounds(clamp: ir.Node) -> tuple[float, float] | None:
 
 
 def _finish(model: ir.Model, result: Result, new: ir.Node) -> None:
-    """Replace the quantizer by `new`. A clamp becomes a `Clip` of codes: both are monotone, so they commute."""
+    """Replace the quantizer by `new`. A clamp becomes a `Clip` of codes, which is equal, because both are monotone."""
     if result.clamp is not None:
         low, high = (_code_of(bound, result.codes) for bound in result.bounds)
         info = np.iinfo(result.codes.dtype.numpy())
@@ -233,7 +233,7 @@ def _finish(model: ir.Model, result: Result, new: ir.Node) -> None:
 
 
 def _code_of(bound: float, codes: QuantizedValue) -> int:
-    """Return the code of a real number, computed like `QuantizeLinear`."""
+    """Return the code of the number `bound`, computed like `QuantizeLinear`."""
     scale, zero_point = array_of(codes.scale), array_of(codes.zero_point)
     if scale is None or zero_point is None:
         raise Declined("the scale of its output is measured at run time")
@@ -283,7 +283,7 @@ def _require(holds: bool, *operands: QuantizedValue) -> None:
 
 
 def _integer_bias(model: ir.Model, node: ir.Node, x: QuantizedValue, w: QuantizedValue) -> ir.Value | None:
-    """Return the bias in int32 at the scale of the product; a bias at another scale must be exact at this one."""
+    """Return the bias in int32 at the scale of the product; a bias at another scale must be exact at that scale."""
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is None:
         return None
@@ -305,7 +305,7 @@ def _integer_bias(model: ir.Model, node: ir.Node, x: QuantizedValue, w: Quantize
 
 
 def _conv_integer(model: ir.Model, node: ir.Node, x: QuantizedValue, w: QuantizedValue) -> None:
-    """Use `ConvInteger`, which supports one zero point for the weight, followed by the scales and the bias."""
+    """Replace a convolution by `ConvInteger`, which supports one weight zero point, then apply scales and bias."""
     zero_point = array_of(w.zero_point)
     if zero_point is None or (zero_point != zero_point.reshape(-1)[:1]).any():
         raise Declined("the zero points of its weight differ by channel")
@@ -351,7 +351,7 @@ def _matmul(model: ir.Model, node: ir.Node) -> None:
 
 
 def _columns(matrix: QuantizedValue) -> int | None:
-    """Return the size of the last dimension if it is known."""
+    """Return the size of the last dimension of a matrix; `None` if it is unknown."""
     size = matrix.values.shape[-1] if matrix.values.shape is not None else None
     return size if isinstance(size, int) else None
 
@@ -379,7 +379,7 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
 
 
 def _lstm(model: ir.Model, node: ir.Node) -> None:
-    """Use `DynamicQuantizeLSTM`, which quantizes its input at run time, and also its state in every step."""
+    """Replace an `LSTM` by `DynamicQuantizeLSTM`, which quantizes its input at run time and its state in every step."""
     if not node.meta.get(MEASURED):
         raise Declined("its input is not in uint8 measured at run time, as the one integer LSTM has it")
     x, stored, scales = _unrounded(node), list[ir.Value | None](), list[ir.Value | None]()
@@ -408,7 +408,7 @@ def _lstm(model: ir.Model, node: ir.Node) -> None:
 
 
 def _unrounded(node: ir.Node) -> ir.Value | None:
-    """Return the float input of an LSTM, from before its quantizer and a `Transpose` that may follow."""
+    """Return the input of an LSTM in float, from before its quantizer and an optional `Transpose`."""
     value, moved = node.inputs[0], made_by(node.inputs[0], "Transpose")
     source = made_by(moved.inputs[0] if moved is not None else value, "DequantizeLinear")
     measured = made_by(source.inputs[0], "DynamicQuantizeLinear") if source is not None else None
@@ -457,7 +457,7 @@ def _concat(model: ir.Model, node: ir.Node) -> None:
 
 
 def _move(model: ir.Model, node: ir.Node) -> None:
-    """Move codes with an operator that only moves values, where input and output share a grid."""
+    """Run a data movement on codes instead of floats, if its input and output have equal scales and zero points."""
     x = _operand(model, node.inputs[0])
     quantizers = [use.node for use in node.outputs[0].uses()]
     if len(node.outputs) > 1 or node.outputs[0].is_graph_output() or not quantizers:
@@ -496,4 +496,4 @@ INTEGER_FORMS: dict[str, Callable[[ir.Model, ir.Node], None]] = {
     "Concat": _concat,
     **{name: _move for name, row in MOVERS.items() if row.on_codes},
 }
-"""The function that rewrites each ONNX operator in integers, or raises `Declined`."""
+"""Functions that rewrite an operator in integers or raise `Declined`, by ONNX operator."""

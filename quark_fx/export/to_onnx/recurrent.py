@@ -1,7 +1,7 @@
-"""Recurrent layers in the layout of ONNX: one node per layer, another gate order, both directions in one tensor.
+"""Recurrent layers in the layout of ONNX: one node per layer, ONNX's gate order, and both directions in one tensor.
 
-torch's exporter splits the weights into gates and joins them again in the file; for codes, this repeats on every run.
-Here, the codes themselves are rearranged before export, so that a file holds them in the layout of its nodes.
+torch's exporter writes nodes that split the weights into gates and join them again; for quantized weights, a runtime
+repeats that in every run. Here, the codes are rearranged before export, so that the file has them in ONNX's layout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LIBRARY.define(f"onnx_gru({_ARGUMENTS.format('')}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"onnx_rnn({_ARGUMENTS.format('')}, str activation) -> (Tensor, Tensor)")
 
 MEASURED = "measured"
-"""Key of the note on an `LSTM` whose inputs are all quantized at run time."""
+"""Metadata key of an `LSTM` node: whether its inputs are all quantized at run time."""
 
 
 def _state(x: Tensor, w: Tensor, r: Tensor, b: Any, h: Any, directions: int, *_: Any) -> tuple[Tensor, Tensor]:
@@ -65,11 +65,11 @@ torch.library.register_fake("quark_fx::onnx_rnn", _state, lib=_LIBRARY)
 
 @dataclass(frozen=True)
 class _Kind:
-    """A recurrent operator of ATen.
+    """The replacement of a recurrent operator of ATen.
 
     Attributes:
-        target: Operator that replaces it.
-        gates: Gates of ATen, in the order of ONNX.
+        target: Operator of one layer that replaces it.
+        gates: Position in ATen of each gate, in the order of ONNX.
         options: Further arguments of `target`.
     """
 
@@ -84,11 +84,11 @@ KINDS = {
     "aten.rnn_tanh.input": _Kind(ops.onnx_rnn.default, (0,), ("Tanh",)),
     "aten.rnn_relu.input": _Kind(ops.onnx_rnn.default, (0,), ("Relu",)),
 }
-"""All recurrent operators, by target."""
+"""Replacements of all recurrent operators, by target."""
 
 
 class _Direction(NamedTuple):
-    """The parameters of a layer in one direction."""
+    """The weights and biases of a layer in one direction, for its input (`w`) and its state (`r`)."""
 
     w: Node
     r: Node
@@ -97,7 +97,7 @@ class _Direction(NamedTuple):
 
 
 def spell_out_layers(gm: GraphModule, node: Node) -> tuple[Node, ...]:
-    """Insert a `quark_fx` operator for each layer of a recurrent operator, and return its results."""
+    """Insert one operator per layer of a recurrent operator; return the output and the final states of all layers."""
     kind = KINDS[target_name(node)]
     x, states, params, biased, layers, two, first = (
         named_argument(node, name)
@@ -126,7 +126,7 @@ def spell_out_layers(gm: GraphModule, node: Node) -> tuple[Node, ...]:
 
 
 def _is_measured(x: Node) -> bool:
-    """Tell whether a value is quantized at run time the way `DynamicQuantizeLSTM` quantizes its input."""
+    """Tell whether a value is quantized at run time in the same way as the input of `DynamicQuantizeLSTM`."""
     pair = quantize_of(x)
     scale: Any = None if pair is None else pair.args[1]
     measure = scale.args[0] if scale is not None and is_getitem(scale) else None
@@ -151,7 +151,12 @@ def _of_layer(gm: GraphModule, state: Node, layer: int, layers: int, directions:
 
 
 def _weights(gm: GraphModule, parts: list[_Direction], kind: _Kind, like: Node) -> tuple[Node, Node, Node | None]:
-    """Return the two weights of a layer, with the rows of all directions, and its biases, one row per direction."""
+    """Return the parameters of a layer in ONNX's gate order.
+
+    Returns:
+        Weight of the input and weight of the state, each with the rows of all directions, and biases, one row per
+        direction (`None` for a layer without biases).
+    """
     hidden = value_of(gm, parts[0].w).shape[0] // len(kind.gates)
     rows = torch.cat([torch.arange(gate * hidden, (gate + 1) * hidden) for gate in kind.gates])
     w, r = ([getattr(part, name) for part in parts] for name in ("w", "r"))
@@ -165,7 +170,7 @@ def _weights(gm: GraphModule, parts: list[_Direction], kind: _Kind, like: Node) 
 
 
 def _joined(gm: GraphModule, values: list[Node], rows: Tensor, like: Node) -> Node:
-    """Concatenate `rows` of each value; for quantized values, concatenate the codes."""
+    """Select `rows` of each value and concatenate them; for quantized values, select and concatenate codes."""
     first, kinds = values[0], {(target_name(value), value.args[3:], *value.kwargs.items()) for value in values}
     alike = len(kinds) == 1
     if alike and is_parameter(first):

@@ -1,7 +1,7 @@
-"""Interpolation of bytes: one axis after the other, in integers, like in torch.
+"""Interpolation of uint8 images in integers, one axis after the other, like in torch.
 
-Torch multiplies bytes by weights in fixed point, and rounds the sum along each axis to bytes. In ONNX Runtime, `Resize`
-of bytes drops the fraction and lacks a cubic kernel. Interpolation in float differs by one in some pixels.
+torch multiplies bytes by fixed-point weights, and rounds the sum along each axis to bytes. In ONNX Runtime, `Resize`
+of bytes truncates instead of rounding and lacks a cubic kernel. Interpolation in float differs by one in some pixels.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ INTERPOLATIONS = frozenset(
     for kind in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
     for overload in ("default", "vec")
 )
-"""Operators that interpolate bytes in fixed point."""
+"""Operators that interpolate uint8 images in fixed point."""
 
 
 def has_fixed_size(gm: GraphModule, node: Node) -> bool:
-    """Return whether height and width of the input and of the result are fixed."""
+    """Tell whether the height and width of the input and of the result are fixed."""
     return None not in (static_size(size) for image in (argument(node, 0), node) for size in _size(gm, image))
 
 
@@ -35,7 +35,7 @@ def _size(gm: GraphModule, image: Node) -> Any:
 
 
 def interpolate_bytes(gm: GraphModule, node: Node) -> Node:
-    """Interpolate bytes of a fixed size, with the weights and roundings of torch."""
+    """Interpolate a uint8 image of a fixed size, with torch's weights and rounding."""
     before, after = _size(gm, argument(node, 0)), _size(gm, node)
     value = cast(gm, argument(node, 0), torch.int32, node)
     for axis in (-1, -2):
@@ -45,7 +45,7 @@ def interpolate_bytes(gm: GraphModule, node: Node) -> Node:
 
 
 def round_interpolation(gm: GraphModule, node: Node) -> Node:
-    """Interpolate bytes in float32, where weights depend on sizes that vary; round after each axis like torch."""
+    """Interpolate a uint8 image of varying size in float32, and round after each axis like torch."""
     value = cast(gm, argument(node, 0), torch.float32, node)
     is_vec = target_name(node).endswith(".vec")
     sizes = argument(node, 1)
@@ -66,7 +66,10 @@ def round_interpolation(gm: GraphModule, node: Node) -> Node:
 
 
 def _weights(node: Node, axis: int, old: int, new: int) -> Tensor:
-    """Return the weight of each pixel (row) in each result (column), read from torch's float64 interpolation."""
+    """Return the weight of each input pixel (row) in each output pixel (column), shape `(old, new)`.
+
+    The weights are torch's float64 interpolation of the identity matrix.
+    """
     scales = argument(node, 3) if target_name(node).endswith(".vec") else (argument(node, 3), argument(node, 4))
     scale = None if scales is None else scales[axis]
     kind = getattr(aten, target_name(node).split(".")[1]).default
@@ -76,9 +79,9 @@ def _weights(node: Node, axis: int, old: int, new: int) -> Tensor:
 
 
 def _along(gm: GraphModule, node: Node, value: Node, axis: int, weights: Tensor) -> Node:
-    """Sum the weighted pixels of each result.
+    """Compute each output pixel along an axis as the weighted sum of its input pixels, rounded to a byte.
 
-    Weights are fixed-point numbers of 15 bits, with the most fractional bits that fit.
+    The weights become fixed-point numbers of 15 bits, with as many fractional bits as fit, at most 22.
     """
     bits, largest = 0, float(weights.max())
     while bits < 22 and int(0.5 + largest * 2 ** (bits + 1)) < 1 << 15:

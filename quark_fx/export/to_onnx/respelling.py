@@ -1,8 +1,8 @@
-"""Replace operators that torch's exporter translates incorrectly, or not at all, by ones that it translates correctly.
+"""Replace operators that torch's exporter translates incorrectly, or not at all, by operators that it translates.
 
-Its lowerings ignore arguments (the divisor of an average pool), support attention of rank 4 only, let a token whose
-mask forbids every position attend to all of them, and rearrange the weights of recurrent layers on every run. The graph
-is rewritten on a copy, just before translation.
+The exporter's lowerings ignore arguments (the divisor of an average pool), support attention of rank 4 only, let a
+token whose mask forbids every position attend to all positions, and rearrange the weights of recurrent layers on every
+run. The rewrites apply to a copy of the graph, just before translation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 
 def respelled(gm: GraphModule) -> GraphModule:
-    """Return `gm`, or an equivalent copy of operators that torch translates.
+    """Return an equivalent copy of `gm` with operators that torch translates, or `gm` itself if no rule applies.
 
     Raises:
         ExportError: If ONNX does not support an argument; the message names the operator and the user's line.
@@ -66,11 +66,11 @@ def respelled(gm: GraphModule) -> GraphModule:
 
 
 Rule = Callable[[GraphModule, Node], Node | tuple[Node, ...]]
-"""Inserts the replacement of a node and returns it: a node, or one node per result."""
+"""Function that inserts the replacement of a node and returns the new node, or one new node per result."""
 
 
 def _rule(gm: GraphModule, node: Node) -> Rule | None:
-    """Return the rule that rewrites a node; `None` if it stays."""
+    """Return the rule that rewrites a node; `None` if none applies."""
     if node.op != "call_function":
         return None
     name = target_name(node)
@@ -119,11 +119,11 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
 
 
 _TRUTHS = frozenset(f"aten.{kind}.{overload}" for kind in ("all", "any") for overload in ("default", "dim", "dims"))
-"""Operators whose result is uint8 for uint8 operands, and bool for all others."""
+"""Operators whose result is uint8 for uint8 operands, and bool for operands of any other type."""
 
 
 def _is_whole(gm: GraphModule, value: Any) -> bool:
-    """Tell whether a value is a tensor of integers or truth values."""
+    """Tell whether a value is a tensor of integers or booleans."""
     dtype = value_of(gm, value).dtype if isinstance(value, Node) else torch.float32
     return not (dtype.is_floating_point or dtype.is_complex)
 
@@ -146,10 +146,10 @@ _ON_INTEGERS: dict[str, Rule] = {
     "aten.isnan.default": _everywhere(False),
     "aten.isfinite.default": _everywhere(True),
 }
-"""Operators that ONNX or ONNX Runtime has for floats alone, and their replacements on integers."""
+"""Replacements on integers of operators that ONNX or ONNX Runtime has for floats only."""
 
 _FOR_FLOATS = (*_ON_INTEGERS, "aten.special_")
-"""Beginnings of the names of operators whose lowerings take floats; torch promotes integers for other operators."""
+"""Prefixes of operators whose lowerings need floats; for all other operators, torch promotes integers."""
 
 _ANTIALIASED = frozenset(name for name in INTERPOLATIONS if "_aa." in name)
 
@@ -159,7 +159,7 @@ _DEVIATIONS = frozenset(
     for kind in ("std", "var", "std_mean", "var_mean")
     for overload in ("default", "dim", "correction")
 )
-"""Operators for which torch's exporter casts 16-bit operands, which fails with several results or without axes."""
+"""Operators whose 16-bit operands torch's exporter casts in a way that fails with several results or without axes."""
 
 _DIVISIONS = frozenset(
     (
@@ -168,7 +168,7 @@ _DIVISIONS = frozenset(
         *("aten.fmod.Tensor", "aten.fmod.Scalar"),
     )
 )
-"""Operators whose first operand may be a number, and that torch computes in float32 for 16-bit operands."""
+"""Operators whose first operand may be a Python number, and that torch computes in float32 for 16-bit operands."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -201,7 +201,7 @@ def _is_projected(gm: GraphModule, node: Node) -> bool:
 
 
 def _may_forbid_rows(gm: GraphModule, mask: Node | None) -> bool:
-    """Tell whether a mask may forbid every key to a query; torch then returns zeros, ONNX a mean or NaN."""
+    """Tell whether a mask may forbid every key for some query, for which torch returns zeros and ONNX a mean or NaN."""
     if mask is None:
         return False
     if not is_parameter(mask):
@@ -217,7 +217,7 @@ def _attention_to_nothing(gm: GraphModule, node: Node) -> Node:
 
 
 def _zero_where_forbidden(gm: GraphModule, attended: Node, mask: Node, node: Node) -> Node:
-    """Set the result to zero for queries to which a mask, boolean or additive, forbids every key."""
+    """Set the result to zero for queries for which a mask, boolean or additive, forbids every key."""
     if value_of(gm, mask).dtype != torch.bool:
         mask = call(gm, aten.ne.Scalar, mask, -math.inf, like=node)
     allowed = call(gm, aten.any.dim, mask, -1, True, like=node)
@@ -237,13 +237,13 @@ def _attention_in_float32(gm: GraphModule, node: Node) -> Node:
 
 
 def _attend(gm: GraphModule, node: Node, values: list[Node], mask: Node | None) -> Node:
-    """Insert the attention of `node` with other operands."""
+    """Insert an attention with the options of `node` on the queries, keys, and values in `values`."""
     options = {key: value for key, value in node.kwargs.items() if key not in ("query", "key", "value", "attn_mask")}
     return call(gm, node.target, *values, mask, *node.args[4:], like=node, **options)
 
 
 def _attention_of_rank_four(gm: GraphModule, node: Node) -> Node:
-    """Flatten the leading dimensions into one, or add dimensions of size 1, and compute attention in rank 4."""
+    """Compute attention in rank 4: add dimensions of size 1 to a lower rank; flatten the first dimensions otherwise."""
     rank = value_of(gm, node).dim()
     values = [argument(node, position) for position in range(3)]
     mask = argument(node, 3)
@@ -274,13 +274,13 @@ def _attention_of_rank_four(gm: GraphModule, node: Node) -> Node:
 
 
 def _with_leading(gm: GraphModule, mask: Node, like: Node, rank: int, node: Node) -> Node:
-    """Repeat a mask along the leading dimensions of a query, which are flattened next."""
+    """Expand a mask along the leading dimensions of the queries `like`, before these dimensions are flattened."""
     sizes = [call(gm, aten.sym_size.int, like, dim, like=node) for dim in range(rank - 3)]
     return call(gm, aten.expand.default, mask, [*sizes, -1, -1, -1], like=node)
 
 
 def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
-    """Pad first, so that every window averages the same number of values, then rescale the averages."""
+    """Rewrite an average pool with a divisor: pad, average windows of equal size, and rescale the averages."""
     value, kernel, stride, padding, ceil_mode, _, divisor = (argument(node, position) for position in range(7))
     rank = len(kernel) if len(kernel) > 1 else int(target_name(node)[len("aten.avg_pool")])
     kernel, stride, padding = (
@@ -295,7 +295,7 @@ def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
             if length is None:
                 raise ExportError(f"{describe(node)}: ceil_mode with divisor_override needs a size that does not vary")
             windows = -(-(length + 2 * pad - wide) // step) + 1
-            windows -= (windows - 1) * step >= length + pad  # no window begins in the padding after the values
+            windows -= (windows - 1) * step >= length + pad  # windows must not begin in the padding at the end
             beyond = max((windows - 1) * step + wide - length - 2 * pad, 0)
         pads = [pad, pad + beyond, *pads]
     if any(pads):
@@ -349,9 +349,9 @@ def _has_number_first(node: Node) -> bool:
 
 
 def _division(gm: GraphModule, node: Node) -> Node:
-    """Turn a number in the first place into a tensor, and compute in float32 for 16-bit operands like torch.
+    """Convert Python numbers to tensors, and compute in float32 if the result has 16 bits, like torch.
 
-    torch rounds each operand to 16 bits first, except for a number as the divisor of `div`.
+    torch rounds each operand to 16 bits first, except a Python number that is the divisor of `div`.
     """
     dtype, name = value_of(gm, node).dtype, target_name(node)
     divides = "div" in name
@@ -365,7 +365,7 @@ def _division(gm: GraphModule, node: Node) -> Node:
             rounded = call(gm, aten.scalar_tensor.default, operand, like=node, dtype=dtype)
         operands[place] = cast(gm, rounded, torch.float32, node) if dtype in _HALVES else rounded
     if divides:
-        mode = node.kwargs.get("rounding_mode", "floor")  # floor_divide has none
+        mode = node.kwargs.get("rounding_mode", "floor")  # floor_divide lacks the argument
         quotient = call(gm, aten.div.Tensor_mode, *operands, like=node, rounding_mode=mode)
     else:
         quotient = call(gm, aten.fmod.Tensor if "fmod" in name else aten.remainder.Tensor, *operands, like=node)
@@ -384,7 +384,7 @@ def _mean_of_all(gm: GraphModule, node: Node) -> Node:
 
 
 def _joined(gm: GraphModule, node: Node) -> list[Node]:
-    """Return the operands of a concatenation without empty vectors, which torch accepts next to any rank."""
+    """Return the operands of a concatenation except 1-D operands, which torch accepts among higher ranks if empty."""
     parts = argument(node, 0)
     if value_of(gm, node).dim() == 1:
         return list(parts)
@@ -392,21 +392,21 @@ def _joined(gm: GraphModule, node: Node) -> list[Node]:
 
 
 def _without_empty_vectors(gm: GraphModule, node: Node) -> Node:
-    """Join the other operands in the dtype of the result: empty vectors count in its promotion."""
+    """Concatenate without empty vectors, in the dtype of the result, which depends on their dtypes, too."""
     dtype = value_of(gm, node).dtype
     parts = [cast(gm, part, dtype, node) for part in _joined(gm, node)]
     return call(gm, aten.cat.default, parts, argument(node, 1) or 0, like=node)
 
 
 def _mean_slope(gm: GraphModule, node: Node) -> Node:
-    """Write `rrelu` as it computes in eval mode: the slope is the middle of its range."""
+    """Replace `rrelu` in eval mode by a leaky relu whose slope is the middle of the range."""
     value, lower, upper = (argument(node, position) for position in range(3))
     low, high = 1 / 8 if lower is None else lower, 1 / 3 if upper is None else upper
     return call(gm, aten.leaky_relu.default, value, (low + high) / 2, like=node)
 
 
 def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
-    """Multiply each value by the one 1, 2, 4, … positions earlier; log2(size) products collect all factors."""
+    """Compute `cumprod` in log2(size) steps: multiply each value by the value 1, then 2, then 4 … positions earlier."""
     value: Node = argument(node, 0)
     dim = argument(node, 1)
     product = value_of(gm, node)
@@ -431,7 +431,7 @@ def _products_by_doubling(gm: GraphModule, node: Node) -> Node:
 
 
 def _maxima_of_windows(gm: GraphModule, node: Node) -> tuple[Node, ...]:
-    """Rewrite an adaptive maximum pool as maxima over slices, one dimension at a time."""
+    """Rewrite an adaptive max pool as maxima over slices, one dimension at a time."""
     value, sizes = argument(node, 0), argument(node, 1)
     for dim, windows in zip(range(-len(sizes), 0), sizes, strict=True):
         if windows == 1:
@@ -455,7 +455,7 @@ def _maxima_of_windows(gm: GraphModule, node: Node) -> tuple[Node, ...]:
 
 
 def _has_unequal_windows(gm: GraphModule, node: Node) -> bool:
-    """Tell whether windows differ in size and only the maxima of an adaptive pool are read, not their positions."""
+    """Tell whether the windows of an adaptive max pool may differ in size, and only maxima, no indices, are read."""
     if any(result.args[1] != 0 for result in node.users):
         return False
     windows = argument(node, 1)
@@ -476,4 +476,4 @@ _WITHOUT_LOWERING: dict[str, Rule] = {
     "aten.numpy_T.default": _reversed,
     "aten.cumprod.default": _products_by_doubling,
 }
-"""Operators without an ONNX lowering. If any remains, torch traces and decomposes the whole graph."""
+"""Rules for operators without an ONNX lowering. If such an operator remains, torch decomposes the whole graph."""

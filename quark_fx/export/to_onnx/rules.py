@@ -1,6 +1,7 @@
-"""Rewrites of ONNX graphs: the rule, and the rules that every translated graph needs.
+"""Rewrite rules for ONNX graphs: the type `OnnxRule`, and the rules that run on every translated graph.
 
-To add a rule for a file, see `quark_fx.export.onnx`. Defects of runtimes are in `workarounds`.
+To add a rule for one export, see `rules` of `quark_fx.export.onnx`. Rewrites for faults of runtimes are in
+`workarounds`.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from quark_fx.export.to_onnx.edit import (
 logger = logging.getLogger(__name__)
 
 Rewrite = Callable[[ir.Model, ir.Node], bool]
-"""Edits the graph around a node and returns whether it did. Raises `Declined` if the node matches, but another
-condition forbids the rewrite."""
+"""Function that edits the graph around a node and returns whether it changed the graph. It raises `Declined` if the
+node matches, but another condition forbids the rewrite."""
 
 DeclinedError = Declined
-"""Earlier name of `quark_fx.errors.Declined`, for the rules of users."""
+"""Earlier name of `quark_fx.errors.Declined`, which rules of users may import."""
 
 
 @dataclass(frozen=True)
 class OnnxRule:
-    """A rewrite and its types of nodes. Calling it rewrites a model in place.
+    """A rewrite of nodes of some types. Calling a rule rewrites a model in place.
 
     Attributes:
-        name: Name of the function.
-        operators: Types of nodes to rewrite.
-        rewrite: Function; see `Rewrite`.
+        name: Name of the rewrite function.
+        operators: Types of the nodes to rewrite, such as `"Relu"`.
+        rewrite: Function that rewrites a node; see `Rewrite`.
     """
 
     name: str
@@ -76,10 +77,10 @@ class OnnxRule:
 
 
 def onnx_rule(*operators: str) -> Callable[[Rewrite], OnnxRule]:
-    """Turn a function of a model and a node into a rule: `@onnx_rule("Relu")`.
+    """Return a decorator that turns a function of a model and a node into a rule: `@onnx_rule("Relu")`.
 
     Args:
-        operators: Types of nodes that the function is called with.
+        operators: Types of the nodes for which the rule calls the function.
 
     Raises:
         ExportError: If no type is given.
@@ -94,12 +95,12 @@ def onnx_rule(*operators: str) -> Callable[[Rewrite], OnnxRule]:
 
 
 def apply_rule(rule: Any, model: ir.Model) -> tuple[Kept, ...]:
-    """Run a rule of either kind on a model, in place; return the nodes it declined, and why.
+    """Run an `OnnxRule` or a rule of `onnxscript.rewriter` on a model, in place; return the nodes it declined, and why.
 
-    A pattern of `onnxscript.rewriter` declines if its `check` fails.
+    A pattern of `onnxscript.rewriter` declines a match if its `check` fails.
 
     Raises:
-        ExportError: If `rule` is not a rule.
+        ExportError: If `rule` is of neither kind.
     """
     if isinstance(rule, OnnxRule):
         return rule(model)
@@ -116,7 +117,7 @@ def apply_rule(rule: Any, model: ir.Model) -> tuple[Kept, ...]:
 
 
 class _Reasons(MatchingTracer):  # type: ignore[misc]
-    """Record the reason of every declined match; onnxscript's own tracer keeps only the best match."""
+    """Tracer that records the reason for every declined match; onnxscript's own tracer keeps only the best match."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class _Reasons(MatchingTracer):  # type: ignore[misc]
 
 @onnx_rule("Cast")
 def fold_initializer_cast(model: ir.Model, node: ir.Node) -> bool:
-    """Store a constant in the type it is cast to, such as a zero point in the type of its codes, or packed int4."""
+    """Store a constant in the integer type to which it is cast, such as a zero point in the type of its codes."""
     source, dtype = node.inputs[0], ir.DataType(node.attributes["to"].as_int())
     if source is None or source.const_value is None or not source.is_initializer():
         return False
@@ -150,7 +151,7 @@ def fold_initializer_cast(model: ir.Model, node: ir.Node) -> bool:
 
 @onnx_rule("CastLike")
 def fold_cast_like(model: ir.Model, node: ir.Node) -> bool:
-    """Store a constant, such as a bound of a clamp, in the type of the value that it is cast like."""
+    """Store a constant, such as a bound of a clamp, in the type to which a `CastLike` casts it."""
     source, like = node.inputs
     constant = array_of(source)
     if constant is None or like is None or like.dtype is None:
@@ -161,9 +162,10 @@ def fold_cast_like(model: ir.Model, node: ir.Node) -> bool:
 
 @onnx_rule("Conv")
 def drop_zero_bias(model: ir.Model, node: ir.Node) -> bool:
-    """Drop the zeros that torch writes for a convolution without a bias, one per row of the dequantized weight.
+    """Drop the zero bias that torch writes for a convolution without a bias.
 
-    They would be computed at run time and not be recognized as a constant, and the weight would have a second reader.
+    The bias is an `Expand` to the number of rows of the dequantized weight, so it is computed at run time, is not
+    recognized as a constant, and gives the weight a second reader.
     """
     zeros = made_by(node.inputs[2], "Expand") if len(node.inputs) > 2 else None
     constant = array_of(zeros.inputs[0]) if zeros is not None else None
@@ -175,9 +177,9 @@ def drop_zero_bias(model: ir.Model, node: ir.Node) -> bool:
 
 @onnx_rule("Cast", "QuantizeLinear")
 def type_codes(model: ir.Model, node: ir.Node) -> bool:
-    """Give the output of a node the type of its zero point or attribute: torch stores 4-bit codes in bytes.
+    """Set the type of a quantizer's output to the type of its zero point: torch declares bytes for 4-bit codes.
 
-    This includes codes from a cast, which quantizes with one scale per row.
+    A `Cast`, which ends a quantization with one scale per row, gets the type in its attribute.
     """
     output, zero_point = node.outputs[0], node.inputs[2] if len(node.inputs) > 2 else None
     if node.op_type == "Cast":
@@ -196,7 +198,7 @@ _DEFAULTS = (("axis", 1), ("block_size", 0), ("output_dtype", 0), ("saturate", 1
 
 @onnx_rule("QuantizeLinear", "DequantizeLinear")
 def drop_default_attributes(model: ir.Model, node: ir.Node) -> bool:
-    """Remove attributes of a quantizer with their default value, and the axis of a single scale."""
+    """Remove attributes of a quantizer that have their default value, and the axis if there is a single scale."""
     scale = node.inputs[1]
     scalar = scale is not None and scale.shape is not None and not scale.shape.rank()
     dropped = [
@@ -209,12 +211,12 @@ def drop_default_attributes(model: ir.Model, node: ir.Node) -> bool:
     return bool(dropped)
 
 
-# Weights in codes ---------------------------------------------------------------------------------------------------
+# Quantized weights --------------------------------------------------------------------------------------------------
 
 
 @onnx_rule("Transpose")
 def drop_idle_transpose(model: ir.Model, node: ir.Node) -> bool:
-    """Remove a `Transpose` that keeps the order of axes; each remaining one of a matrix exchanges rows and columns."""
+    """Remove a `Transpose` that keeps the order of axes; any other `Transpose` of a matrix swaps rows and columns."""
     value = operand(node)
     order = permutation(node, 2 if value.shape is None else value.shape.rank())
     if list(order) != sorted(order):
@@ -227,7 +229,7 @@ def drop_idle_transpose(model: ir.Model, node: ir.Node) -> bool:
 
 @onnx_rule("Transpose")
 def fold_initializer_transpose(model: ir.Model, node: ir.Node) -> bool:
-    """Store codes in the order of the axes in which their only reader takes them."""
+    """Transpose stored codes if a `Transpose` is their only reader, and remove that node."""
     codes = operand(node)
     if codes.const_value is None or not codes.const_value.dtype.is_integer() or node.outputs[0].is_graph_output():
         return False
@@ -240,9 +242,9 @@ def fold_initializer_transpose(model: ir.Model, node: ir.Node) -> bool:
 
 @onnx_rule("Transpose", "Gemm")
 def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
-    """Store a transposed weight transposed: `Transpose(DequantizeLinear(codes))` hides the codes from kernels.
+    """Store the codes of a transposed weight transposed: kernels do not match `Transpose(DequantizeLinear(codes))`.
 
-    This also rewrites `Gemm(transB=1)` for weights in blocks.
+    `Gemm(transB=1)` is rewritten, too, if its weight is in blocks.
     """
     gemm = node.op_type == "Gemm"
     dequantize = made_by(node.inputs[1] if gemm else node.inputs[0], "DequantizeLinear")
@@ -263,7 +265,7 @@ def transpose_dequantized(node: ir.Node, order: Sequence[int]) -> None:
     """Transpose the constants of a weight's `DequantizeLinear` in place.
 
     Args:
-        node: The `DequantizeLinear`.
+        node: `DequantizeLinear` of the weight.
         order: Permutation of the axes, in the convention of `Transpose`.
 
     Raises:
@@ -292,7 +294,7 @@ def _store_transposed(value: ir.Value, order: Sequence[int]) -> None:
 
 
 def _may_transpose(value: ir.Value) -> bool:
-    """Tell whether only one node reads a constant; scalars and vectors may be shared, because they do not change."""
+    """Tell whether a constant has only one reader, or is a scalar or vector, which a transpose does not change."""
     return len(value.uses()) == 1 or (value.shape is not None and value.shape.rank() < 2)
 
 
@@ -306,6 +308,6 @@ TRANSLATED: tuple[OnnxRule, ...] = (
     transpose_weight,
     drop_default_attributes,
 )
-"""Rules that run on a translated graph, before it is converted to a format, in order."""
+"""Rules that run, in this order, on every translated graph before it is converted to a format."""
 
 __all__ = ["TRANSLATED", "DeclinedError", "OnnxRule", "Rewrite", "apply_rule", "onnx_rule"]

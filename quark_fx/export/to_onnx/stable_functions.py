@@ -1,7 +1,7 @@
-"""ONNX lowerings as accurate as torch far from zero, near zero, and around a large mean.
+"""Numerically stable ONNX lowerings that match torch's accuracy far from zero, near zero, and around a large mean.
 
-torch's own lowerings use textbook formulas, such as `log(sigmoid(x))`, which is `-inf` below -88 in float32. These use
-`log1p`, `expm1`, and centered values. Each reads and returns values in the type of its operand.
+torch's own lowerings use textbook formulas, such as `log(sigmoid(x))`, which is `-inf` below -88 in float32. The
+lowerings in this module use `log1p`, `expm1`, and centered values, and compute in the type of their operand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ op: Any = opset21
 
 
 def _constant(x: Any, value: float) -> Any:
-    """Return a scalar in the type of `x`."""
+    """Return a scalar constant in the type of `x`."""
     return op.Constant(value=ir.Tensor(np.asarray(value, x.dtype.numpy())))
 
 
@@ -30,7 +30,7 @@ def log1p(x: Any) -> Any:
 
 
 def _log1p(x: Any, *, like: Any) -> Any:
-    """Return `log1p(x)` of a value in the type of `like`.
+    """Return `log1p(x)`, computed in the type of `like`.
 
     Source:
         Goldberg 1991, "What every computer scientist should know about floating-point arithmetic", theorem 4.
@@ -52,7 +52,7 @@ def expm1(x: Any) -> Any:
 
 
 def _expm1(x: Any, *, like: Any) -> Any:
-    """Return `expm1(x)` of a value in the type of `like`."""
+    """Return `expm1(x)`, computed in the type of `like`."""
     half = op.Mul(x, _constant(like, 0.5))
     return op.Mul(op.Tanh(half), op.Add(op.Exp(x), _constant(like, 1.0)))
 
@@ -72,13 +72,13 @@ def _times(x: Any, factor: float, *, like: Any) -> Any:
 
 @lowers("aten.celu.default")
 def celu(x: Any, alpha: float = 1.0) -> Any:
-    """See `elu`."""
+    """Write `max(x, 0) + alpha * expm1(min(x, 0) / alpha)`; see `elu`."""
     return elu(x, alpha, 1.0, 1 / alpha)
 
 
 @lowers("aten.selu.default")
 def selu(x: Any) -> Any:
-    """See `elu`.
+    """Write `elu` with the two constants of SELU.
 
     Source:
         Klambauer et al. 2017, "Self-normalizing neural networks", section 2.
@@ -132,7 +132,7 @@ def _scaled_tail(x: Any, exponent: Any) -> Any:
 
 @lowers("aten.logdet.default")
 def logdet(x: Any) -> Any:
-    """Write `log(det(x / c)) + n log(c)`, `c` a power of two near the largest magnitude, because `det(x)` overflows."""
+    """Write `log(det(x / c)) + n log(c)` for `c` a power of two near the largest magnitude: `det(x)` may overflow."""
     rows = op.CastLike(op.Gather(op.Shape(x), op.Constant(value_int=-1)), x)
     peak = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[-2, -1]), keepdims=1)
     exponent = op.Floor(op.Div(op.Log(peak), _constant(x, math.log(2))))
@@ -149,7 +149,7 @@ def log_sigmoid(x: Any) -> Any:
 
 @lowers("aten.logaddexp.default")
 def logaddexp(a: Any, b: Any) -> Any:
-    """Write `max(a, b) + log1p(exp(-|a - b|))`; `a + log(2)` if equal, since inf - inf is NaN."""
+    """Write `max(a, b) + log1p(exp(-|a - b|))`, or `a + log(2)` if `a` equals `b`, because `inf - inf` is NaN."""
     apart = op.Add(op.Max(a, b), _log1p(op.Exp(op.Neg(op.Abs(op.Sub(a, b)))), like=a))
     return op.Where(op.Equal(a, b), op.Add(a, _constant(a, math.log(2))), apart)
 
@@ -164,7 +164,7 @@ def logaddexp2(a: Any, b: Any) -> Any:
 
 @lowers("aten.logcumsumexp.default")
 def logcumsumexp(x: Any, dim: int) -> Any:
-    """Write `logsumexp` of each prefix, relative to its maximum; a length of `n` takes `n` times `n` values."""
+    """Write `logsumexp` of each prefix, relative to its maximum; a size of `n` needs `n * n` intermediate values."""
     axis = dim % len(x.shape)
     after = op.Constant(value_ints=[axis])
     size = op.Gather(op.Shape(x), op.Constant(value_ints=[axis]))
@@ -180,7 +180,7 @@ def logcumsumexp(x: Any, dim: int) -> Any:
 @lowers("aten.remainder.Scalar")
 @lowers("aten.remainder.Tensor")
 def remainder(x: Any, other: Any) -> Any:
-    """Write `fmod`, plus the divisor where signs differ; the quotient of large numbers loses its fraction."""
+    """Write `fmod`, plus the divisor where the signs differ: a quotient of large numbers loses its fraction."""
     divisor = other if isinstance(other, ir.Value) else _constant(x, other)
     if not x.dtype.is_floating_point():
         return op.Mod(x, divisor)
@@ -189,7 +189,7 @@ def remainder(x: Any, other: Any) -> Any:
 
 
 def _truncated_rest(x: Any, divisor: Any) -> tuple[Any, Any]:
-    """Return `fmod` of floats, and whether it is nonzero with another sign than the divisor."""
+    """Return `fmod` of floats, and whether the remainder is nonzero and has another sign than the divisor."""
     rest, zero = op.Mod(x, divisor, fmod=1), _constant(x, 0.0)
     return rest, op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
 
@@ -197,10 +197,10 @@ def _truncated_rest(x: Any, divisor: Any) -> tuple[Any, Any]:
 @lowers("aten.div.Scalar_mode")
 @lowers("aten.div.Tensor_mode")
 def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    """Divide integers as integers, because floats do not represent large ones, and floor floats like torch.
+    """Write an integer division for integers, since floats do not represent large integers, or torch's float division.
 
-    torch computes the floor of a float quotient from `fmod`: the quotient of 1 and 0.1 rounds to 10, but the largest
-    integer below the exact quotient is 9.
+    torch computes the floor of a float quotient from `fmod`: the quotient of 1 and 0.1 rounds to 10, but the floor of
+    the exact quotient is 9.
     """
     divisor = other if isinstance(other, ir.Value) else _constant(x, other)
     if x.dtype.is_floating_point() or rounding_mode is None:
@@ -231,7 +231,7 @@ def div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
 def group_norm(
     x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
-    """Write `InstanceNormalization` of centered groups: ONNX Runtime computes a variance as a difference of squares."""
+    """Write `InstanceNormalization` of groups minus their means: ONNX Runtime subtracts squares to get a variance."""
     flat = op.Reshape(x, op.Constant(value_ints=[0, num_groups, -1]))
     centered = op.Sub(flat, op.ReduceMean(flat, op.Constant(value_ints=[2]), keepdims=1))
     ones, zeros = (op.Constant(value=ir.Tensor(np.full(num_groups, value, x.dtype.numpy()))) for value in (1.0, 0.0))
@@ -244,13 +244,13 @@ def group_norm(
 
 @lowers("aten.std.correction")
 def std(x: Any, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    """Write the root of the mean square, relative to the largest deviation: squares of small values underflow."""
+    """Write the standard deviation, relative to the largest deviation: squares of small deviations would underflow."""
     return std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 @lowers("aten.std.dim")
 def std_dim(x: Any, dim: list[int] | None, unbiased: bool = True, keepdim: bool = False) -> Any:
-    """See `std`."""
+    """Write `std` with a correction of 1 if `unbiased`, or else 0."""
     return std(x, dim, correction=float(unbiased), keepdim=keepdim)
 
 
@@ -258,7 +258,7 @@ def std_dim(x: Any, dim: list[int] | None, unbiased: bool = True, keepdim: bool 
 def std_mean(
     x: Any, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Any, Any]:
-    """See `std`."""
+    """Write the standard deviation, as in `std`, and the mean."""
     axes = op.Constant(value_ints=[axis % len(x.shape) for axis in dim or range(len(x.shape))])
     mean = op.ReduceMean(x, axes, keepdims=1)
     deviation = op.Sub(x, mean)
@@ -275,7 +275,10 @@ def std_mean(
 def binary_cross_entropy_with_logits(
     x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1
 ) -> Any:
-    """Write `(1 - y) x - (1 + (p - 1) y) log_sigmoid(x)`; `reduction` is 0 for none, 1 for the mean, 2 for the sum."""
+    """Write `(1 - y) x - (1 + (p - 1) y) log_sigmoid(x)`, where `y` is `target` and `p` is `pos_weight`.
+
+    `reduction` is 0 for none, 1 for the mean, and 2 for the sum.
+    """
     scaled = op.Neg(log_sigmoid(x))
     if pos_weight is not None:
         one = _constant(x, 1.0)

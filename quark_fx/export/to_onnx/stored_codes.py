@@ -1,4 +1,4 @@
-"""Constant codes in an ONNX graph: their location, the values that they represent, and their scales in float16."""
+"""Constant codes in an ONNX graph: the nodes that dequantize them, their values, and scales stored in float16."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ FORMATS: Mapping[ir.DataType, Format] = {
     for bits in (2, 4, 8, 16, 32)
     for signed in (True, False)
 } | {ir.DataType.FLOAT8E4M3FN: FP8_E4M3, ir.DataType.FLOAT8E5M2: FP8_E5M2}
-"""The format of each type of codes."""
+"""Number format of codes, by ONNX element type."""
 
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """Constant codes that are dequantized before or after rows are looked up.
+    """Constant codes and their parameters, as a `DequantizeLinear`, or a lookup of rows, reads them.
 
     Attributes:
-        codes: Constant.
-        scale: Scales.
+        codes: Constant that holds the codes.
+        scale: Scales, one for the tensor or several along `axis`.
         zero_point: Zero points; `None` for zero.
-        axis: Dimension of `codes` along which the scales vary or, with `block_size`, values share a scale.
+        axis: Dimension of `codes` along which the scales vary or, with `block_size`, which is cut into blocks.
         block_size: Number of values that share a scale; 0 for one scale per index of `axis`.
         format: Format of the codes.
-        turned: Whether a node transposes the weight before its reader.
-        cast: Whether a node casts the weight before its reader.
+        turned: Whether the weight is transposed before the operator that reads it.
+        cast: Whether the weight is cast before the operator that reads it.
     """
 
     codes: ir.Value
@@ -48,11 +48,11 @@ class StoredCodes:
 
     @property
     def name(self) -> str:
-        """Name of the codes in the file, without suffixes."""
+        """Name of the codes in the file, without the suffixes that the export appends."""
         return stem(self.codes)
 
     def read(self) -> QuantizedTensor | None:
-        """Return the codes with their parameters; `None` if one of these is computed."""
+        """Return the codes with their parameters; `None` if one of them is not constant."""
         codes, scale, zero_point = (array_of(value) for value in (self.codes, self.scale, self.zero_point))
         if codes is None or scale is None or (self.zero_point is not None and zero_point is None):
             return None
@@ -86,19 +86,22 @@ def dequantized(node: ir.Node | None) -> StoredCodes | None:
 
 
 def stem(codes: ir.Value) -> str:
-    """Return the name of a weight, from the name of its codes."""
+    """Return the name of a weight, derived from the name of its codes."""
     return (codes.name or "weight").removesuffix("_int4").removesuffix("_uint4").removesuffix("_codes")
 
 
 _SCALES = {"DequantizeLinear": 1, "MatMulNBits": 2, "GatherBlockQuantized": 2}
-"""Position of the scales among the inputs of operators on weights in groups."""
+"""Position of the scales among the inputs of each operator that reads weights in groups."""
 
 
 def halve_scales(model: ir.Model) -> int:
-    """Store scales of groups in float16, with a `Cast` to float32, if this changes no value; return their number.
+    """Store scales of groups in float16, followed by a `Cast` to float32, if float16 represents them exactly.
 
     ONNX Runtime's quantizers and `MatMulNBits` do not support float16 scales for float32 data, hence the cast. ONNX
-    Runtime folds it at load time, before it fuses: kernels and speed are the same as with float32 scales.
+    Runtime folds the cast at load time, before its fusions: kernels and speed are the same as with float32 scales.
+
+    Returns:
+        Number of scale tensors that were converted.
     """
     halved = 0
     for name, value in list(model.graph.initializers.items()):
@@ -122,7 +125,7 @@ def halve_scales(model: ir.Model) -> int:
 
 
 def _is_read_as_scale(value: ir.Value) -> bool:
-    """Tell whether all readers are nodes of the main graph and use the value as scales of groups."""
+    """Tell whether all readers of a value are nodes of the main graph that use it as scales of groups."""
     uses = list(value.uses())
     return bool(uses) and all(
         use.node.graph is value.graph and _SCALES.get(use.node.op_type) == use.idx for use in uses

@@ -1,4 +1,4 @@
-"""Translate a program with torch's ONNX exporter and the table of this package's lowerings, `lowers`."""
+"""Translate a program to ONNX with torch's exporter and the lowerings of this package, which `lowers` registers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def lowers(name: str) -> Callable[[F], F]:
     """Register the ONNX lowering of an operator, `"namespace.name.overload"`.
 
-    The function gets the operator's arguments, with tensors as ONNX values and all others as Python constants, and
-    returns the ONNX value or values that it builds with `onnxscript.opset21`.
+    The function gets the operator's arguments, with tensors as ONNX values and all other arguments as Python constants,
+    and returns the ONNX value or values that it builds with `onnxscript.opset21`.
 
     Raises:
         ExportError: If the name has another form, the operator does not have the overload, or another module has
-            registered a lowering.
+            registered a lowering of the operator.
     """
     _overload(name)
 
@@ -43,7 +43,7 @@ def lowers(name: str) -> Callable[[F], F]:
 
 
 def translation_table() -> dict[Any, Callable[..., Any]]:
-    """Return the table for `torch.onnx.export(custom_translation_table=...)`, limited to operators that exist here."""
+    """Return the table for `torch.onnx.export(custom_translation_table=...)`, without operators that are not loaded."""
     _fill()
     rows = {_overload(name): function for name, function in LOWERINGS.items()}
     return {overload: function for overload, function in rows.items() if overload is not None}
@@ -55,7 +55,7 @@ def _fill() -> None:
 
 
 def _overload(name: str) -> Any:
-    """Return the operator called `name`; `None` if it does not exist here.
+    """Return the operator called `name`; `None` if no library in this process defines it.
 
     Raises:
         ExportError: If the name has another form, or the operator does not have the overload.
@@ -72,14 +72,14 @@ def _overload(name: str) -> Any:
 def translate(
     program: ExportedProgram, input_names: Sequence[str], output_names: Sequence[str], *, opset: int, decompose: bool
 ) -> Any:
-    """Return the `onnx_ir.Model` of `program`, not optimized.
+    """Translate `program` to an `onnx_ir.Model`, without optimizing it.
 
     Args:
         program: Program with flat inputs and outputs.
         input_names: Names of the inputs in the file.
         output_names: Names of the outputs in the file.
-        opset: Version of ONNX's operators.
-        decompose: Whether torch first decomposes operators without a lowering, which traces the graph again.
+        opset: Version of the ONNX operator set.
+        decompose: Whether torch first decomposes operators without a lowering, for which it traces the graph again.
 
     Raises:
         torch.onnx.OnnxExporterError: If an operator does not have a lowering.
@@ -104,10 +104,14 @@ def translate(
 
 @functools.cache
 def _exporter() -> Callable[[ExportedProgram, list[str], list[str], int], Any] | None:
-    """Return the steps of `torch.onnx.export` without decomposition; `None` if this version of torch lacks them.
+    """Return a function that runs the steps of `torch.onnx.export` except decomposition.
 
     `torch.onnx.export` builds two tables in every call: some 500 lowerings, and the decompositions of all other
-    operators. Together, this takes longer than the translation of a ResNet.
+    operators. Building both takes longer than translating a ResNet.
+
+    Returns:
+        Function of a program, the names of its inputs and outputs, and an opset; `None` if this version of torch lacks
+        an internal function that it needs.
     """
     try:
         internal = "torch.onnx._internal"
@@ -141,8 +145,8 @@ def _exporter() -> Callable[[ExportedProgram, list[str], list[str], int], Any] |
 def _promotion() -> Callable[[Any], None]:
     """Return a function that inserts the casts of type promotion into a graph.
 
-    torch's pass computes every value of the graph again, which takes longer than the translation. Here, an operand has
-    the value that its node has from capture.
+    torch's pass computes every fake value of the graph again, which takes longer than the translation. This function
+    uses the values that the nodes have from capture.
     """
     promotion = import_module("torch.onnx._internal.fx.passes.type_promotion")
     interpreter: Any = promotion._TypePromotionInterpreter

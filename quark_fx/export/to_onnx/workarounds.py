@@ -1,9 +1,9 @@
-"""Defects of runtimes that files are written around: one row each, with the pattern and its replacement.
+"""Workarounds for faults of runtimes, as a table: each row has the pattern that fails and its replacement.
 
-`register_workaround` adds a row, in this package or outside of it.
+`register_workaround` adds a row; users can call it, too.
 
-A test runs each pattern without its row and expects the fault, so that a row can go when its runtime is repaired.
-The rows of ONNX Runtime are here, and their patterns and rewrites in `onnxruntime_workarounds`.
+A test runs each pattern without its row and expects the fault, so that a row can be removed when its runtime is fixed.
+The rows for ONNX Runtime are in this module; their conditions and rewrites are in `onnxruntime_workarounds`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from quark_fx.system.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class Workaround:
-    """A pattern that a runtime does not run as it should, and its replacement. Calling it rewrites a model in place.
+    """A pattern that a runtime does not run as it should, and its replacement. Calling a row rewrites a model in place.
 
     Attributes:
-        runtime: `OnnxFiles.runtime` of the targets that need it.
-        versions: Measured versions that have the fault, for readers. The rewrite runs for all: a file may go to any
-            version.
+        runtime: `OnnxFiles.runtime` of the targets whose files need the workaround.
+        versions: Versions of the runtime in which the fault was measured, for readers of the table. The rewrite does
+            not depend on the version, because a file may be run by any version.
         fault: Effect of the pattern in the runtime.
-        source: Change or report of the runtime that explains the fault; empty if none is known.
-        operators: Types of nodes at which the pattern ends.
-        condition: Function that tells whether such a node ends the pattern.
-        rewrite: Function that replaces the pattern by an equal one.
-        before_formats: Whether the rewrites of formats have to see the replacement, too.
+        source: Pull request or issue of the runtime that explains the fault; empty if none is known.
+        operators: Types of the nodes at which the pattern ends.
+        condition: Function that tells whether a node of these types ends the pattern.
+        rewrite: Function that replaces the pattern by an equivalent one.
+        before_formats: Whether the workaround must run before the rewrites of formats.
     """
 
     runtime: str
@@ -56,14 +56,14 @@ class Workaround:
 
 
 WORKAROUNDS: Registry[Workaround, Workaround] = Registry("workaround", error=ExportError)
-"""Every workaround under its name, in the order in which they run."""
+"""All workarounds under their names, in the order in which they run."""
 _add = WORKAROUNDS.add
 
 
 def register_workaround(name: str, row: Workaround) -> Workaround:
-    """Register a workaround for the files of all targets with its `runtime`. It runs after those registered before it.
+    """Register a workaround for the files of all targets with its `runtime`.
 
-    A module can register a name again, for example from a notebook cell.
+    Workarounds run in the order of registration. A module can register a name again, for example from a notebook cell.
 
     Raises:
         ExportError: If another module has registered a workaround under that name.
@@ -72,7 +72,7 @@ def register_workaround(name: str, row: Workaround) -> Workaround:
 
 
 MEASURED = ("1.31", "1.32")
-"""Versions of ONNX Runtime in which every pattern was run."""
+"""Versions of ONNX Runtime in which all patterns were run."""
 
 _PULLS = "https://github.com/microsoft/onnxruntime/pull/"
 
