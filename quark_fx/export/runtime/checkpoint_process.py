@@ -1,7 +1,7 @@
-"""A separate process that loads a checkpoint with transformers and runs batches. It imports nothing of this package.
+"""A script, run as a separate process, that loads a checkpoint with transformers and runs batches.
 
-Changes that this package makes to transformers in the quantizing process cannot affect it, and its memory is freed at
-the end.
+It does not import this package: changes that this package makes to transformers in the quantizing process cannot affect
+the results. Its memory is freed when it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from torch import Tensor
 
 
 def named_tensors(output: Any) -> dict[str, Tensor]:
-    """Return the named tensors of a model's result: `""` for a single tensor, numbers for unnamed ones."""
+    """Return the tensors of a model's result, with their names.
+
+    A single tensor has the name `""`. Keys and positions of nested containers are joined with dots.
+    """
     return dict(_named(output, ""))
 
 
@@ -33,8 +36,8 @@ def answers(path: Path, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
     """Return the named outputs of a checkpoint's model for each batch.
 
     Args:
-        path: Directory or GGUF file.
-        batches: Positional and keyword arguments.
+        path: Checkpoint directory or GGUF file.
+        batches: Positional and keyword arguments of the model, one pair per batch.
     """
     model = _load(path).eval()
     with torch.no_grad():
@@ -53,11 +56,15 @@ def _load(path: Path) -> Any:
 
 
 FREQUENCIES = "rope_freqs.weight"
-"""Tensor of a GGUF file with the divisors of the frequencies of scaled positions."""
+"""Name of the tensor of a GGUF file that holds the divisors of the frequencies of a scaled rotary embedding."""
 
 
 def scale_positions(model: Any, path: Path) -> Any:
-    """Return a model with its frequencies divided as its GGUF file says, which transformers skips."""
+    """Divide the rotary frequencies of a model by the divisors in its GGUF file, which transformers does not read.
+
+    Returns:
+        The same model.
+    """
     import gguf
 
     for stored in gguf.GGUFReader(path).tensors:
@@ -69,14 +76,14 @@ def scale_positions(model: Any, path: Path) -> Any:
 
 
 def main(path: str, given: str, made: str) -> None:
-    """Run the batches in the file `given`, and write the outputs of the model to the file `made`."""
+    """Run the batches in the file `given`, and write the model's outputs to the file `made`."""
     torch.save(answers(Path(path), torch.load(given, map_location="cpu", weights_only=True)), made)
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except Exception as error:  # any error of the reader's code, reported to the calling process
+    except Exception as error:  # any error of transformers, reported to the calling process
         sys.exit(f"{type(error).__name__}: {error}")
 
 

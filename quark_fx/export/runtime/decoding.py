@@ -1,4 +1,4 @@
-"""Decode in torch and in a folder of graphs with a KV cache, for the comparison of their logits."""
+"""Decode the same tokens in torch and in a folder of graphs with a KV cache, to compare the logits."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _GREEDY: dict[str, Any] = {
     "return_dict_in_generate": True,
     "output_logits": True,
 }
-"""Options that override the model's generation configuration."""
+"""Options of `generate` that override the model's generation configuration."""
 
 Steps = dict[str, tuple[Tensor, Tensor]]
-"""Logits in torch and in the folder for each named step."""
+"""Logits of torch and logits of the folder, both of shape `(batch, vocabulary)`, for the name of each step."""
 
 _MANIFEST, _LIMIT = "export.json", 1 << 24
-"""The file that transformers writes into a folder, and the largest size of a folder's description, in bytes."""
+"""File that transformers writes into a folder, and limit on the size of a folder's configuration file, in bytes."""
 
 
 @dataclass(frozen=True)
 class _Folder:
-    """Graphs that decode.
+    """The graphs of a folder, ready to decode.
 
     Attributes:
-        decode: Function of a prompt and the tokens after it; returns the logits after the prompt and after each token
-            but the last.
-        cache: Function that returns a cache for torch with the rounding of the graphs; `None` for a float cache.
-        config: Configuration of transformers; `None` if the folder has none.
+        decode: Function of prompts and the tokens after them; returns the logits after the prompts and after each token
+            except the last.
+        cache: Function that returns a cache for torch that rounds like the graphs; `None` for a float cache.
+        config: Configuration of transformers; `None` if the folder does not contain one.
     """
 
     decode: Callable[[dict[str, Tensor], Tensor], Sequence[Tensor]]
@@ -68,16 +68,16 @@ def is_generation_folder(path: Path) -> bool:
 def decoded_steps(
     model: nn.Module, path: Path, batches: Iterable[Any], steps: int
 ) -> Iterator[tuple[Steps, Callable[[int], Sequence[Tensor]]]]:
-    """Yield the logits after each batch of prompts, and after each of the tokens that torch then chooses.
+    """Yield, for each batch of prompts, the logits after the prompts and after each token that torch then chooses.
 
-    Each comes with a function from a seed to torch's logits for the same tokens with slightly different rounding in
-    each operator.
+    The second item of each pair is a function of a seed. It returns torch's logits for the same tokens with slightly
+    different rounding in each operator.
 
     Args:
         model: Exported model, or its `QuantizedModel`.
-        path: Folder.
+        path: Folder with the exported graphs.
         batches: Prompts: `input_ids`, and `attention_mask` if they are padded on the left.
-        steps: Number of decode steps.
+        steps: Number of decode steps after the prompts.
 
     Raises:
         ExportError: If the folder cannot be loaded, or the model or the folder does not decode a batch.
@@ -104,7 +104,7 @@ def decoded_steps(
 
 
 def _opened(path: Path, read: Callable[[Path], _Folder]) -> _Folder:
-    """Return the graphs in a folder."""
+    """Return the graphs in a folder; raise `ExportError` if `read` fails."""
     try:
         return read(path)
     except ExportError:
@@ -114,7 +114,7 @@ def _opened(path: Path, read: Callable[[Path], _Folder]) -> _Folder:
 
 
 def _of_transformers(path: Path) -> _Folder:
-    """Return the graphs that transformers wrote, one for prompts and one for steps, run by `generate`."""
+    """Return the graphs that transformers wrote, one for prompts and one for steps, which `generate` runs."""
     try:
         from transformers.exporters import ExportedModel  # pyright: ignore[reportPrivateImportUsage]
     except ImportError as error:
@@ -134,7 +134,7 @@ def _of_transformers(path: Path) -> _Folder:
 
 
 def _of_genai(path: Path) -> _Folder:
-    """Return the graph that `genai` wrote, which reads the tokens of one sequence."""
+    """Return the graph that `genai` wrote, which decodes one sequence at a time."""
     import onnx_ir as ir
 
     decoder = read_json(path / CONFIG, _LIMIT)["model"]["decoder"]
@@ -173,11 +173,11 @@ def _of_genai(path: Path) -> _Folder:
 
 _KINDS = ("key", "value")
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
-"""Types of caches by their names in ONNX Runtime."""
+"""Types of KV caches, by their names in ONNX Runtime."""
 
 
 def _in_torch(model: nn.Module, config: Any) -> nn.Module:
-    """Return the transformers module to compare with."""
+    """Return the transformers module that decodes in torch; raise `ExportError` if `model` lacks `generate`."""
     if isinstance(model, QuantizedModel):
         try:
             has_class = model.source is not None or config is None
@@ -199,7 +199,7 @@ def _in_torch(model: nn.Module, config: Any) -> nn.Module:
 
 
 def _of_the_same_class(config: Any) -> nn.Module:
-    """Return a model with random weights; `eager` replaces them."""
+    """Return a transformers model with random weights, which `eager` replaces."""
     import transformers
 
     with torch.random.fork_rng(devices=[]):
@@ -208,7 +208,7 @@ def _of_the_same_class(config: Any) -> nn.Module:
 
 
 def _prompt(batch: Any, number: int) -> dict[str, Tensor]:
-    """Return the arguments of `generate` in a batch."""
+    """Return the `input_ids` and `attention_mask` of batch `number`."""
     args, kwargs = split_batch(batch)
     arguments = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
     prompt = {
@@ -240,7 +240,7 @@ def _generate(model: Any, prompt: dict[str, Tensor], steps: int, **options: Any)
 
 @contextmanager
 def _caching(model: nn.Module, make: Callable[[], Any] | None) -> Iterator[None]:
-    """Give every call without earlier tokens a new cache of the folder's kind.
+    """Pass a new cache from `make` to every call of a model that starts without cached tokens.
 
     Phi3 with longrope drops its cache in the middle of `generate`, once the sequence outgrows the short factors, so a
     cache passed to `generate` would be lost.
@@ -264,7 +264,7 @@ def _caching(model: nn.Module, make: Callable[[], Any] | None) -> Iterator[None]
 
 @contextmanager
 def _named(number: int, where: str, steps: int, tokens: int) -> Iterator[None]:
-    """Name the batch in errors."""
+    """Add the number of the batch to errors."""
     try:
         yield
     except ExportError:

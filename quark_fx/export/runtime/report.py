@@ -1,6 +1,6 @@
 """Report which nodes of a file ONNX Runtime's CPU provider runs in integers, and which are exact on every processor.
 
-Both come from the graph that ONNX Runtime writes after fusion.
+The report is derived from the graph that ONNX Runtime writes after its fusions.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from quark_fx.plan.table import Column, Table
 
 @dataclass(frozen=True)
 class RuntimeNode:
-    """One kernel.
+    """A node of the graph after fusion, and the kernel that runs it.
 
     Attributes:
         name: Name of the node.
         kernel: Operator that ONNX Runtime runs.
-        quantized: Whether it reads or holds integers; weight-only kernels count.
-        reason: Reason for running in float; empty if it runs in integers.
-        saturates: Part that may saturate in 16 bits on an x64 processor without VNNI (`plan.pair_sums`) for some data;
-            empty if the kernel is exact there.
+        quantized: Whether the kernel reads or holds integers; weight-only kernels count.
+        reason: Reason why the kernel runs in float; empty if it runs in integers.
+        saturates: Part of the kernel whose 16-bit sums may saturate for some data on x64 processors without VNNI
+            (`plan.pair_sums`); empty if the kernel is exact on these processors.
     """
 
     name: str
@@ -60,14 +60,14 @@ _COLUMNS: tuple[Column[RuntimeNode], ...] = (
 
 @dataclass(frozen=True)
 class RuntimeReport:
-    """The kernels of a file, without the conversions between them. Its `str` is a table.
+    """The kernels that run a file, without the conversions between them. Its `str` is a table.
 
     Attributes:
-        nodes: Kernels in the order they run.
-        kept: Parts that the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
+        nodes: Kernels in the order in which they run.
+        kept: Parts that the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or that a rule declined.
         conversions: Number of quantizers, dequantizers, and casts between kernels.
         opset: Opset of the standard domain.
-        bytes: Size of the file and its external data.
+        bytes: Size of the file and its external data, in bytes.
         not_run: Runtimes that did not run the file on one sample when it was written, and why.
     """
 
@@ -80,17 +80,17 @@ class RuntimeReport:
 
     @property
     def quantized(self) -> tuple[RuntimeNode, ...]:
-        """The nodes that run in integers."""
+        """Nodes that run in integers."""
         return tuple(node for node in self.nodes if node.quantized)
 
     @property
     def floating(self) -> tuple[RuntimeNode, ...]:
-        """The nodes that run in float."""
+        """Nodes that run in float."""
         return tuple(node for node in self.nodes if not node.quantized)
 
     @property
     def saturating(self) -> tuple[RuntimeNode, ...]:
-        """The nodes that are not exact on x64 processors without VNNI."""
+        """Nodes that are not exact on x64 processors without VNNI."""
         return tuple(node for node in self.nodes if node.saturates)
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class OnnxFile(_Path):
     """The path of an exported file, with a report of the operators that run in integers.
 
     Attributes:
-        kept: Parts that the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
+        kept: Parts that the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or that a rule declined.
         not_run: Runtimes that did not run the file on one sample when it was written, and why.
     """
 
@@ -133,7 +133,7 @@ class OnnxFile(_Path):
         The report lists no kernels if ONNX Runtime did not load the file when it was written.
 
         Raises:
-            ExportError: If ONNX Runtime, which loaded the file when it was written, is missing or fails now.
+            ExportError: If ONNX Runtime loaded the file when it was written, but is now missing or does not load it.
         """
         return runtime_report(self, kept=self.kept, not_run=self.not_run)
 
@@ -143,7 +143,7 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), not_run: tuple[NotR
 
     Args:
         path: ONNX file.
-        kept: Parts to list as left in pairs or declined.
+        kept: Parts that the report lists as left in pairs or declined.
         not_run: Runtimes that did not run the file. If ONNX Runtime did not load it, the report lists no kernels.
 
     Raises:
@@ -163,7 +163,9 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), not_run: tuple[NotR
 
 
 def saturating_kernels(path: Path, *, optimize: bool | None) -> list[str]:
-    """Return the names of nodes whose kernels saturate on x64 without VNNI; a vendor's nodes run as standard nodes.
+    """Return the names of nodes whose kernels may saturate on x64 processors without VNNI.
+
+    A vendor's quantizers in the file run as standard ones.
 
     Raises:
         ExportError: If ONNX Runtime does not load the file.
@@ -211,11 +213,11 @@ _HAVE_INTEGER_KERNELS = frozenset(
 
 
 _CODES_OF_FIRST = frozenset({"QGemm", "Clip"})
-"""Kernels on codes whose result has the type of their first input, in addition to `QLinear...`."""
+"""Kernels on codes, in addition to `QLinear...`, whose result has the type of their first input."""
 
 
 def _infer_types(model: ir.Model) -> None:
-    """Set the types that ONNX Runtime does not write, such as inside of expanded functions."""
+    """Infer the types of values that ONNX Runtime omits, such as those inside expanded functions."""
     for node in model.graph:
         for index, output in enumerate(node.outputs):
             if output.dtype is None and (dtype := _type_of(model, node, index)) is not None:
@@ -233,7 +235,7 @@ def _type_of(model: ir.Model, node: ir.Node, index: int) -> ir.DataType | None:
         return source
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
-    if node.domain:  # fused, or in another layout: floats stay floats
+    if node.domain:  # a fused operator, or one in another memory layout: its result is float if its input is
         return source if source is not None and source.is_floating_point() else None
     try:
         schema = onnx.defs.get_schema(node.op_type, model.opset_imports.get("", 1))
@@ -280,16 +282,16 @@ _FACTORS = {
     "DynamicQuantizeMatMul": (0, 1),
     "DynamicQuantizeLSTM": (0, 1, 2),
 }
-"""Kernels that add products in pairs, with the positions of their activation and weights among the inputs."""
+"""Positions of the activation, then of the weights, among the inputs of each kernel that adds products in pairs."""
 
 
 def _saturates(node: ir.Node, kept_signed: bool) -> str:
-    """Return the part of a kernel that may saturate without VNNI; empty if none does.
+    """Return the part of a kernel that may saturate without VNNI; empty if no part does.
 
     Args:
         node: Node of the graph that ONNX Runtime writes.
-        kept_signed: Whether signed activations stay signed, because the file contains the kernel; they become unsigned
-            if ONNX Runtime fuses it.
+        kept_signed: Whether signed activations stay signed. They do if the file contains the kernel; they become
+            unsigned if ONNX Runtime creates the kernel by fusion.
     """
     if node.op_type not in _FACTORS:
         return ""
@@ -309,7 +311,7 @@ def _saturates(node: ir.Node, kept_signed: bool) -> str:
 
 
 def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
-    """Return the pairs in which the kernel adds the codes of its weight; `None` if it adds in 32 bits."""
+    """Return the bound on pairs of codes whose products a kernel adds in 16 bits; `None` if it adds in 32 bits."""
     rank, limit = codes.dim(), LARGEST_SUM // 255
     if node.op_type == "QLinearConv":
         if codes.shape[1] == 1 and node.attributes.get_int("group", 1) == codes.shape[0]:

@@ -17,11 +17,14 @@ from quark_fx.graph.random_draws import sources_of
 from quark_fx.plan.roles import CHOOSING, PLACES
 
 _UNITS = 4
-"""Half width of the noise in units of the last place, about the effect of another order of summation."""
+"""Largest noise, in units in the last place: about the effect of another order of summation."""
 
 
 class RoundingNoise(TorchDispatchMode):
-    """Add noise of a few units of the last place to the floats that operators compute; codes stay exact."""
+    """Dispatch mode that adds noise of a few units in the last place to the floats that operators compute.
+
+    Integers, such as codes, stay exact.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,7 +39,7 @@ class RoundingNoise(TorchDispatchMode):
         return self.disturbed(result)
 
     def untied(self, value: Tensor) -> Tensor:
-        """Return floats with noise relative to the largest, so that equal values are ordered differently."""
+        """Return floats with noise relative to the largest magnitude, so that equal values are ordered randomly."""
         if not is_float(value.dtype) or not value.numel():
             return value
         noise = torch.rand(value.shape, generator=self.generator, dtype=torch.float32).to(value) * 2 - 1
@@ -44,7 +47,7 @@ class RoundingNoise(TorchDispatchMode):
         return torch.where(moved.isfinite(), moved, value)
 
     def disturbed(self, values: Any) -> Any:
-        """Return values with noise on floats; values that the noise would make infinite stay unchanged."""
+        """Return a tree of values with noise on its float tensors; elements that would become infinite stay as is."""
 
         def disturb(value: Tensor) -> Tensor:
             if not is_float(value.dtype):
@@ -57,7 +60,7 @@ class RoundingNoise(TorchDispatchMode):
 
 
 def disturbed_outputs(gm: GraphModule, leaves: Sequence[Any], seed: int) -> list[Any]:
-    """Run a graph on a batch with slightly different rounding in each operator."""
+    """Return the outputs of a graph for the flat inputs `leaves`, with slightly different rounding in each operator."""
     noise = RoundingNoise(seed)
     with torch.no_grad():
         inputs = noise.disturbed(list(leaves))
@@ -76,4 +79,4 @@ _ORDERING = (
     | {"aten.argmin.default", "aten.min.dim", "aten.kthvalue.default", "aten.median.default", "aten.median.dim"}
     | {"aten.mode.default"}
 )
-"""Operators whose indices depend on the order of equal values; runtimes choose differently."""
+"""Operators that return indices and may choose any of several equal values; runtimes choose differently."""

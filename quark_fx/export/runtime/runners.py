@@ -1,4 +1,4 @@
-"""Runners: one interface for a model in torch, transformers, or a runtime of files, such as ONNX Runtime."""
+"""Runners: one interface to run a model in torch, in transformers, or in a runtime for files, such as ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Runner(ABC):
-    """A model in a runtime; a call runs a batch.
+    """A model in a runtime. Calling a runner runs a batch.
 
     Attributes:
         runtime: Name of the runtime.
@@ -34,14 +34,14 @@ class Runner(ABC):
 
     @abstractmethod
     def __call__(self, batch: Any) -> Any:
-        """Return the result of the model for a batch in the form of calibration data."""
+        """Return the model's result for a batch, which has the same form as a batch of calibration data."""
 
 
 class TorchRunner(Runner):
-    """A module in eval mode, or a function that is called like one.
+    """A runner of a module in eval mode, or of a function with the arguments of one.
 
     Raises:
-        QuarkError: If the model is neither, or in training mode.
+        QuarkError: If the model is not callable, or is a module in training mode.
     """
 
     runtime = "torch"
@@ -71,8 +71,8 @@ class FileInput:
     """An input of a file.
 
     Attributes:
-        name: Name.
-        shape: Sizes, with `None` for sizes that vary; `None` if the rank is unknown.
+        name: Name of the input.
+        shape: Sizes of its dimensions, with `None` for a size that varies; `None` if the rank is unknown.
     """
 
     name: str
@@ -80,23 +80,23 @@ class FileInput:
 
 
 class FileRunner(Runner):
-    """A file with named inputs and outputs, run on the CPU with the arithmetic of the file.
+    """A runner of a file with named inputs and outputs, on the CPU and with the arithmetic that the file specifies.
 
     Args:
-        path: File.
-        edit: Function that edits the graph of an ONNX file first.
+        path: File to run.
+        edit: Function that edits the graph of an ONNX file before the runtime loads it.
 
     Attributes:
         runtime: Name of the runtime, which is also the name of its Python package.
         title: Name of the runtime in messages.
         extra: Extra of quark_fx (`pip install 'quark_fx[...]'`) that installs the runtime. Subclasses do not inherit
-            it; without one, `runtime` is the package to install.
+            it; without an extra, messages name the package `runtime`.
         workarounds: Module that registers the workarounds for the runtime (`register_workaround`), imported when the
             first file for it is written; empty if there is none.
         path: Path of the file.
-        inputs: Inputs, in order.
+        inputs: Inputs of the file, in order.
         outputs: Names of the outputs, in order.
-        metadata: Metadata of an ONNX file.
+        metadata: Custom metadata of an ONNX file.
     """
 
     title: ClassVar[str]
@@ -112,29 +112,37 @@ class FileRunner(Runner):
 
     @classmethod
     def installation(cls) -> str:
-        """Return the command that installs the runtime: the extra of the class, or else the package."""
+        """Return the command that installs the runtime, as an extra of quark_fx or else as a package."""
         extra = vars(cls).get("extra")
         return f"pip install 'quark_fx[{extra}]'" if extra else f"pip install {cls.runtime}"
 
     @abstractmethod
     def run_arrays(self, feed: Mapping[str, np.ndarray]) -> list[Any]:
-        """Return the arrays of the outputs, in order, for named arrays of the inputs."""
+        """Return the output arrays, in order, for a mapping from names to input arrays."""
 
     def run(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the named outputs for named inputs; the runtime may raise any error."""
+        """Return a mapping from names to outputs, for a mapping from names to inputs.
+
+        The runtime may raise any error.
+        """
         feed = {name: v.numpy(force=True) if isinstance(v, Tensor) else np.asarray(v) for name, v in values.items()}
         arrays = self.run_arrays(feed)
         return {name: torch.from_numpy(np.asarray(array)) for name, array in zip(self.outputs, arrays, strict=True)}
 
     def run_in_order(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return the named outputs for the inputs in order; the runtime may raise any error."""
+        """Return a mapping from names to outputs, for inputs in the order of `inputs`.
+
+        The runtime may raise any error.
+        """
         return self.run({value.name: tensor for value, tensor in zip(self.inputs, tensors, strict=True)})
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Return the named outputs; keywords of a batch are names of inputs, other values go in order.
+        """Return a mapping from names to outputs for a batch.
+
+        The keys of keyword arguments are names of inputs; positional arguments are inputs in order.
 
         Raises:
-            ExportError: If the file has other inputs, or does not run.
+            ExportError: If the file has other inputs than the batch, or does not run.
         """
         args, kwargs = split_batch(batch)
         names = [value.name for value in self.inputs]
@@ -151,14 +159,16 @@ class FileRunner(Runner):
 
 
 RUNNERS: Registry[type[FileRunner], type[FileRunner]] = Registry("runtime")
-"""Every runner of files by the name of its runtime."""
+"""Classes that run files, by the name of their runtime."""
 _add = RUNNERS.add
 
 RunnerType = TypeVar("RunnerType", bound="type[FileRunner]")
 
 
 def register_runner(cls: RunnerType) -> RunnerType:
-    """Register the runner of a runtime: for `verify`, `evaluate`, and new files of targets with that `onnx.runtime`.
+    """Register the class that runs files in a runtime, for `verify`, `evaluate`, and the check of exported files.
+
+    The check runs for targets whose `onnx.runtime` is `cls.runtime`.
 
     Raises:
         ConfigError: If another class has registered a runner for the runtime.
@@ -169,14 +179,14 @@ def register_runner(cls: RunnerType) -> RunnerType:
 
 @register_runner
 class OnnxRuntimeRunner(FileRunner):
-    """An ONNX file in ONNX Runtime.
+    """A runner of an ONNX file in ONNX Runtime.
 
     Args:
-        path: File. Vendors' quantizers in it are replaced by standard ones.
-        options: `onnxruntime.SessionOptions`; default: options that keep the file's arithmetic.
-        optimize: Whether ONNX Runtime may fuse integer kernels, without `options`; default: if its CPU kernels
-            implement these fusions.
-        edit: Function that edits the graph first.
+        path: File to run. Vendors' quantizers in the file are replaced by standard ones.
+        options: `onnxruntime.SessionOptions`; default: options that preserve the file's arithmetic.
+        optimize: Whether ONNX Runtime may fuse integer kernels; `options` overrides it. Default: whether its CPU
+            kernels implement the fusions (`may_optimize`).
+        edit: Function that edits the graph before ONNX Runtime loads it.
 
     Raises:
         ExportError: If ONNX Runtime is not installed.
@@ -209,7 +219,7 @@ class OnnxRuntimeRunner(FileRunner):
 
 
 def _fixed(shape: Sequence[Any]) -> tuple[int | None, ...] | None:
-    """Return the sizes of an ONNX Runtime shape; an empty one stands for an unknown rank too."""
+    """Return the sizes of an ONNX Runtime shape, or `None` if the shape is empty, which may mean an unknown rank."""
     return tuple(size if isinstance(size, int) else None for size in shape) or None
 
 

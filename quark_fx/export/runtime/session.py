@@ -1,4 +1,4 @@
-"""Configure ONNX Runtime to compute the arithmetic of the graph."""
+"""Configure ONNX Runtime to compute exactly the arithmetic that a graph specifies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def may_optimize(graph: ir.Graph) -> bool:
-    """Tell whether ONNX Runtime's CPU kernels implement its fusions of a graph.
+    """Tell whether ONNX Runtime's CPU kernels implement the fusions that it makes in a graph.
 
-    They do not for 8-bit floats, and for activations of other than 8 and 16 bits.
+    They do not for 8-bit floats, or for activations that have neither 8 nor 16 bits.
     """
     return not any(_fuses_wrongly(node) for node in graph.all_nodes())
 
@@ -42,14 +42,15 @@ def code_type(quantizer: ir.Node) -> ir.DataType:
 
 
 def session_options(*, optimize: bool) -> Any:
-    """Return `onnxruntime.SessionOptions` that preserve the graph's arithmetic."""
+    """Return `onnxruntime.SessionOptions` that preserve a graph's arithmetic, with or without fusions (`optimize`)."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are raised; warnings concern machines and shapes
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    # Blocked weights are fused to MatMulNBits, which by default rounds activations to int8, unlike the graph.
+    # Products with weights in blocks are fused to MatMulNBits, which by default rounds activations to int8, unlike the
+    # graph.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     return options
 
@@ -58,7 +59,7 @@ def session_options(*, optimize: bool) -> Any:
 def adds_pairs_in_16_bits() -> bool:
     """Tell whether ONNX Runtime saturates sums of two 8-bit products on this processor (x64 without VNNI).
 
-    It multiplies two activations of 255 by two weights of 127; a sum in 32 bits is 64770.
+    The test multiplies two activations of 255 by two weights of 127; in 32 bits, the sum is 64770.
     """
     import numpy as np
     import onnx_ir as ir
@@ -84,14 +85,15 @@ def open_session(
     optimize: bool | None = None,
     configure: Callable[[Any], None] | None = None,
 ) -> Any:
-    """Return an `onnxruntime.InferenceSession` of a file on the CPU.
+    """Return an `onnxruntime.InferenceSession` for a file on the CPU.
 
     Args:
-        path: File. Vendors' quantizers in it are replaced by standard ones.
-        options: Session options; they may be modified. Default: `session_options`.
-        edit: Function that edits the graph first.
-        optimize: Whether ONNX Runtime may fuse integer kernels, without `options`; default: result of `may_optimize`.
-        configure: Function that changes the session options.
+        path: File to load. Vendors' quantizers in the file are replaced by standard ones.
+        options: Session options, which may be modified; default: the result of `session_options`.
+        edit: Function that edits the graph before ONNX Runtime loads it.
+        optimize: Whether ONNX Runtime may fuse integer kernels; `options` overrides it. Default: result of
+            `may_optimize`.
+        configure: Function that changes the session options in place.
     """
     import onnx_ir as ir
     import onnxruntime
@@ -99,7 +101,7 @@ def open_session(
     from quark_fx.export.to_onnx.formats import vendor_formats
 
     providers = ["CPUExecutionProvider"]
-    path = path.resolve()  # the target of a link, whose folder has the external data
+    path = path.resolve()  # external data are in the folder of the file to which a link points
     model = ir.load(path)
     vendors = vendor_formats(model)
     edited = edit is not None or bool(vendors)

@@ -1,4 +1,4 @@
-"""A runner of checkpoints in transformers, in a separate process."""
+"""A runner that loads checkpoints with transformers in a separate process."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ _LAST_LINES = 5
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether transformers reads the path: a directory, or a GGUF file."""
+    """Tell whether transformers can read the path, which must be a directory or a GGUF file."""
     return os.path.isdir(path) or path.suffix == ".gguf"  # os.path: False for names that no file can have
 
 
 class TransformersRunner(Runner):
-    """A checkpoint in transformers, in a separate process: results are the named outputs.
+    """A runner of a checkpoint, which transformers loads and runs in a separate process.
 
     Args:
-        path: Checkpoint written by `quark_fx.export.huggingface` or `gguf`.
+        path: Checkpoint that `quark_fx.export.huggingface` or `gguf` wrote.
 
     Raises:
-        ExportError: If it is not such a checkpoint, omits its rotations, or needs a later compressed-tensors.
+        ExportError: If `path` is not such a checkpoint, or transformers does not read it: rotations are missing, the
+            layout is ModelOpt's, or a newer compressed-tensors is needed.
     """
 
     runtime = "transformers"
@@ -66,7 +67,7 @@ class TransformersRunner(Runner):
         self.path = path
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Return the named outputs for a batch; each call loads the checkpoint anew.
+        """Return the named outputs for a batch; each call loads the checkpoint again.
 
         Raises:
             ExportError: If transformers does not load or run the checkpoint.
@@ -74,7 +75,7 @@ class TransformersRunner(Runner):
         return next(self.results([batch]))
 
     def results(self, batches: Iterable[Any]) -> Iterator[dict[str, Tensor]]:
-        """Yield the named outputs of each batch, all from one process.
+        """Yield the named outputs of each batch. One process runs all batches.
 
         Raises:
             ExportError: If transformers does not load or run the checkpoint.
@@ -83,7 +84,7 @@ class TransformersRunner(Runner):
 
 
 def _require_version(config: dict[str, Any], path: Path) -> None:
-    """Raise `ExportError` if transformers does not read the layout, or only with a newer compressed-tensors."""
+    """Raise `ExportError` if transformers does not read a checkpoint's layout, or needs a newer compressed-tensors."""
     told = config.get("quantization_config")
     if isinstance(told, dict) and told.get("quant_method") == "modelopt":
         raise ExportError(
@@ -105,11 +106,11 @@ def _numbers(text: str) -> list[int]:
 
 
 def _results(path: Path, batches: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[dict[str, Tensor]]:
-    """Return the named outputs of a checkpoint in a separate process for each batch of arguments and keywords."""
+    """Return the named outputs of a checkpoint, from a separate process, for each batch of arguments and keywords."""
     with tempfile.TemporaryDirectory() as folder:
         batches_file, results_file = Path(folder) / "given.pt", Path(folder) / "made.pt"
         torch.save(batches, batches_file)
-        # -P: the folder of the script must not hide other packages.
+        # -P: modules in the folder of the script must not shadow packages.
         command = [
             sys.executable,
             "-P",

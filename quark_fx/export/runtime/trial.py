@@ -1,4 +1,4 @@
-"""Run an exported file once, before it is renamed to its final path, in ONNX Runtime and its target's runtime."""
+"""Run an exported file once in ONNX Runtime and in its target's runtime, before it is renamed to its final path."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc"})
-"""Domains that ONNX Runtime has kernels for."""
+"""Domains of operators for which ONNX Runtime has kernels."""
 
 _COPIES = 2
-"""Copies of the weights that a runtime holds while it loads a file: one as stored, one for its kernels."""
+"""Copies of the weights that a runtime holds in memory while it loads a file: one as stored, one for its kernels."""
 
 _TOO_NEW = ("Current official support for domain", "Unsupported model IR version")
-"""Error messages of an ONNX Runtime that is older than the opset of a file."""
+"""Parts of the error messages of an ONNX Runtime that is too old for the opset of a file."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class NotRun:
 
     Attributes:
         runtime: Name of the runtime, or of the target.
-        reason: Cause and remedy.
-        loads: Whether the runtime loads the file.
+        reason: Reason why the runtime did not run the file, and the next step.
+        loads: Whether the runtime loaded the file.
     """
 
     runtime: str
@@ -52,7 +52,7 @@ class NotRun:
 
 
 def run_once(path: Path, model: ir.Model, qmodel: QuantizedModel) -> tuple[NotRun, ...]:
-    """Run a file on one sample in each runtime that should read it; return the runtimes that did not run it.
+    """Run a file on one sample in ONNX Runtime and the target's runtime; return the runtimes that did not run it.
 
     Raises:
         ExportError: If a runtime fails to load or run the file; the message names the node and the user's line.
@@ -117,7 +117,7 @@ def _in_runtime(runner_class: type[FileRunner], path: Path, model: ir.Model, qmo
 
 
 def _too_large(model: ir.Model) -> str:
-    """Return the reason why a runtime may lack the memory to load a file; empty if it suffices."""
+    """Return the reason why memory may be too small for a runtime to load a file; empty if it is large enough."""
     from quark_fx.export.to_onnx.edit import stored_bytes
 
     size, free = stored_bytes(model), available()
@@ -127,7 +127,7 @@ def _too_large(model: ir.Model) -> str:
 
 
 def _run(runner: FileRunner, failure: str, model: ir.Model, qmodel: QuantizedModel) -> str:
-    """Run a file on the sample of its model; return the reason why it was not run, or an empty string."""
+    """Run a file on the sample of its model; return the reason if it cannot be run on one, or an empty string."""
     gm = qmodel.graph_module
     sample = made_up_sample(gm) if qmodel.sample is None else qmodel.sample
     if qmodel.sample is None and not _runs_in_torch(gm, sample):
@@ -148,7 +148,7 @@ def _run(runner: FileRunner, failure: str, model: ir.Model, qmodel: QuantizedMod
 
 
 def _runs_in_torch(gm: GraphModule, sample: tuple[Any, ...]) -> bool:
-    """Return whether the model accepts a sample; generated zeros may be divisors or lengths."""
+    """Tell whether a model runs on a sample in torch; zeros in a generated sample may be divisors or lengths."""
     device = device_of(gm)
     try:
         with torch.no_grad():
@@ -160,14 +160,14 @@ def _runs_in_torch(gm: GraphModule, sample: tuple[Any, ...]) -> bool:
 
 _FAILING = (
     r"""(?:Name:'|with name '|(?<!<)[Nn]ode ?\(|In Node, \("|<Node\(\w+\): )([^'")>]+)""",  # a node or its output
-    r"rule found for operations: (\w+)-",  # a kind of nodes, whose lack makes others fail
+    r"rule found for operations: (\w+)-",  # an operator that the runtime lacks, which makes other nodes fail
     r"in the (\w+) operator",
 )
-"""Patterns for nodes or their outputs in messages of runtimes, for kinds without a kernel, and for kinds of nodes."""
+"""Patterns in messages of runtimes: names of nodes or of their outputs, operators without a kernel, and operators."""
 
 
 def _where(error: Exception, model: ir.Model, gm: GraphModule) -> str:
-    """Return the user's lines of the nodes that a runtime names as failed; empty if it names none."""
+    """Return the user's source lines for the nodes that an error of a runtime names; empty if it names none."""
     sources = _sources(model, gm)
     names, unknown, kinds = (set(re.findall(pattern, str(error))) for pattern in _FAILING)
     nodes = list(model.graph.all_nodes())
@@ -179,14 +179,14 @@ def _where(error: Exception, model: ir.Model, gm: GraphModule) -> str:
 
 
 def _sources(model: ir.Model, gm: GraphModule) -> dict[str | None, Node]:
-    """Return the nodes of a graph by the names of their values in the file."""
+    """Return the nodes of a graph by the names that their values have in the file."""
     results = (node for node in results_of(gm) if isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor))
     outputs = zip((value.name for value in model.graph.outputs), results, strict=False)
     return {node.name: node for node in gm.graph.nodes if node.op == "call_function"} | dict(outputs)
 
 
 def _made_for(node: ir.Node, sources: Mapping[str | None, Node]) -> Node | None:
-    """Return the source of a node in the file: the first node of the graph named like its output or one after it."""
+    """Return the graph's node for a node of the file: the node with the name of its output or of a later value."""
     pending, visited = [node], set[int]()
     for one in pending:
         if (source := next((sources[value.name] for value in one.outputs if value.name in sources), None)) is not None:

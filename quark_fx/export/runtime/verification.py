@@ -49,10 +49,10 @@ class Difference:
     Attributes:
         name: Name of the output or node.
         max_abs: Largest absolute difference.
-        step: Quantization step of the value: its scale if the graph quantizes it, or else one 255th of its range over
-            the batches; at least 64 float32 roundings of its largest magnitude.
-        share: Share of elements that differ by more than half a step.
-        sqnr: Signal-to-noise ratio of the file's value against torch's, in dB.
+        step: Quantization step of the value: its scale if the graph quantizes it, or else 1/255 of its range over
+            the batches, but at least 64 times the float32 machine epsilon times its largest magnitude.
+        share: Share of elements that differ by more than half a step, from 0 to 1.
+        sqnr: Signal-to-noise ratio of the file's value against torch's value, in dB.
         uncompared: Number of elements that are NaN in both, which cannot be compared.
     """
 
@@ -65,7 +65,7 @@ class Difference:
 
     @property
     def steps(self) -> float:
-        """The largest difference in quantization steps."""
+        """Largest difference, in quantization steps."""
         return self.max_abs / self.step if self.step else 0.0
 
 
@@ -75,15 +75,16 @@ class Verification:
 
     Attributes:
         differences: Differences of the compared values.
-        skipped: Quantized values that could not be compared separately: ONNX Runtime does not output 4-bit codes, codes
-            of 8-bit floats, or codes inside of a kernel.
+        skipped: Names of quantized values that could not be compared separately: ONNX Runtime does not output 4-bit
+            codes, codes of 8-bit floats, or codes inside a kernel.
         cause: Effect of this processor's arithmetic that explains a difference of more than one step; empty if none.
-        runtime: Runtime of the file.
-        decode_steps: Number of steps after the prompts, for a generation folder; each step is one of the differences.
-        shipped: Differences, by output, of outputs that change if the codes become outputs of the file. ONNX Runtime
-            then fuses less, so some kernels compared by node differ from the kernels of the file as shipped.
-        draws: Source of the random numbers that each output depends on, by output.
-        wrong: First value that differs by more than rounding explains; empty if none does.
+        runtime: Name of the runtime that ran the file.
+        decode_steps: Number of decode steps after the prompts, for a generation folder; `differences` has an entry for
+            each step.
+        shipped: Differences of the outputs of the unmodified file, for outputs that change when the codes become
+            outputs, too: ONNX Runtime then fuses less, so some kernels compared by node do not run in the file.
+        draws: Node that draws the random numbers on which an output depends, by output.
+        wrong: Name of the first value whose difference rounding does not explain; empty if there is none.
     """
 
     differences: tuple[Difference, ...]
@@ -97,12 +98,12 @@ class Verification:
 
     @property
     def comparable(self) -> tuple[Difference, ...]:
-        """The differences of values that do not depend on random numbers."""
+        """Differences of values that do not depend on random numbers."""
         return tuple(d for d in (*self.differences, *self.shipped) if d.name not in self.draws)
 
     @property
     def first_wrong(self) -> Difference | None:
-        """The first difference of more than one quantization step; `None` if none is that large."""
+        """First difference of more than one quantization step; `None` if none is that large."""
         return next((d for d in self.comparable if not d.steps <= 1), None)
 
     @property
@@ -110,8 +111,8 @@ class Verification:
         """`"correct"`, `"correct up to rounding in a deep network"`, `"wrong"`, or `"not comparable"`, and why.
 
         A difference of more than one quantization step counts as rounding under two conditions: each quantized value
-        is within a step of torch's result from the same codes, if the runtime outputs these, and torch's outputs move
-        as far with slightly different rounding in every operator.
+        whose codes the runtime outputs is within a step of torch's result from the same codes, and torch's outputs
+        change as much if every operator rounds slightly differently.
         """
         drawn = f"the model draws random numbers in {', '.join(dict.fromkeys(self.draws.values()))}"
         if not self.comparable:
@@ -124,12 +125,12 @@ class Verification:
 
     @property
     def max_steps(self) -> float:
-        """The largest difference in quantization steps, with codes as outputs or as shipped."""
+        """Largest difference in quantization steps, of the file with codes as outputs or of the unmodified file."""
         return max((d.steps for d in (*self.differences, *self.shipped)), default=0.0)
 
     @property
     def unrelated(self) -> bool:
-        """Tell whether nothing in the file resembles torch's results, without a known cause."""
+        """Tell whether no value of the file resembles torch's value, without a known cause."""
         apart = all(d.sqnr < _UNRELATED_BELOW_DB for d in self.comparable)
         return apart and bool(self.wrong) and not self.cause
 
@@ -182,20 +183,21 @@ def verify(
 ) -> Verification:
     """Run the same batches in torch and in the runtime of the file, and compare the outputs.
 
-    Two correct kernels may round a value between two codes differently, and a deep network propagates the flip, so the
-    difference of an output says little about the operators. Outputs after `topk`, `argmax`, or `sort` say even less:
-    ties between equal codes are broken differently. Values that are NaN in both are not compared; a warning gives their
-    number. NaN in only one is an infinite difference.
+    Two correct kernels may round a value between two codes differently, and a deep network propagates the change, so
+    the difference of an output says little about the operators. Outputs after `topk`, `argmax`, or `sort` say even
+    less: ties between equal codes are broken differently. Values that are NaN in both are not compared; a warning gives
+    their number. A value that is NaN in only one counts as an infinite difference.
 
-    With `per_node`, every quantized value with readable codes is compared separately: torch computes it from the codes
-    that ONNX Runtime computed before it, so each kernel is compared by its own arithmetic. Other values are `skipped`.
-    The file also runs as shipped: outputs that differ from the run with codes as outputs are in `shipped`, and count.
+    With `per_node`, every quantized value whose codes the runtime can output is compared separately: torch computes it
+    from the codes that ONNX Runtime computed before it, so differences do not add up from kernel to kernel. All other
+    quantized values are in `skipped`. The unmodified file also runs: outputs that differ from the run with codes as
+    outputs are in `shipped`, and affect the verdict.
 
     Checkpoints and GGUF files are loaded by transformers in a separate process. Results of `QuantizedModel.save` are
     loaded by `quark_fx.load` and run in torch.
 
-    For a folder of graphs with a KV cache, torch decodes greedily, and the folder decodes the same tokens. Each
-    difference is that between the logits of one step: `prompt`, `step 1`, and so on.
+    For a folder of graphs with a KV cache, torch decodes greedily, and the folder decodes the same tokens. The logits
+    of each step are compared: `prompt`, `step 1`, and so on.
 
     Args:
         qmodel: Exported model, or a `QATModel` whose conversion was exported. For a folder that decodes, the float
@@ -203,13 +205,13 @@ def verify(
         path: ONNX file, directory of a checkpoint or of `QuantizedModel.save`, GGUF file, or folder written by
             `ExportedModel.save_pretrained` or `quark_fx.export.genai`.
         batches: Batches in the form of calibration data; prompts for a folder that decodes.
-        per_node: Whether to compare every quantized value and output, each computed from the same codes.
+        per_node: Whether to compare every quantized value and output separately, each computed from the same codes.
         optimize: Whether ONNX Runtime may fuse integer kernels; default: yes, except for 8-bit floats and 32-bit
             activations, whose fusions its CPU kernels do not implement.
-        session_options: `onnxruntime.SessionOptions` to use instead.
+        session_options: `onnxruntime.SessionOptions` that override `optimize`.
         runtime: Runtime of the file, on the CPU: `"onnxruntime"`; or `"transformers"`, `"torch"`, or a runtime of
-            another target, which support no options. Default: transformers for checkpoints and GGUF files, torch for
-            saved models, and ONNX Runtime for all others.
+            another target, for which `per_node`, `optimize`, and `session_options` do not apply. Default: transformers
+            for checkpoints and GGUF files, torch for saved models, and ONNX Runtime for all other files.
         decode_steps: Number of tokens to decode after each batch of prompts, in a folder that decodes.
 
     Raises:
@@ -312,7 +314,7 @@ def verify(
 
 
 def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: list[str]) -> dict[str, Difference]:
-    """Return the change of each output of a batch in torch if every operator rounds slightly differently."""
+    """Return the change of each output in torch for one batch if every operator rounds slightly differently."""
     gm = qmodel.graph_module
     moved = _Comparison({}, _joined_parts(qmodel))
     with torch.no_grad():
@@ -328,12 +330,12 @@ def _moved_by_rounding(qmodel: QuantizedModel, leaves: list[Any], names: list[st
 def _first_batch_by_node(
     qmodel: QuantizedModel, leaves: list[Any], opened: Callable[..., FileRunner]
 ) -> tuple[Difference, ...]:
-    """Return the differences of every quantized value of a batch, each computed from the same codes."""
+    """Return the differences of all quantized values and outputs of a batch, each computed from the same codes."""
     shown = set[str]()
     feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     try:
         results = opened(edit=partial(_show_codes, _quantizers(qmodel), shown)).run_in_order(feed)
-    except Exception:  # any error of a runtime that does not output some codes
+    except Exception:  # any error of a runtime that cannot output the codes
         return ()
     codes = {name: value for name, value in results.items() if name in shown}
     compared = _Comparison(_known_steps(qmodel) | dict.fromkeys(shown, 1.0), _joined_parts(qmodel))
@@ -341,7 +343,7 @@ def _first_batch_by_node(
     try:
         with torch.no_grad():
             expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
-    except ExportError:  # codes of other sizes: the file is of another model, which its outputs show
+    except ExportError:  # codes of other sizes: the file belongs to another model, which its outputs show
         return ()
     for name, (ours, theirs) in follower.compared.items():
         compared.add(name, ours, theirs)
@@ -356,15 +358,16 @@ def _judged(
     nodes: Sequence[Difference],
     ordered: Collection[str] = (),
 ) -> Verification:
-    """Return a result with the first value that rounding does not explain.
+    """Return a result whose `wrong` names the first value with a difference that rounding does not explain.
 
-    An output of rounding noise alone does not have a range to derive a step from; its step is its change by noise.
+    The range of an output that consists of rounding noise does not give a useful step; its step is at least twice the
+    change that noise causes in torch.
 
     Args:
         result: Differences of the outputs.
-        moved: Change of each output in torch by rounding.
-        nodes: Differences of quantized values and outputs, each computed from the same codes: at most a step, except
-            for outputs in `ordered`.
+        moved: Difference of each output in torch that rounding noise causes.
+        nodes: Differences of quantized values and outputs, each computed from the same codes. They must be at most one
+            step, except for outputs in `ordered`.
         ordered: Names of outputs that depend on the order of equal values (`orderings`).
     """
 
@@ -391,7 +394,7 @@ def _judged(
 
 
 def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -> Verification:
-    """Compare every output with the output of the model that transformers loads."""
+    """Compare every output with the output of the model that transformers loads from a checkpoint."""
     if not batches:
         raise ExportError(_NO_BATCH)
     flat = [qmodel.signature.flatten(*split_batch(batch)) for batch in batches]
@@ -415,7 +418,7 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
 
 
 def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decode_steps: int) -> Verification:
-    """Compare the logits of every decode step with torch's."""
+    """Compare the logits of a folder's graphs with the logits of torch after every decode step."""
     if decode_steps < 1:
         raise ExportError(f"decode_steps={decode_steps}: decode at least one step")
     compared, moved = _Comparison({}), _Comparison({})
@@ -437,7 +440,7 @@ def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decod
 
 
 def _verify_saved(qmodel: QuantizedModel, path: Path, batches: Iterable[Any]) -> Verification:
-    """Compare every output with the output of the model that `load` reads, and every node on the first batch."""
+    """Compare every output with the output of the model that `load` reads; for the first batch, compare every node."""
     gm = qmodel.graph_module
     saved = load(path, device=device_of(gm)).graph_module
     named = [node.name for node in gm.graph.nodes if node.op == "call_function"]
@@ -469,7 +472,7 @@ def _verify_saved(qmodel: QuantizedModel, path: Path, batches: Iterable[Any]) ->
 
 
 def _values(gm: torch.fx.GraphModule, leaves: list[Any]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
-    """Return the tensors that a graph computes for a batch, by node, and its outputs by position."""
+    """Return the tensors that a graph computes for a batch, by node, and the tensors that it outputs, by position."""
     recorder = _Recorder(gm)
     with torch.no_grad():
         outputs = recorder.run(*leaves)
@@ -477,7 +480,7 @@ def _values(gm: torch.fx.GraphModule, leaves: list[Any]) -> tuple[dict[str, Tens
 
 
 class _Recorder(Interpreter):
-    """Run a graph and keep the tensors that its nodes compute."""
+    """Interpreter that runs a graph and stores the tensors that its nodes compute."""
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         super().__init__(gm)
@@ -491,14 +494,14 @@ class _Recorder(Interpreter):
 
 
 def _saturation(path: Path, optimize: bool | None) -> str:
-    """Return the kernels of a file that saturate on this processor, as a message; empty if none does."""
+    """Return a message that names the kernels of a file that saturate on this processor; empty if none does."""
     from quark_fx.export.runtime.report import saturating_kernels
 
     if not adds_pairs_in_16_bits():
         return ""
     try:
         names = saturating_kernels(path, optimize=optimize)
-    except ExportError:  # it runs only with the caller's session options
+    except ExportError:  # the file runs only with the caller's session options
         return ""
     if not names:
         return ""
@@ -521,16 +524,16 @@ def _run(runner: FileRunner, feed: Sequence[Tensor], batch: int) -> dict[str, Te
 
 
 _UNRELATED_BELOW_DB = 3.0
-"""Signal-to-noise ratio below which two values are unrelated: the noise has half of the signal's power."""
+"""Signal-to-noise ratio in dB below which two values count as unrelated: the noise has half of the signal's power."""
 
 _ROUNDINGS = 3
-"""Number of runs of a batch with other roundings, because only one code in many is close to a tie."""
+"""Number of runs of a batch with different rounding noise: several, because few codes are close to a tie."""
 
 _EXACT_FROM_DB = 60.0
-"""Signal-to-noise ratio from which rounding counts as without effect."""
+"""Signal-to-noise ratio in dB at and above which the effect of rounding counts as none."""
 
 _SPREAD_DB = 10.0
-"""Margin in dB by which rounding may move an output further in the compared batches than in those few runs."""
+"""Margin in dB by which rounding may change an output more in the compared batches than in the runs with noise."""
 
 _AGAIN = "write it with qfx.export.onnx again"
 _SAVE_AGAIN = "it was saved from another model; save this one again"
@@ -551,7 +554,7 @@ def _require_file(path: str | os.PathLike[str]) -> None:
 def _require_output_names(
     names: Sequence[str], metadata: Mapping[str, str], qmodel: QuantizedModel, path: str | os.PathLike[str]
 ) -> None:
-    """Raise if the outputs of the file differ from those written: other names, another order, or duplicates."""
+    """Raise `ExportError` if the names of the file's outputs are not those that were written, or in another order."""
     from quark_fx.export.to_onnx.export_onnx import CHOSEN_NAMES, named_apart
 
     repeated = sorted({name for name in names if names.count(name) > 1})
@@ -577,7 +580,7 @@ def _require_output_names(
 def _require_shapes(
     inputs: Sequence[FileInput], feed: Sequence[Tensor], path: str | os.PathLike[str], batch: int
 ) -> None:
-    """Raise if an input does not have the sizes in the file, even if torch accepts it."""
+    """Raise `ExportError` if an input does not have the sizes that the file requires, even if torch accepts it."""
     for value, tensor in zip(inputs, feed, strict=True):
         if value.shape is None:
             continue
@@ -592,7 +595,7 @@ def _require_shapes(
 
 
 def _require_values(feed: list[Tensor], batch: int) -> None:
-    """Raise if an input is empty, or contains NaN, which a quantizer turns into a number."""
+    """Raise `ExportError` if an input is empty, or contains NaN, which a quantizer would turn into a number."""
     for position, leaf in enumerate(feed):
         if (sample := int(first_sample(leaf.isnan()))) >= 0:
             raise ExportError(f"batch {batch}: input {position} holds NaN in sample {sample}; compare with numbers")
@@ -602,7 +605,7 @@ def _require_values(feed: list[Tensor], batch: int) -> None:
 
 
 class _Follower(Interpreter):
-    """Run a graph, compare every quantized value with the given codes, and continue with these codes."""
+    """Interpreter that compares every quantized value with the codes of a runtime, and continues with those codes."""
 
     def __init__(self, gm: torch.fx.GraphModule, codes: dict[str, Tensor]) -> None:
         super().__init__(gm)
@@ -630,7 +633,7 @@ class _Follower(Interpreter):
         return theirs.to(value)
 
     def _rounded(self, n: Node, ours: Tensor) -> Tensor:
-        """Return the values that ONNX Runtime rounded to blocks, without showing codes; or else the node's value."""
+        """Return ONNX Runtime's values if it rounded them to blocks, which does not yield codes, or else `ours`."""
         source = n.all_input_nodes[0]
         theirs = self.codes.get(source.name) if _in_blocks(source) else None
         return ours if theirs is None else theirs.to(ours)
@@ -646,11 +649,11 @@ class _Follower(Interpreter):
 
 
 class _Comparison:
-    """Accumulate differences over batches.
+    """Differences of named values, accumulated over batches.
 
     Args:
-        steps: Known quantization steps of named values.
-        parts: Dimension and sizes of the parts that each named output concatenates. Each part has a separate range;
+        steps: Quantization step of each value for which it is known.
+        parts: Dimension and sizes of the parts of each output that is a concatenation. Each part has a separate range;
             the part that differs most represents the output.
     """
 
@@ -676,8 +679,8 @@ class _Comparison:
 
     def _difference(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Difference:
         a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
-        # Equal infinities (of a mask) do not differ.
-        # If only one is NaN, the difference is infinite rather than NaN, which a maximum would drop.
+        # Equal infinities, as in a mask, do not differ. If only one value is NaN, the difference is infinite rather
+        # than NaN.
         comparable = ~(a.isnan() & b.isnan())
         uncompared, a, b = int((~comparable).sum()), a[comparable], b[comparable]
         gap = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
@@ -698,7 +701,7 @@ class _Comparison:
 
 
 _NOISE = 64 * torch.finfo(torch.float32).eps
-"""Lower bound of a step relative to a value: float32 sums in another order differ by a few of their last bits."""
+"""Lower bound of a step relative to the largest magnitude: float32 sums in another order differ in their last bits."""
 
 
 def _decibels(signal: float, noise: float) -> float:
@@ -708,7 +711,7 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def _in_blocks(n: Node) -> bool:
-    """Tell whether a node quantizes groups, which the file rounds without showing the codes."""
+    """Tell whether a node quantizes to groups, which the file rounds in a function that does not output codes."""
     return target_name(n) == QUANTIZE and len(n.args) > 5 and int(str(n.args[5])) > 0
 
 
@@ -718,7 +721,7 @@ def _quantizers(qmodel: QuantizedModel) -> list[str]:
 
 
 def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
-    """Return the step of every output that is dequantized with one static scale."""
+    """Return the quantization step of every output that is dequantized with one static scale."""
     gm, steps = qmodel.graph_module, {}
     for name, node in zip(qmodel.signature.output_names, results_of(gm), strict=True):
         if isinstance(node, Node) and target_name(node) == DEQUANTIZE:
@@ -729,7 +732,7 @@ def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
 
 
 def _joined_parts(qmodel: QuantizedModel) -> dict[str, tuple[int, list[int]]]:
-    """Return the dimension and sizes of the parts that each output concatenates, such as boxes in pixels and scores."""
+    """Return, by output, the dimension and sizes of the parts that it concatenates, such as boxes and scores."""
     parts: dict[str, tuple[int, list[int]]] = {}
     for name, node in zip(qmodel.signature.output_names, results_of(qmodel.graph_module), strict=True):
         if isinstance(node, Node) and target_name(node) == "aten.cat.default":
@@ -742,9 +745,9 @@ def _joined_parts(qmodel: QuantizedModel) -> dict[str, tuple[int, list[int]]]:
 
 
 def _show_codes(quantizers: list[str], shown: set[str], model: ir.Model) -> None:
-    """Make the codes of `quantizers` outputs of a graph; add the ones that exist and have a numpy type to `shown`.
+    """Add the codes of `quantizers` to the outputs of a graph, and their names to `shown`.
 
-    An output with such a name does not count as codes.
+    Codes without a numpy type are left out, and so are values that already are outputs.
     """
     import onnx_ir as ir
 
