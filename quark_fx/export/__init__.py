@@ -1,4 +1,4 @@
-"""Exports of a graph, one file per target."""
+"""Exports of quantized models to files, and `verify`, which compares a file with torch."""
 
 from quark_fx.export.checkpoints.to_gguf import gguf
 from quark_fx.export.checkpoints.to_huggingface import huggingface

@@ -1,4 +1,4 @@
-"""Quantized weights in the forms that layouts of checkpoints start from."""
+"""Conversions of quantized weights that the checkpoint layouts have in common."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NO_OFFSETS = "offsets between codes, for which only GGUF has a place; use symmet
 
 
 def matrix_of(constant: Constant) -> QuantizedTensor:
-    """Return a quantized weight in the form that all checkpoint formats start from.
+    """Return a quantized weight as a matrix in the form that all checkpoint formats start from.
 
     Returns:
-        Codes of shape (outputs, inputs): signed integers as int8, unsigned ones with offsets as uint8, or floats of at
-        most 8 bits. Scales and zero points have the shape (outputs, groups), or (1, 1) for one scale.
+        Codes of shape (outputs, inputs): signed integers as int8, unsigned integers with offsets as uint8, or floats of
+        at most 8 bits. Scales and zero points have the shape (outputs, groups), or (1, 1) for one scale.
 
     Raises:
-        ExportError: If the formats do not support the weight; the message names the change to make.
+        ExportError: If checkpoint formats do not support the weight; the message names the change to make.
     """
     stored = constant.quantized
     if stored is None or stored.codes.dim() != 2:
@@ -41,12 +41,12 @@ def matrix_of(constant: Constant) -> QuantizedTensor:
 
 
 def group_size(weight: QuantizedTensor) -> int | None:
-    """Return the number of inputs that share a scale of `matrix_of`; `None` if all do."""
+    """Return the number of inputs that share a scale in a result of `matrix_of`; `None` if all inputs do."""
     return weight.layout.block if weight.scale.shape[1] > 1 else None
 
 
 def block_scales(weight: QuantizedTensor) -> Tensor | None:
-    """Return one scale per square block; `None` if the outputs of a block have different scales."""
+    """Return one scale per square block, shape (blocks, groups); `None` if the scales within a block differ."""
     size, scale = weight.layout.block, weight.scale
     blocks = scale[::size]
     together = size > 1 and torch.equal(blocks.repeat_interleave(size, 0)[: len(weight.codes)], scale)
@@ -54,7 +54,7 @@ def block_scales(weight: QuantizedTensor) -> Tensor | None:
 
 
 def exponents(weight: QuantizedTensor) -> Tensor:
-    """Return scales that are powers of two as E8M0: their exponents plus 127, uint8.
+    """Return the scales as E8M0, uint8: the exponents of powers of two, plus 127.
 
     Raises:
         ExportError: If a scale is not a power of two.

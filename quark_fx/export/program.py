@@ -1,4 +1,4 @@
-"""Convert a graph with attributes to an `ExportedProgram` without a retrace."""
+"""Convert a graph module to an `ExportedProgram` without tracing it again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def to_exported_program(gm: GraphModule, *, signature: Signature | None = None) 
 
     Args:
         gm: Functional graph in which every node has a fake value.
-        signature: Arguments and results of the program; by default flat inputs, and the flat outputs that are tensors.
+        signature: Arguments and results of the program; default: flat inputs, and the flat outputs that are tensors.
     """
     graph = Graph()
     names: dict[Node, Node] = {}
@@ -58,7 +58,7 @@ def to_exported_program(gm: GraphModule, *, signature: Signature | None = None) 
         if node.op == "placeholder":
             inputs.append(InputSpec(InputKind.USER_INPUT, _argument(copied), None))
         elif node.op == "output":
-            # A file only has tensors; the caller restores other results (None, numbers, sizes of inputs).
+            # Without a signature, only tensors are outputs; the caller restores results of other types.
             whole: Any = copied.args[0]
             results = tuple(r for r in whole if signature is not None or _is_tensor(r))
             copied.args = (results,)
@@ -79,12 +79,12 @@ def to_exported_program(gm: GraphModule, *, signature: Signature | None = None) 
 
 
 def _ranges(graph: Graph) -> dict[sympy.Symbol, ValueRanges[Any]]:
-    """Return the range of every size that varies."""
+    """Return the range of every varying size of the inputs, by its symbol."""
     values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
     sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape]
     found: dict[sympy.Symbol, ValueRanges[Any]] = {}
     for size in sizes:
-        node: Any = getattr(size, "node", None)  # only sizes that vary have one
+        node: Any = getattr(size, "node", None)  # a fixed size is an int, without a node
         if node is not None:
             known = node.shape_env.var_to_range
             found |= {symbol: known[symbol] for symbol in node.expr.free_symbols if symbol in known}

@@ -44,19 +44,19 @@ from quark_fx.system.isolation import isolated
 def pt2e(qmodel: QuantizedModel) -> ExportedProgram:
     """Return `qmodel` as a program in PT2E's operators, for ExecuTorch, torchao, Inductor, and other back ends.
 
-    Weights are stored in codes. 8-bit activations have signed codes, which back ends read: unsigned codes and zero
-    points are shifted by 128, so the values are the same. int32 biases are stored as floats, which back ends round to
-    the same codes. The program reads the model's inputs by position if they are the first parameters of `forward`, by
-    keyword otherwise, and supports the same sizes as the model.
+    Weights are stored as codes. 8-bit activations have signed codes, which back ends expect: unsigned codes and their
+    zero points are shifted by 128, so the values are the same. int32 biases are stored as floats, which back ends round
+    to the same codes. The program reads the model's inputs by position if they are the first parameters of `forward`,
+    and by keyword otherwise. It supports the same sizes as the model.
 
-    A value halfway between two codes may get the other one, because PT2E multiplies by the reciprocal of a scale.
-    Ranges at run time are measured by PT2E's rule, whose zero points may differ by one.
+    A value halfway between two codes may be rounded to the other code than in `qmodel`, because PT2E multiplies by the
+    reciprocal of a scale. Ranges at run time are measured by PT2E's rule, whose zero points may differ by one.
 
     Args:
         qmodel: Result of `quantize`.
 
     Raises:
-        ExportError: If PT2E lacks an operator for a rounding; the message lists the nodes.
+        ExportError: If PT2E lacks an operator for a quantization of the model; the message lists the nodes.
     """
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected the result of quantize(), not {type(qmodel).__name__}")
@@ -87,11 +87,11 @@ def pt2e(qmodel: QuantizedModel) -> ExportedProgram:
 
 @dataclass
 class _Lowering:
-    """Replaces the nodes of a graph at its insertion point.
+    """The replacements for the nodes of a graph, which are inserted at the graph's insertion point.
 
     Attributes:
-        gm: Graph.
-        stored: Consumers of the stored constants, by constant.
+        gm: Graph that is rewritten.
+        stored: First node that reads a stored constant, by the constant's name.
     """
 
     gm: GraphModule
@@ -99,7 +99,7 @@ class _Lowering:
 
     @property
     def rules(self) -> dict[str, Callable[[Node], Node]]:
-        """Functions that return the replacement of a node, by target; they raise `Declined` if none exists."""
+        """Functions that return the replacement of a node, by its target; they raise `Declined` if PT2E has none."""
         return {
             QUANTIZE: self._quantize,
             DEQUANTIZE: self._dequantize,
@@ -145,7 +145,7 @@ class _Lowering:
         return call(self.gm, _OPS.choose_qparams.tensor, x, INT8.qmin, INT8.qmax, smallest, torch.int8, like=node)
 
     def _weight(self, node: Node, constant: Constant) -> Node:
-        """Return the values of a constant in codes."""
+        """Return a node that computes the values of a quantized constant from its codes."""
         weight, name = constant.quantized, constant.names[0]
         if weight is None or weight.format == INT32:
             return self._constant(f"{name}_values", constant.value())
@@ -180,7 +180,7 @@ class _Lowering:
         return call(self.gm, torch.ops.aten.permute.default, values, order, like=node)
 
     def _constant(self, name: str, value: Tensor) -> Node:
-        """Return a node that reads `value`, which is stored once per name."""
+        """Return a node that reads `value`; the value is stored once per name."""
         if name not in self.stored:
             self.stored[name] = get_attr(self.gm, name, value.contiguous())
             return self.stored[name]
@@ -189,13 +189,13 @@ class _Lowering:
         return node
 
     def _known(self, rounded: Rounded) -> tuple[Any, ...]:
-        """Return scale, zero point, limits, and dtype of codes with one calibrated scale."""
+        """Return scale, zero point, limits, and dtype of an activation's codes with one calibrated scale."""
         scale, zero_point = (parameter(self.gm, node) for node in (rounded.scale, rounded.zero_point))
         return float(scale), int(zero_point) - _half(_integers(rounded.format)), *_limits(rounded.format)
 
 
 def _rounded(node: Node) -> Rounded:
-    """Return the rounding of a `quantize` or `dequantize` with one scale or one per token."""
+    """Return the rounding of a `quantize` or `dequantize` node with one scale per tensor or per token."""
     rounded = Rounded.of(node)
     assert rounded is not None
     _integers(rounded.format)
@@ -205,7 +205,7 @@ def _rounded(node: Node) -> Rounded:
 
 
 def _limits(fmt: Format) -> tuple[int, int, torch.dtype]:
-    """Return the limits and the dtype of an activation's codes."""
+    """Return the smallest code, the largest code, and the dtype of an activation's codes."""
     fmt = _integers(fmt)
     half = _half(fmt)
     return fmt.qmin - half, fmt.qmax - half, torch.int8 if half else fmt.dtype
@@ -232,7 +232,7 @@ def _require_float32_or_less(x: Node) -> None:
 
 
 def _one_reader_each(gm: GraphModule) -> None:
-    """Give each consumer of a quantized value a separate `dequantize`: back ends match a pair around one operator."""
+    """Give each consumer of a quantized value a separate `dequantize`: back ends match each with one operator."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and str(node.target).startswith("quantized_decomposed.dequantize"):
             for reader in list(node.users)[1:]:

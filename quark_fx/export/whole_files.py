@@ -1,4 +1,4 @@
-"""Replace a graph and its data file so that, at every moment, a graph on disk reads its own data."""
+"""Replace an ONNX file and its data file so that, at every moment, the graph on disk reads its own data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quark_fx.errors import ExportError
 
 
 def require_regular(*places: Path) -> None:
-    """Raise `ExportError` if a path exists and is not a file: a rename would replace a device by a file."""
+    """Raise `ExportError` if a path exists and is not a regular file: a rename would replace a device by a file."""
     for place in places:
         if place.exists() and not place.is_file():
             raise ExportError(
@@ -24,10 +24,10 @@ def require_regular(*places: Path) -> None:
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Move an ONNX file, and its `<name>.data` if it exists, to `target` and the same folder.
+    """Move an ONNX file to `target`, and its `<name>.data`, if that exists, to the folder of `target`.
 
-    Each step is a rename. After an interruption, `target` is the old graph with its data or the new graph with its own.
-    A file that no graph reads may remain; the next call removes it.
+    Each step is a rename. After an interruption, `target` is either the old graph with its data or the new graph with
+    its data. A file that no graph reads may remain; the next call removes it.
 
     Args:
         written: File to move, in a folder of the same file system, with the name of `target`.
@@ -45,11 +45,11 @@ def put_in_place(written: Path, target: Path) -> None:
         raise ExportError(f"{place} is no data of {target.name}'s, and would be replaced; move it away")
     outdated = own and place.exists() and not data.exists()
     if data.exists() or outdated:
-        # After an interruption, a file of this name also marks the data in `place` as ours.
+        # After an interruption, a file of this name also marks the data in `place` as data of `target`.
         handle, name = tempfile.mkstemp(prefix=aside, suffix=".data", dir=target.parent)
         os.close(handle)
     if data.exists():
-        # The old graph may read `place`; until the new data is there, the new graph reads a copy with another name.
+        # The old graph may read `place`. Until the new data are in place, the new graph reads them under another name.
         data.replace(name)
         between = written.with_name("between.onnx")
         ir.save(_reading(written, data.name, Path(name).name), between)
@@ -83,7 +83,7 @@ def data_files(model: ir.Model, folder: Path) -> set[Path]:
 
 
 def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    """Yield every tensor that a graph reads from other files, also in subgraphs, functions, and constants."""
+    """Yield every tensor that a model reads from data files, including tensors of subgraphs and functions."""
     for graph in (model.graph, *model.graph.subgraphs()):
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
@@ -118,7 +118,7 @@ def relocated(
 
 
 def _duplicate(source: Path, link: Path) -> None:
-    """Link `link` to the file `source`, or copy it if the file system lacks hard links."""
+    """Create `link` as a hard link to the file `source`, or as a copy if the file system does not support links."""
     try:
         link.hardlink_to(source)
     except OSError:
