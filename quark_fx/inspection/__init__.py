@@ -1,1 +1,1 @@
-"""`inspect`: the contents of any file; start with `inspect.py`."""
+"""`inspect`: the contents of any model file; start with `inspect.py`."""

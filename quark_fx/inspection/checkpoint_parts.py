@@ -15,7 +15,7 @@ from quark_fx.errors import CheckpointError
 from quark_fx.inspection.parts import NO_WEIGHT, Part
 
 _CODES = ("weight_packed", "qweight", "weight")
-"""Names of a layer's codes in compressed-tensors, in GPTQ and AWQ, and in formats with whole bytes."""
+"""Names of a layer's codes in compressed-tensors, in GPTQ and AWQ, and in formats with one byte per code."""
 
 _PARAMETERS = frozenset(
     {
@@ -31,10 +31,10 @@ _PARAMETERS = frozenset(
         *("g_idx", "input_scale", "input_zero_point", "input_global_scale"),
     }
 )
-"""Names of a quantized layer's tensors in addition to its codes."""
+"""Names of the tensors of a quantized layer, except its codes."""
 
 _CACHED = frozenset({"k_scale", "v_scale", "k_zero_point", "v_zero_point"})
-"""Names of an attention's tensors for cached keys and values."""
+"""Names of the tensors with which an attention layer quantizes cached keys and values."""
 
 _Tensors = Mapping[str, tuple[str, list[int]]]
 """Dtype and shape of each tensor of a layer."""
@@ -43,14 +43,14 @@ _NAMES = {"F64": "float64", "F32": "float32", "F16": "fp16", "BF16": "bf16", "F8
 
 
 _FLOATS = {"8": "fp8_e4m3", "4": "fp4_e2m1"}
-"""Float formats of compressed-tensors by number of bits."""
+"""Float formats of compressed-tensors, by number of bits."""
 
 _SCALES = {"F8_E4M3": "e4m3 scales", "float8_e4m3fn": "e4m3 scales", "U8": "e8m0 scales", "uint8": "e8m0 scales"}
-"""Descriptions of the dtypes of block scales, with their names in safetensors and torch."""
+"""Descriptions of the dtypes of block scales, by their names in safetensors and torch."""
 
 
 def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
-    """Return the tensors with two dimensions or more, layer by layer, and the configuration of their codes.
+    """Return the quantized layers and other tensors of at least two dimensions, and the quantization configuration.
 
     Raises:
         QuarkError: If the files are damaged.
@@ -107,7 +107,7 @@ def _parts(name: str, tensors: _Tensors, quantization: Mapping[str, Any]) -> Ite
 
 
 def _cached(layers: Mapping[str, _Tensors], quantization: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield the format of cached keys and values, for each attention with scales."""
+    """Yield the format of cached keys and values for each attention with scales, or one part for all attentions."""
     scheme = quantization.get("kv_cache_scheme")
     if not (spec := scheme.lower() if isinstance(scheme, str) else _spec(scheme)):  # ModelOpt writes names
         return
@@ -119,7 +119,7 @@ def _cached(layers: Mapping[str, _Tensors], quantization: Mapping[str, Any]) -> 
 
 
 def _left_out(layer: str, quantization: Mapping[str, Any]) -> str:
-    """Return the entry of the configuration that keeps a layer in float; empty if there is none."""
+    """Return a text that names the configuration entry that keeps a layer in float; empty if there is none."""
     if any(names_layer(target, layer) for target in quantization.get("ignore") or ()):
         return "in ignore of its config.json"
     if any(str(part) in layer for part in quantization.get("modules_to_not_convert") or ()):
@@ -132,11 +132,11 @@ def _left_out(layer: str, quantization: Mapping[str, Any]) -> str:
 
 
 def _spec(scheme: Any, scales: str = "") -> str:
-    """Return a format of compressed-tensors in the notation of quark_fx reports.
+    """Return a format of compressed-tensors in the notation of quark_fx reports; empty if `scheme` is not a dict.
 
     Args:
-        scheme: Part of the configuration.
-        scales: Dtype of the stored scales, if the configuration does not contain it.
+        scheme: Entry of the configuration for weights or activations.
+        scales: Dtype of the stored scales, which applies if the configuration does not name one.
     """
     if not isinstance(scheme, dict):
         return ""
@@ -159,7 +159,7 @@ def _spec(scheme: Any, scales: str = "") -> str:
 
 
 def _plain(layer: str, tensors: _Tensors, quantization: Mapping[str, Any]) -> str:
-    """Return a format of GPTQ and AWQ: shapes determine bits and groups, which may vary by layer."""
+    """Return the format of a layer in GPTQ or AWQ; bits and groups, which may vary by layer, come from the shapes."""
     if not {"qweight", "qzeros", "scales"} <= tensors.keys():
         return ""
     (_, codes), (_, zeros), (_, (groups, outputs)) = (tensors[leaf] for leaf in ("qweight", "qzeros", "scales"))
@@ -174,10 +174,10 @@ def _plain(layer: str, tensors: _Tensors, quantization: Mapping[str, Any]) -> st
 
 
 def gguf_parts(path: Path) -> list[Part]:
-    """Return the tensors of a GGUF file with two dimensions or more.
+    """Return the tensors of a GGUF file that have at least two dimensions.
 
     Raises:
-        CheckpointError: If it is not a GGUF file, or the package is missing.
+        CheckpointError: If the file is not a GGUF file, or the package `gguf` is missing.
     """
     return [
         Part(name=t.name, kind="tensor", weight=t.tensor_type.name, activation="float", bytes=int(t.n_bytes))

@@ -1,4 +1,4 @@
-"""`inspect`: number formats and sizes by operator, of any file."""
+"""`inspect`: the number formats and sizes of the operators in any model file."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Contents of a file or directory. Its `str` is text.
+    """The contents of a file or directory. Its `str` is a text with tables.
 
     Attributes:
-        path: Path.
-        kind: Kind of the file or directory.
-        bytes: Size, with external data.
+        path: Path of the file or directory.
+        kind: Kind of the file or directory, such as `"ONNX file"`.
+        bytes: Size in bytes, including external data.
         parts: Operators with weights, and products of two activations.
         runtime: Kernels with which ONNX Runtime runs an ONNX file on this processor; `None` for other files.
-        unknown: Reason for which the kernels of an ONNX file are unknown; empty if they are known.
+        unknown: Reason why the kernels of an ONNX file are unknown; empty if they are known, and for other files.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class Inspection:
 
     @property
     def bytes_by_format(self) -> dict[str, int]:
-        """The bytes of weights by number format, the largest first; a shared weight counts once."""
+        """Size of the weights in bytes, by number format, the largest first; a shared weight counts once."""
         formats = Counter[str]()
         sizes = {(part.weight, part.stored or index): part.bytes for index, part in enumerate(self.parts)}
         for (name, _), count in sizes.items():
@@ -53,11 +53,11 @@ class Inspection:
         return dict(formats.most_common())
 
     def operators(self, *, every: bool = False) -> Table[Part]:
-        """Return the table of operators; similar ones share a row unless `every`."""
+        """Return the table of operators; similar operators share a row unless `every`."""
         return parts_table(self.parts if every else grouped(self.parts))
 
     def formats(self) -> Table[tuple[str, int]]:
-        """Return the table of the bytes of weights by number format."""
+        """Return the table of number formats, with the size of the weights in each."""
         columns: list[Column[tuple[str, int]]] = [
             Column("weights in", lambda row: row[0]),
             Column("size", lambda row: row[1], lambda row: bytes_text(row[1])),
@@ -86,7 +86,7 @@ class Inspection:
         ]
 
     def to_dict(self, *, every: bool = True) -> dict[str, Any]:
-        """Return plain data; similar operators are one entry unless `every`."""
+        """Return the contents as JSON-like data; similar operators share an entry unless `every`."""
         parts = self.parts if every else grouped(self.parts)
         data: dict[str, Any] = {"path": str(self.path), "kind": self.kind, "bytes": self.bytes}
         data |= {"operators": [asdict(part) for part in parts], "bytes_by_format": self.bytes_by_format}
@@ -109,7 +109,7 @@ class Inspection:
 
     @property
     def title(self) -> str:
-        """The path, the kind, and the size."""
+        """Text with the path, kind, and size of the file or directory."""
         return f"{self.path}: {self.kind}, {bytes_text(self.bytes)}"
 
     def __str__(self) -> str:
@@ -118,13 +118,13 @@ class Inspection:
 
 @checked_call
 def inspect(path: str | os.PathLike[str]) -> Inspection:
-    """Return number formats and sizes by operator, of any file. No code of it is run.
+    """Return the number formats and sizes of the operators in a model file, without running code from the file.
 
     Args:
         path: ONNX or GGUF file, checkpoint, or directory that `save` wrote.
 
     Raises:
-        QuarkError: If the path is not one of these, or cannot be read.
+        QuarkError: If the path is not such a file or directory, or cannot be read.
     """
     path = Path(path)
     if not os.path.exists(path):  # also for names that are too long, for which Path.exists raises
@@ -170,7 +170,7 @@ def _require_file(path: Path) -> None:
 
 
 def _counted(report: RuntimeReport) -> list[tuple[tuple[str, bool, str], int]]:
-    """Return kernels with their numbers, those in integers first."""
+    """Return each kind of kernel with its number of nodes, kernels in integers first."""
     count = Counter((node.kernel, node.quantized, node.reason) for node in report.nodes)
     return sorted(count.items(), key=lambda item: (-item[0][1], -item[1]))
 
@@ -182,7 +182,7 @@ def _kernels(report: RuntimeReport) -> Table[Any]:
 
 
 def written_bytes(path: Path) -> int:
-    """Return the size of a file with its external data, or of all files of a directory."""
+    """Return the size of a file and its external data, or of all files of a directory, in bytes."""
     files = path.rglob("*") if path.is_dir() else (path, path.with_name(f"{path.name}.data"))
     return sum(file.stat().st_size for file in files if file.is_file())
 

@@ -22,7 +22,7 @@ _OPERANDS = {
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), (0, 3)),
     **dict.fromkeys(("Gather", "GatherBlockQuantized"), (1, 0)),
 }
-"""Positions of an operator's activation and weight among its inputs."""
+"""Positions of the activation and of the weight among an operator's inputs."""
 
 _PARAMETERS = {
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), (4, 5)),
@@ -34,7 +34,7 @@ _PARAMETERS = {
     "QAttention": (4, 7),
     "DynamicQuantizeLSTM": (2, 8, 9, 10, 11),
 }
-"""Positions of a weight's scales and zero points among the inputs, and of recurrent weights."""
+"""Positions of a weight's scales and zero points, and of a recurrent layer's second weight, among the inputs."""
 
 _SCALE = {
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm", "QAttention"), 4),
@@ -48,7 +48,7 @@ _MEASURED = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "Dynami
 """Operators that measure the range of an activation at run time."""
 
 _SCALED_AFTER = frozenset({"MatMulInteger", "ConvInteger"})
-"""Operators with sums that later operators scale."""
+"""Operators whose integer results later operators scale."""
 
 _NAMES = {
     "float": "float32",
@@ -61,10 +61,10 @@ _NAMES = {
 
 
 def onnx_parts(path: Path) -> list[Part]:
-    """Return the operators with weights, and products of two activations.
+    """Return the operators with weights, and the products of two activations, of an ONNX file.
 
     Raises:
-        ExportError: If it is not an ONNX file.
+        ExportError: If the file cannot be read as an ONNX file.
     """
     try:
         model = ir.load(path)
@@ -79,8 +79,8 @@ def _part(node: ir.Node) -> Part | None:
     activation, weight = (node.inputs[i] if i < len(node.inputs) else None for i in _OPERANDS[node.op_type])
     selects, leaves = node.op_type.startswith("Gather"), _leaves(weight)
     if selects and (not leaves or _is_index(leaves[0])):
-        return None  # it computes sizes
-    if not leaves:  # a matrix may multiply from the left
+        return None  # it selects sizes or indices, not rows of a weight
+    if not leaves:  # the weight may be the left factor
         leaves = _leaves(activation)
         activation, weight = (weight, activation) if leaves else (activation, weight)
     return Part(
@@ -94,7 +94,7 @@ def _part(node: ir.Node) -> Part | None:
 
 
 def _bytes(node: ir.Node, leaves: tuple[ir.Value, ...]) -> int:
-    """Return the size of a weight, its scales and zero points, and the operator's other weights."""
+    """Return the total size in bytes of a weight, its scales and zero points, and the operator's second weight."""
     parameters = [_leaves(node.inputs[i]) for i in _PARAMETERS.get(node.op_type, ()) if i < len(node.inputs)]
     after = _scales_after(node) if node.op_type in _SCALED_AFTER else ()
     constants = {id(leaf): leaf for part in (leaves, *parameters, after) for leaf in part} if leaves else {}
@@ -106,7 +106,7 @@ def _is_index(leaf: ir.Value) -> bool:
 
 
 def _leaves(value: ir.Value | None) -> tuple[ir.Value, ...]:
-    """Return the constants from which a value is computed, the largest first; empty if it depends on an input."""
+    """Return the constants from which a value is computed, the largest first; empty if it depends on model inputs."""
     if value is None:
         return ()
     constants, pending, visited = list[ir.Value](), [value], set[int]()
@@ -135,7 +135,7 @@ def _length(leaf: ir.Value) -> int:
 
 
 def _format(node: ir.Node, weight: ir.Value | None, leaves: tuple[ir.Value, ...]) -> str:
-    """Return the number format of a weight, and the granularity of its scales."""
+    """Return the number format of a weight and the granularity of its scales, such as `"int8 channel"`."""
     codes, scales = leaves[0], leaves[1:]
     if bits := node.attributes.get_int("bits", 0):
         signed = len(node.inputs) < 4 or node.inputs[3] is None  # no zero points
@@ -158,7 +158,7 @@ def _format(node: ir.Node, weight: ir.Value | None, leaves: tuple[ir.Value, ...]
 
 
 def _scales_after(node: ir.Node) -> tuple[ir.Value, ...]:
-    """Return the constants that scale the sums of an integer operator, directly or in a product."""
+    """Return the constants that scale the result of an integer operator, directly or multiplied by another factor."""
     readers = [use.node for output in node.outputs for use in output.uses()]
     readers += [use.node for cast in readers if cast.op_type == "Cast" for use in cast.outputs[0].uses()]
     factors = [value for reader in readers if reader.op_type == "Mul" for value in reader.inputs]
@@ -182,7 +182,7 @@ def _block_format(node: ir.Node, act: str) -> str:
 
 
 def _producers(value: ir.Value | None) -> Iterator[ir.Node]:
-    """Yield the producers of a value, from the last one on, along first inputs."""
+    """Yield the producer of a value, then the producer of that node's first input, and so on."""
     while value is not None and (producer := value.producer()) is not None:
         yield producer
         value = producer.inputs[0] if producer.inputs else None
@@ -208,7 +208,7 @@ def _activation(node: ir.Node, value: ir.Value | None) -> str:
             fmt = _name(code_type(producer))
             return fmt if _leaves(producer.inputs[1]) else f"{fmt} dynamic"
         if producer.op_type not in MOVERS or _leaves(producer.inputs[0]):
-            break  # rows of a table are not rounded as activations
+            break  # the value is not a quantized activation, such as rows of a table
     if value is not None and value.dtype is not None and value.dtype.is_integer():
         return _name(value.dtype)
     if node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "MatMulInteger", "ConvInteger"):

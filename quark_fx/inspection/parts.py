@@ -1,4 +1,4 @@
-"""The operators of a quantized model, with similar ones on one line."""
+"""The operators of a model, and a table of them in which similar operators share a row."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NO_WEIGHT = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """An operator with weights, or several similar ones.
+    """An operator with weights or a product of two activations, or several similar operators.
 
     Attributes:
-        name: Name of the operator; numbers that differ are `*`.
-        kind: Kind of operator.
-        weight: Number format of the weight.
+        name: Name of the operator; for several operators, `*` replaces numbers.
+        kind: Kind of operator, such as `"linear"` or an ONNX operator.
+        weight: Number format of the weight; `NO_WEIGHT` for a product of two activations.
         activation: Number format of the input.
-        bytes: Size of the weight with its scales.
-        reason: Reason for staying in float, if known.
-        count: Number of operators.
+        bytes: Size of the weight and its scales, in bytes.
+        reason: Reason for staying in float; empty if unknown or quantized.
+        count: Number of operators that the row stands for.
         stored: Name of the weight in the file, if other operators may read it, too; empty otherwise.
     """
 
@@ -41,7 +41,7 @@ class Part:
 
 
 def parts_of(report: Report) -> list[Part]:
-    """Return the operators of a report."""
+    """Return the operators in the report of a quantized model."""
     return [
         Part(
             name=name,
@@ -57,7 +57,7 @@ def parts_of(report: Report) -> list[Part]:
 
 
 def grouped(parts: Iterable[Part]) -> list[Part]:
-    """Merge all parts that differ only in the numbers of their names into one."""
+    """Merge parts whose names differ only in numbers, and whose formats are equal, into one part per group."""
     groups: dict[Any, Part] = {}
     for part in parts:
         pattern = without_numbers(part.name)
@@ -81,5 +81,5 @@ _COLUMNS: tuple[Column[Part], ...] = (
 
 
 def parts_table(parts: Iterable[Part]) -> Table[Part]:
-    """Return parts as a table."""
+    """Return a table with one row per part."""
     return Table("Operators", _COLUMNS, [*parts])
