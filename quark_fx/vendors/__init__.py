@@ -1,6 +1,6 @@
-"""One package per vendor; each registers its targets, passes, presets, file formats, and runtimes on import.
+"""Vendor support, one package per vendor: on import, each registers targets, passes, presets, formats, and runtimes.
 
-No other package imports or names them; `quark_fx` imports them last.
+No other package imports or names a vendor; `quark_fx` imports this package last.
 """
 
 from quark_fx.vendors import amd as amd

@@ -1,4 +1,7 @@
-"""AMD's DPU: all scales are powers of two, and every operator reads and writes codes (`docs/dpu.md`)."""
+"""The target `dpu`: on AMD's DPU, all scales are powers of two, and every operator reads and writes codes.
+
+`docs/dpu.md` describes the rules.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
 
 
 def _needs_multiplication(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether a DPU cannot apply the scale of a spec by a shift."""
+    """Tell whether a DPU would have to multiply by the scales of a spec, because a shift cannot apply them."""
     return not (
         spec.scale == POWER_OF_TWO
         and spec.symmetry in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL)
@@ -27,14 +30,15 @@ def _needs_multiplication(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _is_computed(linear: Linear) -> bool:
-    """Tell whether a DPU computes the operator: a convolution, or a product with a result of two dimensions."""
+    """Tell whether a DPU computes an operator: it must be a convolution, or a linear layer with a 2-D result."""
     return bool(linear.kernel) or (linear.kind == "linear" and linear.node.meta["val"].dim() == 2)
 
 
 def continues(node: Node, user: Node) -> bool:
-    """Tell whether a DPU computes `user` on the result of `node` before it rounds that result.
+    """Tell whether a DPU applies `user` to the result of `node` before it rounds that result.
 
-    It does so for a leaky ReLU, and for the factor that corrects its arithmetic after an average or a hard sigmoid.
+    It does so for a leaky ReLU, and for the factor that the passes insert after an average or a hard sigmoid to match
+    the DPU's arithmetic.
     """
     if len(node.users) != 1 or user.args[:1] != (node,):
         return False

@@ -1,4 +1,4 @@
-"""The ONNX format `"vitis"`, whose operators `vitis` writes and replaces by standard ones."""
+"""The ONNX format `"vitis"`. The module `vitis` writes its operators, and replaces them by standard operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 PREFIXES = {"com.amd.quark": "Extended", "com.vai.quantize": "Vitis"}
-"""The prefix of `QuantizeLinear` and `DequantizeLinear` in each domain."""
+"""Prefix of the names `QuantizeLinear` and `DequantizeLinear`, by domain."""
 
 
 def _rewrite(model: ir.Model, options: FormatOptions) -> tuple[()]:

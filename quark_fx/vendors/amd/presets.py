@@ -1,4 +1,4 @@
-"""The preset for DPUs."""
+"""The preset `xint8` for AMD's DPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ XINT8 = QuantConfig(
     ),
     target=DPU,
 )
-"""int8 everywhere, per tensor, with power-of-two scales that minimize the squared error, for accelerators that shift
-instead of multiply. Values are rounded, and scales shared, by the rules of AMD's DPU (`docs/dpu.md`)."""
+"""Configuration with int8 per tensor for weights, activations, and biases. Scales are powers of two that minimize the
+squared error, for accelerators that shift instead of multiply. The rules of AMD's DPU determine which values are
+rounded and which share a scale (`docs/dpu.md`)."""
 
 PRESETS.add(XINT8, "xint8")

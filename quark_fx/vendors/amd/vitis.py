@@ -1,13 +1,13 @@
-"""The nodes of Vitis AI and Quark: quantizers, dequantizers, casts to half precision, and values in blocks.
+"""The ONNX nodes of Vitis AI and AMD Quark: quantizers, dequantizers, and rounding to blocks.
 
 Source: the custom operators of AMD Quark for ONNX (`VitisQuantizeLinear`, `BFPFixNeuron`, and `MXFixNeuron` up to
 release 0.8; `ExtendedQuantizeLinear`, `BFPQuantizeDequantize`, and `MXQuantizeDequantize` since), with the attributes
-that its documentation describes. A node for blocks rounds a float tensor; codes are not packed. ONNX Runtime has
-kernels for them only with that library, so `with_standard_nodes` replaces them by standard operators; the result runs
-anywhere and is compared with torch.
+that its documentation describes. A node for blocks rounds a float tensor to a float tensor; the file does not contain
+codes. ONNX Runtime has kernels for these nodes only with AMD's operator library, so `with_standard_nodes` replaces them
+by standard operators, and the resulting model runs in any runtime and can be compared with torch.
 
 Measured on the operator library of AMD Quark 0.13: quantizers have three inputs; scales are along dimension 0 by
-default (the standard says 1); codes have 8, 16, or 32 bits or half precision.
+default (in the ONNX standard, 1); codes have 8, 16, or 32 bits or half precision.
 """
 
 from __future__ import annotations
@@ -45,14 +45,19 @@ from quark_fx.vendors.amd.formats import PREFIXES
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 _NARROW = {ir.DataType[f"{sign}INT{bits}"]: ir.DataType[f"{sign}INT8"] for sign in ("", "U") for bits in (2, 4)}
-"""The stored types of codes narrower than a byte."""
+"""Type in which the file stores codes, by type of codes narrower than a byte."""
 
 CODES = HALVES | _NARROW.keys() | {ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (8, 16, 32)}
-"""The supported types of codes."""
+"""Supported types of codes."""
 
 
 def settle_quantizers(model: ir.Model, nodes: Sequence[ir.Node]) -> None:
-    """Add zero point and axis to quantizers and dequantizers, and store codes narrower than a byte in bytes."""
+    """Write the omitted zero points and axes of `nodes`, and store codes narrower than a byte in bytes.
+
+    Args:
+        model: Model to edit.
+        nodes: Quantizers and dequantizers of the model.
+    """
     for node in nodes:
         quantizes = node.op_type == "QuantizeLinear"
         codes, scale = node.outputs[0] if quantizes else operand(node), operand(node, 1)
@@ -73,14 +78,14 @@ def settle_quantizers(model: ir.Model, nodes: Sequence[ir.Node]) -> None:
 
 
 def _widen(value: ir.Value) -> None:
-    """Store a constant of codes in bytes."""
+    """Store a constant with codes narrower than a byte in bytes."""
     dtype = _NARROW[dtype_of(value)]
     value.const_value = ir.Tensor(stored_array(value).astype(dtype.numpy()), dtype=dtype, name=value.name)
     value.dtype = dtype
 
 
 def _clip(model: ir.Model, node: ir.Node) -> None:
-    """Clip the codes of a quantizer, now bytes, to their former range."""
+    """Widen the codes of a quantizer to bytes, and clip them to the range of their narrow type."""
     codes = node.outputs[0]
     narrow = dtype_of(codes)
     codes.dtype = wide = _NARROW[narrow]
@@ -97,7 +102,7 @@ def _clip(model: ir.Model, node: ir.Node) -> None:
 
 
 def spell_out_codes(model: ir.Model) -> None:
-    """Write quantizers to 32 bits, and quantizers and dequantizers of half precision, in standard operators."""
+    """Replace quantizers to int32, and quantizers and dequantizers of half precision, by standard operators."""
     for node in list(model.graph):
         zero_point = node.inputs[2] if len(node.inputs) > 2 else None
         dtype = zero_point.dtype if zero_point is not None else None
@@ -112,7 +117,10 @@ def spell_out_codes(model: ir.Model) -> None:
 
 
 def _quantize_to_int32(model: ir.Model, node: ir.Node) -> None:
-    """Write a quantizer with one scale in doubles: an int64 `Clip` below 2**31 lets 2**31 pass in ONNX Runtime 1.31."""
+    """Replace a quantizer to int32 with one scale by arithmetic that clips in float64.
+
+    An int64 `Clip` to less than 2**31 lets 2**31 pass in ONNX Runtime 1.31.
+    """
     x, scale, zero_point = node.inputs
     info = np.iinfo(np.int32)
     limits = [add_array(model, f"int32_{limit}", np.asarray(limit, np.float64)) for limit in (info.min, info.max)]
@@ -130,25 +138,28 @@ BLOCK_NODES = {
     "com.vai.quantize": {"BFP": "BFPFixNeuron", "MX": "MXFixNeuron"},
     "com.amd.quark": {"BFP": "BFPQuantizeDequantize", "MX": "MXQuantizeDequantize"},
 }
-"""The names of the operators in each domain."""
+"""Names of the operators that round to blocks, by domain and by kind of format."""
 
 HALF_EVEN = 2
-"""Value of `rounding_mode`; 0 is half away from zero, 1 half up."""
+"""Value of `rounding_mode` for ties to even; 0 rounds ties away from zero, and 1 rounds ties up."""
 
 _MX_BLOCK = 32
-"""Values per scale in the formats of the microscaling specification."""
+"""Number of values per scale in the formats of the OCP microscaling (MX) specification."""
 
 _GROUPS = (16, 32, 8, 4)
-"""Numbers of values that may share an exponent, the usual one first."""
+"""Numbers of values that may share an exponent; 16, the usual number, comes first."""
 
 Attributes = dict[str, int | str]
 
 
 def use_block_nodes(model: ir.Model, domain: str) -> int:
-    """Insert the vendor's nodes where values are rounded to blocks, and after weights, which are stored as floats.
+    """Replace rounding to blocks by the vendor's nodes, for activations and for weights, which are stored as floats.
+
+    Returns:
+        Number of nodes inserted.
 
     Raises:
-        ExportError: If the vendor's nodes cannot express a rounding; all values are listed.
+        ExportError: If the vendor's nodes cannot express a rounding; the message lists all such values.
     """
     look_up_values(model, lambda node, table: True)
     roundings = [Rounding.of(node) for node in model.graph if _is_rounding(node)]
@@ -190,7 +201,7 @@ def _is_rounding(node: ir.Node) -> bool:
 
 
 def _vendor_node(rounding: Rounding | None, x: ir.Value, domain: str) -> ir.Node | None:
-    """Return the vendor's node that rounds `x` this way; `None` if there is none."""
+    """Return the vendor's node that applies `rounding` to `x`; `None` if there is none."""
     node_attributes = vendor_attributes(rounding) if rounding is not None else None
     if node_attributes is None:
         return None
@@ -199,7 +210,7 @@ def _vendor_node(rounding: Rounding | None, x: ir.Value, domain: str) -> ir.Node
 
 
 def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
-    """Return the vendor's operator for a rounding, `"BFP"` or `"MX"`, and its attributes; `None` if there is none."""
+    """Return the kind of the vendor's node for a rounding, `"BFP"` or `"MX"`, and its attributes; `None` if none."""
     fmt, rule = rounding.scheme.format, rounding.scheme.scale.rule
     block: Attributes = {"axis": rounding.axis, "block_size": rounding.alone, "rounding_mode": HALF_EVEN}
     if rule == "floor" and not rounding.group_size and (fmt == INT8 or fmt.is_float):
@@ -215,7 +226,8 @@ def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
         "sub_block_shift_bits": 1,
         "convert_to_bfloat_before_bfp": 0,
     }
-    # The vendor's other kernel saturates where rounding exceeds the largest code; this one raises the exponent.
+    # Without this attribute, the vendor's kernel saturates where rounding exceeds the largest code; with the attribute,
+    # the kernel raises the exponent.
     return "BFP", attributes | ({"use_compiler_version_cpu_kernel": 1} if raised else {})
 
 
@@ -223,7 +235,7 @@ def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
 
 
 def _weight_rounding(weight: QuantizedTensor, roundings: list[Rounding]) -> Rounding | None:
-    """Return a rounding that the vendor has a node for and that reproduces the weight; `None` if there is none."""
+    """Return a rounding that reproduces the weight and for which the vendor has a node; `None` if there is none."""
     floats, values = _to_round(weight), weight.dequantize()
     for rounding in _candidates(weight, roundings):
         if vendor_attributes(rounding) is not None and torch.equal(rounding.of_tensor(floats), values):
@@ -234,8 +246,8 @@ def _weight_rounding(weight: QuantizedTensor, roundings: list[Rounding]) -> Roun
 def _to_round(weight: QuantizedTensor) -> Tensor:
     """Return floats that a node rounds to the weight's values.
 
-    They are these values, except for codes of -128: as a power of two, such a value belongs to the next binade, and its
-    block would get the exponent above.
+    The floats are the weight's values, except for codes of -128. The value of such a code is a power of two in the next
+    binade, so its block would get a larger exponent; a float slightly nearer to zero prevents that.
     """
     if weight.format != INT8:
         return weight.dequantize()
@@ -244,12 +256,12 @@ def _to_round(weight: QuantizedTensor) -> Tensor:
 
 
 def _candidates(weight: QuantizedTensor, roundings: list[Rounding]) -> Iterator[Rounding]:
-    """Yield roundings that may have made the codes: roundings of other values, then the usual ones of the format."""
+    """Yield roundings that may have produced the codes: `roundings` of other values, then the format's usual ones."""
     if weight.axis is None or not weight.block_size:
         return
     length = weight.codes.shape[weight.axis]
     for rounding in dict.fromkeys(roundings):
-        # All blocks that cover the whole length are equivalent.
+        # All block sizes that cover the whole dimension are equivalent.
         same = min(rounding.block_size, length) == min(weight.block_size, length)
         if rounding.scheme.format == weight.format and same:
             yield replace(rounding, axis=weight.axis)
@@ -272,11 +284,11 @@ def _described(rounding: Rounding) -> str:
     return f"{rounding.scheme.format} in blocks of {size}, {rounding.scheme.scale} scales"
 
 
-# Reference -----------------------------------------------------------------------------------------------------------
+# Standard operators --------------------------------------------------------------------------------------------------
 
 
 def has_block_nodes(model: ir.Model) -> bool:
-    """Tell whether the model has a vendor's nodes for blocks."""
+    """Tell whether a model contains the vendor's nodes for blocks."""
     return any(map(_is_block_node, model.graph))
 
 
@@ -285,10 +297,10 @@ def _is_block_node(node: ir.Node) -> bool:
 
 
 def spell_out_block_nodes(model: ir.Model) -> None:
-    """Replace the vendor's nodes by functions of standard operators, so that any runtime computes them.
+    """Replace the vendor's nodes for blocks by functions of standard operators, which any runtime can run.
 
     Raises:
-        ExportError: If this package does not write such a node.
+        ExportError: If a node has attributes that this package does not write.
     """
     for node in filter(_is_block_node, list(model.graph)):
         output, x = node.outputs[0], operand(node)
@@ -299,7 +311,7 @@ def spell_out_block_nodes(model: ir.Model) -> None:
 
 
 def _rounding_of(node: ir.Node) -> Rounding:
-    """Return the rounding for which `vendor_attributes` returns the attributes of a node."""
+    """Return the rounding of a vendor's node: the inverse of `vendor_attributes`."""
     text, number = node.attributes.get_string, node.attributes.get_int
     axis, block = (int(number(name, 0) or 0) for name in ("axis", "block_size"))
     rule, sub = E8M0_FLOOR, 0
@@ -325,11 +337,11 @@ _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 
 
 def use_vendor_nodes(model: ir.Model, domain: str) -> None:
-    """Replace every quantizer and dequantizer by the vendor's, and insert its nodes where values are rounded to blocks.
+    """Replace every quantizer, dequantizer, and rounding to blocks by a node of the vendor.
 
     Raises:
-        ExportError: If a scale is measured at run time or the vendor's nodes do not support a kind of codes or blocks;
-            all are listed.
+        ExportError: If scales are measured at run time, or the vendor's nodes do not support some codes or blocks; the
+            message lists all of them.
     """
     blocks = use_block_nodes(model, domain)
     quantize_halves(model)
@@ -342,7 +354,11 @@ def use_vendor_nodes(model: ir.Model, domain: str) -> None:
 
 
 def quantize_halves(model: ir.Model) -> int:
-    """Rewrite a cast of float32 to half precision and back as a quantizer and dequantizer, scale 1 and zero point 0."""
+    """Replace casts of float32 to half precision and back by quantizers and dequantizers with scale 1, zero point 0.
+
+    Returns:
+        Number of casts that were replaced.
+    """
     done = 0
     for node in list(model.graph):
         if node.op_type != "Cast" or node.inputs[0] is None or not node.outputs[0].uses():
@@ -371,7 +387,13 @@ def _is_cast(node: ir.Node, target: ir.DataType) -> bool:
 
 
 def require_static(model: ir.Model, nodes: list[ir.Node], *, allow_none: bool) -> None:
-    """Raise an error that lists all scales of `nodes`, and kinds of codes, that the vendor's kernels do not support."""
+    """Raise `ExportError` with a list of the scales and codes that the vendor's kernels do not support, if any.
+
+    Args:
+        model: Model to check for scales that are measured at run time.
+        nodes: Quantizers and dequantizers of the model.
+        allow_none: Whether a model without quantizers is allowed.
+    """
     measured = {node.op_type for node in model.graph if node.op_type in ("DynamicQuantizeLinear", "MatMulInteger")}
     bad = [f"  {name} measures its scale at run time" for name in sorted(measured)]
     for value in dict.fromkeys(node.inputs[1] for node in nodes):
@@ -403,17 +425,17 @@ _PER_TENSOR = (
 
 
 def _of_grouped_transpose(node: ir.Node) -> bool:
-    """Tell whether a dequantizer makes the weight of a grouped transposed convolution."""
+    """Tell whether a dequantizer computes the weight of a grouped transposed convolution."""
     readers = [reader for output in node.outputs for reader, _ in output.uses()]
     return any(reader.op_type == "ConvTranspose" and reader.attributes.get_int("group", 1) > 1 for reader in readers)
 
 
 def with_standard_nodes(model: ir.Model) -> ir.Model:
-    """Return `model`, possibly edited in place, with standard operators that any runtime runs instead of the vendor's.
+    """Return `model`, possibly edited in place, with standard operators instead of the vendor's.
 
-    They are nodes, not functions: ONNX Runtime 1.31 infers a wrong type for codes if it inlines both quantizers and,
-    from opset 21 on, a `GroupNormalization`. Blocks need opset 21; wide and narrow codes need the opset of the standard
-    quantizers. A model in an older opset is converted.
+    Quantizers become nodes, not functions: ONNX Runtime 1.31 infers a wrong type for codes if it inlines both
+    quantizers and, from opset 21 on, a `GroupNormalization`. Blocks need opset 21; wide and narrow codes need the opset
+    in which the standard quantizers support them. A model in an older opset is converted.
     """
     pairs = [node for node in model.graph.all_nodes() if node.op_type.endswith(_PAIRS) and node.domain in PREFIXES]
     model = raised(model, first_with(v.dtype for node in pairs for v in (*node.inputs, *node.outputs) if v is not None))

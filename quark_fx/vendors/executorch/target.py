@@ -1,8 +1,9 @@
-"""ExecuTorch with XNNPACK, which reads the program of `quark_fx.export.pt2e`
-(https://docs.pytorch.org/executorch, "XNNPACK Quantization").
+"""The target `executorch`: ExecuTorch with XNNPACK, which runs the program of `quark_fx.export.pt2e`.
 
-Its integer kernels return quantized outputs: a convolution or product whose result is not rounded runs in float. It
-adds 8-bit products in 32 bits on every processor.
+XNNPACK's integer kernels return quantized outputs: a convolution or product whose result is not quantized runs in
+float. The kernels add 8-bit products in 32 bits on every processor.
+
+Source: https://docs.pytorch.org/executorch, "XNNPACK Quantization".
 """
 
 from __future__ import annotations

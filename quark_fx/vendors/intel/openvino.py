@@ -1,9 +1,10 @@
-"""OpenVINO on a CPU, which reads the standard pairs of an ONNX file (https://docs.openvino.ai, "Low Precision
-Transformations").
+"""The target `openvino`: OpenVINO on a CPU, which runs ONNX files with `QuantizeLinear` / `DequantizeLinear` pairs.
 
-Like ONNX Runtime, it adds pairs of 8-bit products in 16 bits on processors without VNNI. The output of a convolution
-does not need codes: sums are integers either way. Additions stay in float: with quantizers before them, OpenVINO's
-results differ more from the graph, at the same speed (`benchmarks.in_openvino` measures both).
+Like ONNX Runtime, OpenVINO adds pairs of 8-bit products in 16 bits on processors without VNNI. Outputs of convolutions
+need not be quantized: the sums are integers either way. Additions stay in float: with quantizers before them,
+OpenVINO's results differ more from the graph, at the same speed (`benchmarks.in_openvino` measures both).
+
+Source: https://docs.openvino.ai, "Low Precision Transformations".
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _check(model: ir.Model) -> None:
 
 
 def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
-    """Return why OpenVINO cannot read the groups of a weight; empty if it can."""
+    """Return the reason why OpenVINO does not support the groups of a weight; empty if it supports them."""
     return undivided_groups(weight, linear, (128, 64, 32, 16), "set granularity='channel' for it")
 
 
@@ -70,7 +71,7 @@ OPENVINO = Target(
     ),
     placement=Placement(
         arithmetic=ARITHMETIC - {"aten.add.Tensor", "aten.mul.Tensor"},
-        in_float=RECURRENT,  # OpenVINO supports only constants as their weights
+        in_float=RECURRENT,  # OpenVINO requires constant weights for recurrent layers
         refuses=_refuses,
     ),
     limits_pairs=True,

@@ -1,4 +1,4 @@
-"""Runs files in OpenVINO."""
+"""A runner of files in OpenVINO."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that OpenVINO ran: `name` and `kind` of the operator, and the implementation with its compute type."""
+    """A kernel that OpenVINO ran.
+
+    Attributes:
+        name: Name of the operator.
+        kind: Type of the operator.
+        implementation: Name of the implementation, which ends with its compute type.
+    """
 
     name: str
     kind: str
@@ -33,13 +39,13 @@ class Kernel:
 
 @register_runner
 class OpenVinoRunner(FileRunner):
-    """A file in OpenVINO, with float32 for values that are not codes. One thread at a time may run it.
+    """A runner of a file in OpenVINO, which computes in float32 except on codes. Only one thread at a time may call it.
 
     Args:
         path: ONNX file, or another file that OpenVINO reads.
         threads: Number of threads of a run; default: one per core.
-        profile: Whether to record the kernels of each run, for `kernels`; this slows down every run.
-        edit: Function that edits the graph of an ONNX file first.
+        profile: Whether to record the kernels of each run, for `kernels`; recording slows down every run.
+        edit: Function that edits the graph of an ONNX file before OpenVINO loads it.
 
     Raises:
         ExportError: If OpenVINO is not installed.
@@ -60,8 +66,8 @@ class OpenVinoRunner(FileRunner):
             import openvino
         except ImportError as error:
             raise ExportError("OpenVINO is not installed; run pip install 'quark_fx[openvino]'") from error
-        # By default, OpenVINO computes floats in bfloat16 on processors with it, and rounds activations for quantized
-        # weights.
+        # By default, OpenVINO computes floats in bfloat16 on processors that support it, and quantizes activations at
+        # run time if the weights are quantized.
         options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "PERF_COUNT": profile}
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = threads
@@ -75,7 +81,7 @@ class OpenVinoRunner(FileRunner):
             source = core.read_model(path)
         else:
             edit(model)
-            # A graph in bytes does not have a directory for external data.
+            # A graph in memory does not have a directory for external data, so the data are loaded into it.
             source = core.read_model(onnx_ir.to_proto(onnx_ir.external_data.load_to_model(model)).SerializeToString())
         compiled: Any = core.compile_model(source, "CPU", options)
         self.path = path
@@ -85,7 +91,7 @@ class OpenVinoRunner(FileRunner):
         self.metadata = {}
         if model is not None:
             self.metadata = dict(model.metadata_props)
-            names = tuple(str(value.name) for value in model.graph.outputs)  # OpenVINO may have several names for one
+            names = tuple(str(value.name) for value in model.graph.outputs)  # an OpenVINO output may have several names
             self.outputs = names if len(names) == len(self.outputs) else self.outputs
 
     def run_arrays(self, feed: Mapping[str, np.ndarray]) -> list[Any]:
@@ -93,7 +99,7 @@ class OpenVinoRunner(FileRunner):
         return [self._request.get_output_tensor(place).data.copy() for place in range(len(self.outputs))]
 
     def kernels(self) -> list[Kernel]:
-        """Return the kernels of the last run; empty without `profile`."""
+        """Return the kernels of the last run; empty if the runner was created without `profile`."""
         return [
             Kernel(one.node_name, one.node_type, one.exec_type)
             for one in self._request.profiling_info

@@ -1,4 +1,4 @@
-"""Defects of OpenVINO that files are written around."""
+"""Workarounds for faults of OpenVINO, in the form of rows of `quark_fx.export.to_onnx.workarounds`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from quark_fx.export.to_onnx.workarounds import Workaround, register_workaround
 from quark_fx.targets.onnxruntime import MOVES
 
 _VANISHING = np.float32(1e-30)
-"""Nonzero, or OpenVINO would drop it, but too small to change any sum."""
+"""Value of an added bias: nonzero, because OpenVINO would drop a bias of zeros, but too small to change any sum."""
 
 
 def _lacks_bias(node: ir.Node) -> bool:
-    """Tell whether a convolution lacks a bias, or has one of zeros, as a folded batch norm may leave it."""
+    """Tell whether a convolution lacks a bias or has a bias of zeros, for example from a folded batch norm."""
     shape, bias = node.outputs[0].shape, node.inputs[2] if len(node.inputs) > 2 else None
     source = made_by(bias, "DequantizeLinear")
     values = array_of(source.inputs[0] if source is not None else bias)
@@ -51,7 +51,7 @@ def _dequantizes(node: ir.Node, point: ir.Value) -> bool:
 
 
 def _is_convolved(value: ir.Value) -> bool:
-    """Tell whether a convolution reads a value, possibly after moves, quantizers, and dequantizers."""
+    """Tell whether a convolution reads a value, possibly through `MOVES`, quantizers, and dequantizers."""
     for reader, _ in value.uses():
         if reader.op_type in ("Conv", "ConvTranspose"):
             return True
@@ -61,29 +61,32 @@ def _is_convolved(value: ir.Value) -> bool:
 
 
 def _store_unsigned(model: ir.Model, node: ir.Node) -> None:
-    """Store int8 codes as uint8 codes, 128 larger. Matrix products keep signed codes, which need no zero points."""
+    """Replace int8 codes by uint8 codes that are 128 larger.
+
+    Matrix products keep signed codes, for which zero points are not necessary.
+    """
     zero, codes = stored_array(node.inputs[2]), node.outputs[0]
     name = f"{node.name or codes.name}_zero_point_unsigned"
     unsigned = add_array(model, name, (zero.astype(np.int16) + 128).astype(np.uint8))
     for one in (node, *(reader for reader, _ in codes.uses())):
         one.replace_input_with(2, unsigned)
-    node.attributes.pop("output_dtype", None)  # the zero point says it
+    node.attributes.pop("output_dtype", None)  # the zero point determines the type
     codes.dtype = ir.DataType.UINT8
 
 
 _SHIFTED = ("Conv", "ConvTranspose", "BatchNormalization", "Add", "Sub", "Mul", "Div", "Relu", "Clip")
-"""Operators that add a bias or scale channels, possibly with the activation function that follows."""
+"""Operators that add a bias or scale channels, and activation functions that may follow them."""
 
 
 def _rounds_free_sizes(node: ir.Node) -> bool:
-    """Tell whether a quantizer rounds a value of free sizes to which a bias or a scale of channels may belong."""
+    """Tell whether a quantizer reads a value of varying sizes that an operator of `_SHIFTED` computes."""
     value = node.inputs[0]
     free = value is not None and (value.shape is None or not all(isinstance(size, int) for size in value.shape))
     return free and made_by(value, *_SHIFTED) is not None
 
 
 def _keep_bias(model: ir.Model, node: ir.Node) -> None:
-    """Insert a leaky ReLU of slope 1, which changes nothing: OpenVINO keeps it, as part of the convolution."""
+    """Insert a leaky ReLU of slope 1, which changes no value, and which OpenVINO fuses into the convolution."""
     value = operand(node)
     same = ir.node("LeakyRelu", [value], attributes={"alpha": 1.0})
     same.outputs[0].shape, same.outputs[0].type = value.shape, value.type

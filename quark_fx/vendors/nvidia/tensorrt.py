@@ -1,9 +1,10 @@
-"""TensorRT on NVIDIA GPUs, which reads pairs of QuantizeLinear and DequantizeLinear without zero points.
+"""The target `tensorrt`: TensorRT on NVIDIA GPUs, which reads ONNX files with pairs of quantizers and dequantizers.
 
-Weights and activations are int8. Weights of matrix products can be int4 in blocks of 64 or 128 inputs instead, with
-float activations.
+TensorRT does not support zero points. Weights and activations are int8. Weights of matrix products can be int4 in
+blocks of 64 or 128 inputs instead, with float activations.
 
-This was not run in TensorRT: the rules come from its documentation, and `check` tests a file against them.
+No file of this target has been run in TensorRT: the rules come from its documentation, and `check` tests a file against
+the rules.
 
 Source: "Working with Quantized Types" and "Quantization Schemes" of its documentation, for int4 ("The supported block
 sizes are {64, 128}. The block dimension should be one of the last two dimensions. TensorRT only supports INT4 for
@@ -48,17 +49,17 @@ Tile TopK Transpose Trilu Unsqueeze Upsample Where Xor
 """
 
 OPERATORS = frozenset(_READ.split())
-"""Operators of ONNX that its parser supports."""
+"""ONNX operators that TensorRT's parser supports."""
 
 OPSETS = (9, 24)
-"""Oldest and newest opset that it supports."""
+"""Oldest and newest opset that TensorRT supports."""
 
 _CODES = ("INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1")
 _BLOCKS = ("INT4", "FLOAT4E2M1")
-"""Types of codes, and types that can have a scale per block."""
+"""Supported types of codes, and types of codes that can have a scale per block."""
 
 _BLOCK_SIZES = (64, 128)
-"""Numbers of int4 weights that can share a scale."""
+"""Supported numbers of int4 weights per scale."""
 
 _ATTRIBUTES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("LSTM", "input_forget"): (0,),
@@ -69,10 +70,10 @@ _ATTRIBUTES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("ScatterND", "reduction"): ("none",),
     ("TopK", "sorted"): (1,),
 }
-"""Supported values of attributes; all defaults are supported."""
+"""Supported values of attributes, by operator and attribute; all default values are supported."""
 
 _DILATED, _ONE_OUTPUT = ("AveragePool", "LpPool", "MaxPool"), ("LayerNormalization", "MaxPool")
-"""Operators that it supports without dilations only, and operators whose first output alone can be used."""
+"""Operators that TensorRT supports only without dilations, and operators that it supports only with one output."""
 
 _MATRIX_PRODUCTS = ("Gemm", "MatMul")
 _PRODUCTS = ("Conv", "ConvTranspose", *_MATRIX_PRODUCTS)
@@ -109,7 +110,7 @@ def offenses(model: ir.Model) -> Iterator[str]:
 
 
 def _offense(node: ir.Node) -> str | None:
-    """Return the first rule that a node breaks."""
+    """Return a message about the first rule that a node breaks; `None` if it breaks none."""
     if node.domain not in ("", "ai.onnx"):
         return f"an operator of {node.domain}, not of ONNX"
     if node.op_type not in OPERATORS:
@@ -139,7 +140,7 @@ def _is_read(value: ir.Value) -> bool:
 
 
 def _pair(node: ir.Node) -> str | None:
-    """Return the unsupported type, zero points, or scales of a quantizer or dequantizer; `None` if there are none."""
+    """Return the unsupported property of a quantizer or dequantizer; `None` if TensorRT supports it."""
     codes, scale = _code_type(node), _array(_input(node, 1))
     if codes not in _CODES:
         return f"codes of {codes}; it supports {', '.join(_CODES)}"
@@ -161,7 +162,7 @@ def _pair(node: ir.Node) -> str | None:
 
 
 def _int4(node: ir.Node, scale: Any) -> str | None:
-    """Return the unsupported operand or blocks of an int4 quantizer or dequantizer; `None` if both are supported."""
+    """Return the unsupported property of an int4 quantizer or dequantizer; `None` if TensorRT supports it."""
     if _array(_input(node, 0)) is None and not _is_of_weight(node):
         return "an activation in INT4, which it supports only for weights"
     size, rank = node.attributes.get_int("block_size", 0), scale.ndim
@@ -209,7 +210,7 @@ def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
 
 
 def _moved(value: ir.Value | None) -> ir.Value | None:
-    """Return the value before operators that only move or select values; quantizers can move across these."""
+    """Return the value before operators of `MOVES`, which quantizers can be moved across."""
     while value is not None and (node := value.producer()) is not None and node.op_type in MOVES:
         value = _input(node, 0)
     return value
@@ -227,7 +228,7 @@ def _array(value: ir.Value | None) -> Any:
 
 
 def _product(node: ir.Node) -> str | None:
-    """Return the fault of a product with a dequantized weight: its inputs or the axis of its scales."""
+    """Return the unsupported property of a product with a dequantized weight: an operand or the axis of its scales."""
     weight, order = _input(node, 1), None
     if (turned := _producer(weight, "Transpose")) is not None:
         weight, order = _input(turned, 0), turned.attributes.get_ints("perm", [])
@@ -305,7 +306,7 @@ def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
-    """Return why TensorRT cannot multiply a weight by an activation; empty if it can."""
+    """Return the reason why TensorRT cannot multiply a weight by an activation; empty if it can."""
     if weight.format != INT4:
         if read is None:
             return "TensorRT multiplies int8 weights by int8 activations only; set an input in int8, or weight=None"
@@ -321,10 +322,10 @@ def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Lin
 
 
 def _scales_by_output(weight: TensorSpec, linear: Linear | None) -> str:
-    """Return why TensorRT cannot read the scales of a transposed convolution; empty if it can."""
+    """Return the reason why TensorRT does not support the scales of a transposed convolution; empty if it does."""
     if weight.granularity is Granularity.TENSOR or linear is None:
         return ""
-    # With groups, output channels are along the dimension of the inputs.
+    # With groups, dimension 0 of the weight, which has the input channels, also separates output channels.
     if linear.output_groups > 1 or linear.shape[linear.output_axis] == 1:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Passes for DPUs, whose scales are powers of two."""
+"""Passes that prepare a graph for AMD's DPU, whose scales are powers of two."""
 
 from quark_fx.vendors.amd.passes.align_shifts import AlignShifts
 from quark_fx.vendors.amd.passes.average import use_dpu_averages

@@ -1,4 +1,4 @@
-"""Choose power-of-two scales that fit the shifts of a DPU, before anything is rounded with them."""
+"""Adjust calibrated power-of-two scales to the shifts that a DPU supports, before weights are rounded with them."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from quark_fx.vendors.amd.passes import shifts
 from quark_fx.vendors.amd.passes.shifts import System
 
 RULES = ("concat", "pool", "pad", "read", "write", "hard_sigmoid", "swish", "cut", "bias")
-"""Names of all rules."""
+"""Names of all rules, which `docs/dpu.md` describes."""
 
 Value = tuple[Node, TensorSpec]
 Constant = tuple[Node, Node]
-"""An operator, and its weight or bias."""
+"""Pair of an operator and its weight or bias."""
 
 
 @graph_pass(exact=False, stage=Stage.CALIBRATED, targets=("dpu",), distributed=True)
 @dataclass(frozen=True)
 class AlignShifts:
-    """Change positions (a scale is `2**-position`) until a DPU supports the shifts between them.
+    """Change the positions of tensors (a scale is `2**-position`) so that a DPU supports the shifts between them.
 
     Weights and biases are rounded afterwards, with the resulting scales. `docs/dpu.md` lists the rules and the changes
     that satisfy them. Positions are lowered, which costs bits, rather than raised, which saturates values.
 
     Args:
-        rules: Names of the rules to satisfy; default: all.
+        rules: Names of the rules to satisfy; default: all rules.
 
     Raises:
-        ConfigError: For an unknown rule.
+        ConfigError: If a rule is unknown.
 
     Source:
         AMD Quark for ONNX, `quark.onnx.refine`.
@@ -57,7 +57,7 @@ class AlignShifts:
                 raise unknown("rule", rule, RULES)
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
-        """Change the scales of the run, report each change, and return their number."""
+        """Change the calibrated scales in `context`, report each change, and return the number of changes."""
         if context is None or context.calibrated is None:
             raise ConfigError("AlignShifts changes scales that calibration found; run it through `quantize`")
         calibration = context.calibrated
@@ -72,7 +72,7 @@ class AlignShifts:
 
 
 class _Builder:
-    """Collects the positions of a plan, and the constraints of its operators, from the graph."""
+    """Builder of the `System` for a plan: the positions of its tensors and the constraints of its operators."""
 
     def __init__(
         self, gm: GraphModule, calibration: Calibrated, bias: TensorSpec | None, rules: frozenset[str]
@@ -100,7 +100,7 @@ class _Builder:
         return self.system
 
     def store(self, variable: shifts.Name, position: int) -> None:
-        """Set the scale of a tensor to that position."""
+        """Set the scale of a tensor to `2**-position`."""
         if abs(position) > 126:
             raise CalibrationError(f"{self.names[variable]} needs the scale 2**{-position}, which is not a float32")
         values = self.calibration.values
@@ -110,7 +110,7 @@ class _Builder:
             self.calibration.constants[variable] = _moved(self.constants[variable], position)
 
     def _read(self, node: Node, value: object) -> Value | None:
-        """Return the source and spec with which an operator reads a value."""
+        """Return the source and spec of the rounded value that an operator reads for `value`; `None` if not rounded."""
         points = self.points.get(value, []) if isinstance(value, Node) else []
         own_points = [p for p in points if p.readers is not None and node in p.readers]
         return next(
@@ -118,13 +118,13 @@ class _Builder:
         )
 
     def _made(self, node: Node) -> Value | None:
-        """Return the source and spec with which an operator's output is rounded."""
+        """Return the source and spec with which an operator's output is rounded; `None` if it is not rounded."""
         value = self.calibration.plan.outputs.get(node)
         points = self.points.get(value, []) if value is not None else []
         return next(((p.source, p.spec) for p in points if p.readers is None), None)
 
     def _tie_concatenation(self, point: Point) -> None:
-        """Tie the result of data movement to all of its inputs; with a single input they share a scale anyway."""
+        """Tie the result of a data movement to all its inputs; with a single input, the two share a scale anyway."""
         if "concat" in self.rules and moves(point.value) and point.source is point.value:
             self._tie("concat", (point.source, point.spec), *self._parts(point.value))
 
@@ -159,7 +159,7 @@ class _Builder:
     def _add_pair(self, node: Node, a: Value, b: Value) -> None:
         output = self._made(node)
         if target_name(node) != "aten.mul.Tensor":
-            # The compiler requires this shift only for additions.
+            # The compiler restricts the shift to the output ("write") only for additions.
             rules = self.rules - ({"write"} if target_name(node) == "aten.sub.Tensor" else set())
             self.system.limits += shifts.sum_limits((a, b), output, rules)
             return
@@ -168,7 +168,7 @@ class _Builder:
             self.system.limits += shifts.product_limits((a, b), output, rule, most)
 
     def _is_swish(self, node: Node) -> bool:
-        """Return whether one factor is the hard sigmoid of the other."""
+        """Tell whether one factor of a product is the hard sigmoid of the other factor."""
         for gate, value in (node.args[:2], node.args[1::-1]):
             while isinstance(gate, Node) and target_name(gate) == "aten.mul.Scalar":
                 gate = gate.args[0]
@@ -191,7 +191,7 @@ class _Builder:
         self.system.products.append(shifts.Product(read, weight, bias, output, leaky))
 
     def _add_constant(self, key: Constant, spec: TensorSpec) -> bool:
-        """Observe a weight or bias; return whether it is finite (conversion reports it otherwise)."""
+        """Observe a weight or bias; return `False` if it is not finite, which conversion reports later."""
         value = parameter(self.gm, key[1]).detach()
         if not bool(torch.isfinite(value).all()):
             return False

@@ -1,4 +1,4 @@
-"""Averages as computed by a DPU: a sum, a multiplication by an integer, and a shift."""
+"""Average pools and means in a DPU's arithmetic: a sum, a multiplication by an integer, and a shift."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from quark_fx.graph.nodes import call, static_size, target_name, value_of
 from quark_fx.graph.operators import AVERAGES, argument
 
 _SQUARES = {3: (7, 6), 5: (10, 8), 6: (7, 8), 7: (21, 10), 14: (21, 12)}
-"""Approximation `a / 2**b` of `1 / side**2` for square kernels, by their side."""
+"""Pairs `(a, b)` that approximate `1 / side**2` by `a / 2**b` for square kernels, by side."""
 
 _WIDEST = 255
-"""Largest side with a known factor."""
+"""Largest side of a square kernel whose factor is known."""
 
 
 @graph_rule(*AVERAGES, exact=False, after=("pool_means", "SplitLargePools"))
 def use_dpu_averages(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
     """Multiply every average of `n` values by `n * a / 2**b`, because a DPU multiplies their sum by `a / 2**b`.
 
-    The factor is within 1 % of 1 for common kernels: 63/64 for 3×3, 1029/1024 for 7×7.
+    The factor is close to 1 for common kernels: 63/64 for 3×3, 1029/1024 for 7×7.
 
-    The factor depends on the kernel alone: for windows that extend over the border, where `count_include_pad=False` or
-    `ceil_mode` divide by fewer values, it is an approximation, the same as in Quark.
+    The factor depends on the kernel only. For windows that extend beyond the border, where `count_include_pad=False` or
+    `ceil_mode` divide by fewer values, the factor is an approximation, as it is in Quark.
 
-    Other averages are reported, with the reason.
+    The report lists averages that were not rewritten, with the reason.
 
     Source:
         AMD Quark for ONNX, `ConvertAvgPoolToDPUVersion` and `ConvertReduceMeanToDPUVersion`.
@@ -42,7 +42,7 @@ def use_dpu_averages(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
 
 
 def _ratio(gm: GraphModule, node: Node) -> float:
-    """Return the ratio of a DPU's average to the exact one; raise `Declined` if it has none."""
+    """Return the ratio of a DPU's average to the exact average; raise `Declined` if it is unknown."""
     shape = [static_size(size) for size in value_of(gm, argument(node, 0)).shape]
     name = target_name(node)
     if name == "aten.mean.dim":
@@ -73,7 +73,7 @@ def _of_kernel(height: int, width: int) -> float:
 
 
 def square_factor(side: int) -> float:
-    """Return the factor for a square kernel; 1 for sides above 255.
+    """Return the ratio of a DPU's average to the exact average for a square kernel; 1 for sides above 255.
 
     >>> square_factor(3), square_factor(7), square_factor(2)
     (0.984375, 1.0048828125, 1.0)

@@ -1,4 +1,4 @@
-"""Restrict the bounds of clips to ones that a DPU supports."""
+"""Round the bounds of clips to values that a DPU supports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _ENDS = (-128, 127)
 
 @graph_rule("aten.clamp.default", "aten.hardtanh.default", exact=False)
 def use_dpu_clips(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
-    """Round the bounds of every clip to integers from -128 to 127; missing ones become -128 or 127.
+    """Round the bounds of every clip to integers from -128 to 127; a missing bound becomes -128 or 127.
 
-    This follows Quark, which rounds the values of the bounds regardless of scales: bounds of ±0.4 become zero. Bounds
-    stored in tensors, such as equalized channels', are left alone. So are relu and relu6, whose bounds are integers.
+    Like Quark, this pass rounds the values of the bounds regardless of scales: bounds of ±0.4 become zero. Bounds
+    stored in tensors, such as those after channel equalization, are left unchanged. relu and relu6 are not affected,
+    because their bounds are integers.
 
     Source:
         AMD Quark for ONNX, `ConvertClipToDPUVersion`, off by default.

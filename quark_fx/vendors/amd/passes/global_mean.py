@@ -1,4 +1,4 @@
-"""Rewrite the mean over height and width to a pool."""
+"""Rewrite the mean over the height and width of images to a global average pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 @graph_rule("aten.mean.dim")
 def pool_means(gm: GraphModule, node: Node) -> Node | None:
-    """Rewrite the mean of images, `(batch, channels, height, width)`, over both dimensions to a global average pool.
+    """Rewrite the mean over height and width of images, `(batch, channels, height, width)`, to a global average pool.
 
     Compilers for accelerators support the pool. Without `keepdim`, a squeeze removes the two dimensions of size 1.
     """

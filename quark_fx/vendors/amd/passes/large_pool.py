@@ -19,16 +19,17 @@ from quark_fx.system.options import PositiveInt
 @graph_rule("aten.adaptive_avg_pool2d.default", after=("pool_means",))
 @dataclass(frozen=True)
 class SplitLargePools:
-    """Rewrite a global average pool of more than `largest` values to a pool of small windows and a smaller global one.
+    """Split a global average pool over more than `largest` values into a pool with small windows and a global pool.
 
-    The windows divide a side `n` by its largest divisor up to `sqrt(n)`; all windows have the same size, so the mean of
-    their means is the mean. A pool without such divisors is left alone, and so is a pool with dynamic sizes.
+    A window's side is the largest divisor of the image's side `n` up to `sqrt(n)`. All windows have the same size, so
+    the mean of their means is the mean. A pool without such divisors is left unchanged, and so is a pool over varying
+    sizes.
 
     Args:
-        largest: Most values under a kernel that the device supports.
+        largest: Largest number of values per window that the device supports.
 
     Raises:
-        ConfigError: If it is not positive.
+        ConfigError: If `largest` is not positive.
 
     Source:
         AMD Quark for ONNX, `SplitLargeKernelPool`; its limit for the DPU is 512.
@@ -50,7 +51,7 @@ class SplitLargePools:
         return node, f"pool {height}×{width} split into windows of {'×'.join(map(str, windows))}"
 
     def _windows(self, height: int | None, width: int | None) -> list[int]:
-        """Return the sides of the first pool's windows; raise `Declined` if the pool cannot be split."""
+        """Return the height and width of the first pool's windows; raise `Declined` if the pool cannot be split."""
         if height is None or width is None:
             raise Declined("a pool over sizes that vary")
         windows = [_divisor(height), _divisor(width)]

@@ -1,4 +1,4 @@
-"""Round the slopes of leaky relus to ones that a DPU supports."""
+"""Round the negative slopes of leaky relus to values that a DPU supports."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Shift constraints of a DPU, which multiplies powers of two, on the scales of a plan; find the nearest valid scales.
+"""Constraints on power-of-two scales from the shifts that a DPU supports, and a solver for the nearest valid scales.
 
-The *position* of a tensor is the number of its fractional bits: its scale is `2**-position`. Every rule is a sum of
-positions that must not exceed a bound (`Limit`), positions that must be equal (`System.ties`) or not too low
-(`System.floors`), or the three shifts of a product (`Product`).
+The *position* of a tensor is the number of its fractional bits: its scale is `2**-position`. A rule bounds a sum of
+positions (`Limit`), requires equal positions (`System.ties`) or a lowest position (`System.floors`), or bounds the
+shifts of a convolution or matrix product (`Product`).
 
 Source: AMD Quark for ONNX, `quark.onnx.refine` (`adjust_quantize_info`), on the requirements of the DPU's compiler.
 """
@@ -20,27 +20,29 @@ Name = Any
 """Hashable identifier of a tensor."""
 
 CUT, BIAS = (0, 16), 15
-"""Range of the shift from product to output, and largest shift from bias to product."""
+"""Range of the shift from product to output, and largest shift from bias to product, in bits."""
 READ, WRITE, WRITE_PRODUCT, SWISH = 7, (-7, 25), 32, 15
-"""Largest shift between addends, and shifts to the output from a sum, from a product of activations, from a swish."""
+"""Largest shift between addends; range of the shift from a sum to its output; largest shift from a product of two
+activations to its output, and from the product of a swish to its output."""
 SIGMOID_INPUT, SIGMOID_OUTPUT, SIGMOID_SHIFT = (0, 15), 7, 14
-"""Range of a hard sigmoid's input position, lowest output position, and largest difference of output and input."""
+"""Range of a hard sigmoid's input position, its lowest output position, and their largest difference in bits."""
 FREE_BITS = 16
 """Bits of a 24-bit accumulator above the bias's 8: a bias may have this many more fractional bits than the output."""
 
 _FAR = 1 << 8
-"""Bound on positions, beyond the positions of all floats. Tensors that would lower each other forever exceed it."""
+"""Bound on the magnitude of positions, beyond the position of any float. Limits that would lower tensors without end
+stop at this bound."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """`sum(plus) - sum(minus) <= bound`.
+    """A bound on positions: `sum(plus) - sum(minus) <= bound`.
 
     Attributes:
         rule: Name of the rule.
-        plus: Tensors whose positions may be lowered to satisfy it.
-        minus: Other tensors.
-        bound: Bound in bits.
+        plus: Tensors whose positions are added; lowering a position helps to satisfy the limit.
+        minus: Tensors whose positions are subtracted.
+        bound: Largest difference of the two sums, in bits.
     """
 
     rule: str
@@ -56,9 +58,9 @@ class Product:
     Attributes:
         input: Input tensor.
         weight: Weight tensor.
-        bias: Bias tensor, if it has one with a position.
+        bias: Bias tensor; `None` without a quantized bias.
         output: Output tensor.
-        leaky: True if a leaky relu follows before the output is rounded.
+        leaky: Whether a leaky relu is applied before the output is rounded.
     """
 
     input: Name
@@ -68,7 +70,7 @@ class Product:
     leaky: bool = False
 
     def limits(self, rules: frozenset[str]) -> Iterator[Limit]:
-        """Yield the limits of the shifts that `rules` restrict."""
+        """Yield the limits on the shifts of the product that belong to `rules`."""
         factors = (self.input, self.weight)
         if "cut" in rules:
             yield Limit("cut", (self.output,), factors, -CUT[0])
@@ -76,7 +78,7 @@ class Product:
         if self.bias is not None and "bias" in rules:
             yield Limit("bias", factors, (self.bias,), BIAS)
             yield Limit("bias", (self.bias,), (self.output,), FREE_BITS)
-            if "cut" in rules:  # the sum of the two limits between which the weight is
+            if "cut" in rules:  # the sum of the first "cut" and the first "bias" limit, in which the factors cancel
                 yield Limit("bias", (self.output,), (self.bias,), BIAS - CUT[0])
             if self.leaky:
                 yield Limit("bias", (self.bias,), factors, 0)
@@ -88,9 +90,9 @@ class System:
 
     Attributes:
         positions: Calibrated position of every tensor.
-        ties: Groups of tensors with equal positions, with the name of the rule.
+        ties: Groups of tensors that must have equal positions, with the name of the rule.
         limits: Limits on sums of activations' positions.
-        floors: Rule, tensor, and its lowest position, at most 7.
+        floors: Lowest positions, each with the name of the rule and the tensor; at most 7.
         products: Operators with weights.
         rules: Subset of `"cut"` and `"bias"` that applies to the products.
     """
@@ -105,28 +107,28 @@ class System:
 
 @dataclass(frozen=True)
 class Settled:
-    """Positions that satisfy a `System`, and the rules that changed each of them."""
+    """Positions that satisfy a `System`, and the names of the rules that changed each position."""
 
     positions: dict[Name, int]
     reasons: dict[Name, tuple[str, ...]]
 
 
 def settle(system: System) -> Settled:
-    """Return the positions nearest the calibrated ones that satisfy all constraints of `system`.
+    """Return the positions nearest to the calibrated positions that satisfy all constraints of `system`.
 
-    They solve an integer program with four objectives, each subject to the ones before it:
+    The positions solve an integer program with four objectives, each subject to the objectives before it:
 
-    1. Activations are raised by as few bits as possible. Floors require it, and so do limits on a tensor that is tied
-       to a result computed from it, which lowering would never satisfy.
-    2. Weights and biases are raised by as few bits as possible: where lowering the output satisfies a limit, too, it is
-       lowered, which costs bits but saturates nothing.
-    3. Activations are lowered by as few bits as possible.
-    4. Weights and biases change by as few bits as possible, weights rather than biases.
+    1. Raise activations by as few bits as possible. Floors require raising, and so do limits on a tensor that is tied
+       to a result computed from it, because lowering both would never satisfy them.
+    2. Raise weights and biases by as few bits as possible: if lowering the output satisfies a limit, too, the output is
+       lowered, which costs bits but saturates no values.
+    3. Lower activations by as few bits as possible.
+    4. Change weights and biases by as few bits as possible, weights rather than biases.
 
-    Of equal solutions, one that raises positions below 0 is preferred, then one that changes finer tensors. A factor of
-    a product of activations that has to be raised is raised to 0 at least, where the other factor alone bounds the
-    product; if no solution of 1. leaves the biases as they are, all factors are. A system that satisfies all
-    constraints does not change.
+    Among equally good solutions, a solution that raises positions below 0 is preferred, then one that changes tensors
+    with higher positions. If the position of a factor in a product of activations is negative and has to be raised, it
+    is raised to at least 0; if objective 1 cannot be solved with the biases unchanged, all negative positions of
+    factors are raised to 0. A system that already satisfies all constraints does not change.
     """
     if not system.positions:
         return Settled({}, {})
@@ -145,12 +147,13 @@ def settle(system: System) -> Settled:
 class _Program:
     """The integer program of `settle`, on groups of tied tensors.
 
-    The unknowns of a group are three numbers of bits, each at least 0: down, up to position 0, and up beyond it.
+    The unknowns of a group are three numbers of bits, each at least 0: the change down, the change up to position 0,
+    and the change up beyond position 0.
 
     Attributes:
-        group: Number of each tensor's group.
-        calibrated: Lowest calibrated position of each group.
-        limits: Rule, coefficients of groups, and bound of every constraint but the ties.
+        group: Index of each tensor's group.
+        calibrated: Lowest calibrated position in each group, shape `(groups,)`.
+        limits: Rule, coefficients by group, and bound of every constraint except the ties.
     """
 
     def __init__(self, system: System) -> None:
@@ -168,7 +171,7 @@ class _Program:
             self.weights[self.group[product.weight]] = True
             if product.bias is not None:
                 self.biases[self.group[product.bias]] = True
-                # Lowering the output does not replace raising this bias.
+                # Input and output are tied, so lowering the output cannot replace raising this bias.
                 self.free_biases[self.group[product.bias]] |= self.group[product.input] == self.group[product.output]
 
     def _of_groups(self, limit: Limit) -> tuple[str, dict[int, int], int]:
@@ -177,9 +180,9 @@ class _Program:
         return limit.rule, {g: factor for g, factor in sums.items() if factor}, limit.bound
 
     def broken(self, g: int, position: np.ndarray) -> list[str]:
-        """Return the rules that the calibrated position of a group breaks, given the positions of all others.
+        """Return the rules that the calibrated position of group `g` breaks, given the positions of all other groups.
 
-        For an activation, rules that a weight or bias could satisfy at no cost to activations do not count.
+        For an activation, rules that a change of a weight or bias could satisfy are left out.
         """
         trial, constant = position.copy(), self.weights | self.biases
         trial[g] = self.calibrated[g]
@@ -193,7 +196,7 @@ class _Program:
         ]
 
     def changes(self) -> np.ndarray:
-        """Solve the program; return the change of each group in bits."""
+        """Solve the program and return the change of each group's position, in bits."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array, hstack
 
@@ -213,9 +216,9 @@ class _Program:
         price[:, self.biases] *= 2
 
         def solve(which: np.ndarray) -> np.ndarray | None:
-            """Return the unknowns with the least sum of those in `which`, or None if nothing satisfies the limits."""
+            """Return the unknowns that minimize the sum of the unknowns in `which`; `None` if the limits conflict."""
             cost, bounds = np.where(which, price, 0).ravel(), Bounds(lower.ravel(), upper.ravel())
-            for integer in (False, True):  # without products of activations, corners are integers anyway
+            for integer in (False, True):  # without products of activations, the linear program's vertices are integers
                 # With presolve, HiGHS 1.12 returns worse integer solutions, and calls them optimal.
                 options = {"mip_rel_gap": 0, "presolve": not integer}
                 x = milp(cost, integrality=int(integer), bounds=bounds, constraints=limits, options=options).x
@@ -239,7 +242,7 @@ class _Program:
 
 
 def _groups(system: System) -> dict[Name, int]:
-    """Return the number of each tensor's group of tied tensors."""
+    """Return the index of each tensor's group of tied tensors."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -250,23 +253,24 @@ def _groups(system: System) -> dict[Name, int]:
 
 
 def sum_limits(inputs: Iterable[Name], output: Name | None, rules: frozenset[str]) -> list[Limit]:
-    """Return the limits of an addition or subtraction."""
+    """Return the limits on the shifts of an addition or subtraction."""
     inputs = list(inputs)
     limits = [Limit("read", (a,), (b,), READ) for a in inputs for b in inputs if a != b] if "read" in rules else []
     if output is not None and "write" in rules:
         limits += [Limit("write", (output,), (a,), -WRITE[0]) for a in inputs]
-        # The rule concerns the coarsest addend; an addend that is much finer than the output loses nothing.
+        # The rule restricts the coarsest addend only. The other limits are harmless: an addend that is much finer than
+        # the output can become coarser without loss.
         limits += [Limit("write", (a,), (output,), WRITE[1]) for a in inputs]
     return limits
 
 
 def product_limits(inputs: tuple[Name, Name], output: Name, rule: str, most: int) -> list[Limit]:
-    """Return the limits of a product of two activations."""
+    """Return the limits on the shift of a product of two activations, which must be from 0 to `most`."""
     return [Limit(rule, (output,), inputs, 0), Limit(rule, inputs, (output,), most)]
 
 
 def sigmoid_limits(read: Name, output: Name | None) -> tuple[list[Limit], list[tuple[str, Name, int]]]:
-    """Return limits and floors of a hard sigmoid."""
+    """Return the limits and floors on the positions of a hard sigmoid's input (`read`) and output."""
     rule = "hard_sigmoid"
     limits, floors = [Limit(rule, (read,), (), SIGMOID_INPUT[1])], [(rule, read, SIGMOID_INPUT[0])]
     if output is not None:

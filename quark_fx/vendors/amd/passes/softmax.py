@@ -1,4 +1,4 @@
-"""Softmax as computed by a DPU: a polynomial for the exponential, in bfloat16."""
+"""Softmax in a DPU's arithmetic: a polynomial approximates the exponential, and every step is in bfloat16."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from quark_fx.graph.operators import argument
 
 _aten = torch.ops.aten
 _COEFFICIENTS = (0.21875, 0.486328125, 1.0, 1.0)
-"""Coefficients of `exp` on `[0, log 2)`, from the third power down."""
+"""Coefficients of the polynomial for `exp` on `[0, log 2)`, from the third power down."""
 
 
 @graph_rule("aten.softmax.int", exact=False)
 def use_dpu_softmax(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
-    """Compute every softmax as `2**n * polynomial(x - n log 2)` over its sum, each step rounded to bfloat16.
+    """Compute every softmax as `e / sum(e)` for `e = 2**n * polynomial(x - n log 2)`, each step rounded to bfloat16.
 
-    `n = floor(x / log 2)`. The maximum is not subtracted first: inputs above 88 overflow, but rarely occur in a network
-    rounded to 8 bits. Every step, and the constant `log 2`, has 8 bits of precision: an exponential has a relative
-    error of up to `|x| / 2**7`. A softmax inside `scaled_dot_product_attention`, or of another type than float32, is
-    left alone.
+    Here, `n = floor(x / log 2)`. The maximum is not subtracted first: inputs above 88 overflow, but rarely occur in a
+    network rounded to 8 bits. Every step, and the constant `log 2`, has 8 bits of precision: an exponential has a
+    relative error of up to `|x| / 2**7`. A softmax inside `scaled_dot_product_attention`, or in another type than
+    float32, is left unchanged.
 
     Source:
         AMD Quark for ONNX, `ConvertSoftmaxToDPUVersion` (`SimulateDPUSoftmax`), off by default.

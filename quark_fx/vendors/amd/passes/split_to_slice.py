@@ -12,10 +12,10 @@ from quark_fx.graph.operators import argument
 
 @graph_rule("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default")
 def slice_splits(gm: GraphModule, node: Node) -> tuple[Node, str] | None:
-    """Rewrite each part of a split or chunk to a slice, if sizes are static.
+    """Rewrite each part of a split or chunk to a slice, which compilers support, if all sizes are static.
 
     Source:
-        AMD Quark for ONNX, `ConvertSplitToSlice`: compilers support slices.
+        AMD Quark for ONNX, `ConvertSplitToSlice`.
     """
     parts = value_of(gm, node)
     dim = (argument(node, 2) or 0) % parts[0].dim()

@@ -1,4 +1,4 @@
-"""Rewrite swish operators to products."""
+"""Rewrite silu and hardswish to products."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _GATES = {"aten.silu.default": _aten.sigmoid.default, "aten.hardswish.default": 
 
 @graph_rule(*_GATES)
 def spell_out_swish(gm: GraphModule, node: Node) -> Node:
-    """Rewrite `silu(x)` to `x * sigmoid(x)` and `hardswish(x)` to `x * hardsigmoid(x)`; the values are equal.
+    """Rewrite `silu(x)` to `x * sigmoid(x)` and `hardswish(x)` to `x * hardsigmoid(x)`, which have equal values.
 
-    A DPU rounds both the gate and the product; a single operator would be rounded once.
+    A DPU rounds both the gate and the product; the result of a single operator would be rounded only once.
     """
     gate = call(gm, _GATES[target_name(node)], node.args[0], like=node)
     return call(gm, _aten.mul.Tensor, node.args[0], gate, like=node)
