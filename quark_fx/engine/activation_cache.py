@@ -25,10 +25,10 @@ class CacheBudget:
     """Limits on the memory of cached activations.
 
     Args:
-        device_bytes: Limit on the device that blocks run on, if that is not the host; `None` for half of its free
-            memory.
-        host_bytes: Limit on the host; `None` for no limit.
-        directory: Directory for values that exceed both limits; default: a temporary directory.
+        device_bytes: Limit in bytes for the device that blocks run on, if it is not the CPU; `None` for half of the
+            device's free memory.
+        host_bytes: Limit in bytes for host memory; `None` for no limit.
+        directory: Directory for tensors that exceed both limits; default: a temporary directory.
 
     Raises:
         ConfigError: For a budget that is negative or not an integer.
@@ -44,14 +44,14 @@ _DEVICE_SHARE = 0.5
 
 
 class ActivationCache:
-    """Values by key. A tensor is stored in the first place with room: device, host, disk.
+    """Cache of values by key. A tensor is stored in the first of device, host, and disk that has room.
 
     Copies between the device and the host use a separate stream, if the device has streams.
 
     Attributes:
-        peak_host_bytes: Peak memory on the host.
+        peak_host_bytes: Peak host memory of the cached tensors, in bytes.
         spilled_bytes: Bytes written to disk so far.
-        offloaded_bytes: Bytes moved from the device to the host so far for lack of memory.
+        offloaded_bytes: Bytes moved off the device by `offload` so far.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ActivationCache:
         Args:
             budget: Budget of this cache and its base together.
             device: Device on which the cache returns tensors.
-            base: Cache with values that can be read here as well; it does not change.
+            base: Cache whose values can also be read through this cache, which never changes them.
         """
         self.budget = budget or CacheBudget()
         self.device = device or torch.device("cpu")
@@ -85,7 +85,7 @@ class ActivationCache:
         self._files = 0
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Store `value` under `key`, in place of an earlier value.
+        """Store `value` under `key`, replacing an earlier value.
 
         Raises:
             CalibrationError: If the value must go to disk and cannot be written.
@@ -110,7 +110,7 @@ class ActivationCache:
             self._values[key] = self._write(value)
             self._laid_out[key] = value.shape, value.stride()
             return
-        self._used[place] += value.nbytes  # after the copy, which may run out of memory and be repeated
+        self._used[place] += value.nbytes  # only after the copy, because a copy that runs out of memory is repeated
         self.peak_host_bytes = max(self.peak_host_bytes, self._used["host"])
 
     def get(self, key: Hashable) -> Any:
@@ -128,11 +128,11 @@ class ActivationCache:
         return value.to(self.device) if isinstance(value, Tensor) else value
 
     def copy_of(self, key: Hashable, value: Tensor) -> Tensor:
-        """Return a tensor on the device; a copy from another device is cached for the next call, if there is room.
+        """Return `value` on the device; cache a copy from another device for the next call, if there is room.
 
         Args:
-            key: Key of the copy; a copy of another tensor with this key is replaced. `drop_copies` drops all.
-            value: Tensor that does not change in place while its copy is cached.
+            key: Key of the copy. A cached copy of a different tensor is replaced. `drop_copies` drops all copies.
+            value: Tensor, which must not change in place while its copy is cached.
         """
         if value.device == self.device:
             return value
@@ -146,7 +146,7 @@ class ActivationCache:
         return copy
 
     def drop_copies(self) -> int:
-        """Drop all copies; return their size in bytes."""
+        """Drop all copies that `copy_of` cached; return their size in bytes."""
         before = self._used["device"]
         for key in list(self._copies):
             self._forget_copy(key)
@@ -157,7 +157,7 @@ class ActivationCache:
             self._used["device"] -= entry[1].nbytes
 
     def prefetch(self, keys: Iterable[Hashable]) -> None:
-        """Start copying values from the host to the device, for the next `get` of each."""
+        """Start copying values from the host to the device, so that the next `get` of each is fast."""
         for key in keys:
             value = self._values.get(key)
             if value is None and self._base is not None:
@@ -195,7 +195,7 @@ class ActivationCache:
                 self._transfers.drop(value)
 
     def offload(self) -> int:
-        """Move all values on the device to the host or to disk, and store later ones there; return the bytes moved."""
+        """Move all values off the device, to the host or to disk; later values go there too. Return the bytes moved."""
         before = self.offloaded_bytes
         self.drop_copies()
         self._receive(*self._arriving)
@@ -212,7 +212,7 @@ class ActivationCache:
         return self.offloaded_bytes - before + (self._base.offload() if self._base is not None else 0)
 
     def limit_further(self, more: int) -> None:
-        """Limit the host to `more` bytes beyond its current use, within its budget."""
+        """Limit host memory to `more` bytes above its current use, or to the budget if that is lower."""
         limit = self._used["host"] + more
         budget = self.budget.host_bytes
         self.budget = replace(self.budget, host_bytes=limit if budget is None else min(limit, budget))
@@ -221,7 +221,7 @@ class ActivationCache:
         return key in self._values or (self._base is not None and key in self._base)
 
     def close(self) -> None:
-        """Drop all values and remove the files."""
+        """Drop all values, and delete the files."""
         self._values.clear()
         self._laid_out.clear()
         self._receive(*self._arriving)

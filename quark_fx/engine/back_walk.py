@@ -1,7 +1,7 @@
 """Propagate the gradient of a loss from a graph's outputs back to any of its values, block by block.
 
-A batch runs forward first, and only the inputs of each block are stored. On the way back each block is recomputed, so
-that one block's values at a time are in memory, at the cost of a second forward pass.
+A batch runs forward first, and only the inputs of each block are stored. The backward pass recomputes each block, so
+that memory holds the values of one block at a time, at the cost of a second forward pass.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from quark_fx.system.memory import give_back, is_shortage
 
 
 class NoGradientError(CalibrationError):
-    """An operator on the way back is not differentiable."""
+    """Error for an operator in the backward pass that is not differentiable."""
 
 
 @dataclass
 class BackWalk:
     """Forward and backward passes through a graph, one batch at a time.
 
-    Weights on another device are copied for each batch, unless the cache has room for the copies; `close` drops them.
+    Weights on another device are copied again for each batch, unless the cache has room for the copies. `close` drops
+    the copies.
 
     Attributes:
         gm: Graph, float or quantized.
@@ -41,8 +42,8 @@ class BackWalk:
         context: Context with the batches.
         watched: Names of operators whose outputs get gradients.
         tensors: Names of stored tensors that get gradients, one from each block that uses them.
-        stream: Name of the values in the cache.
-        changed: Names and tensors that replace the graph's own.
+        stream: Name of the stream that the cache stores the values under.
+        changed: Replacements for stored tensors of the graph, by their names.
     """
 
     gm: GraphModule
@@ -69,7 +70,7 @@ class BackWalk:
         return results
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and gradients of watched values and of tensors, from the last block to the first.
+        """Yield the names and gradients of `watched` values and of `tensors`, from the last block to the first.
 
         Args:
             gradients: Gradients of the loss with respect to the results of `forward`; `None` for zero.
@@ -103,7 +104,7 @@ class BackWalk:
         return self.context.cache.copy_of((self.stream, name), self.changed.get(name, tensor))
 
     def _results(self) -> list[tuple[str | None, Any]]:
-        """Return the results of the graph, with the last block's names of the nodes among them."""
+        """Return a name and a value for each result: the name in the last block's outputs, `None` for a constant."""
         names = {self.nodes[name]: name for name in self.blocks[-1].outputs}
         return [(names[node] if isinstance(node, Node) else None, node) for node in results_of(self.gm)]
 
@@ -127,14 +128,14 @@ class BackWalk:
         also: Sequence[str],
         gradients: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the gradients of `_through` for a block's module.
+        """Return the gradients that `_through` returns, given the block's module.
 
         Args:
             block: Block of the graph.
             part: Module of the block, which returns the block's outputs and then the values of `also`.
             leaves: Names and values of the block's inputs.
-            also: Names of watched operators in it.
-            gradients: Gradients of its outputs.
+            also: Names of the block's watched operators.
+            gradients: Gradients of the block's outputs, by their names.
         """
         tensors = {name: _own_leaf(part, name) for name in stored_tensors(part) if name in self.tensors}
         with torch.enable_grad():
@@ -169,7 +170,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _own_leaf(part: GraphModule, name: str) -> Tensor:
-    """Give a part a separate tensor with a gradient; it shares the memory of the whole graph's tensor."""
+    """Make a tensor of a block a leaf that requires a gradient; it shares memory with the whole graph's tensor."""
     set_parameter(part, name, tensor_of(part, name))
     return tensor_of(part, name).requires_grad_()
 

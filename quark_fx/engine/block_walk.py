@@ -1,4 +1,4 @@
-"""Run one block over all calibration batches before the next, in float and quantized side by side."""
+"""Run each block on all calibration batches before the next block, in float and quantized side by side."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BlockRun:
         reference: Float module of the block, on the device.
         module: Quantized module of the block, on the device. `store` changes it; later blocks see its state at the end
             of the visit.
-        finished: True if a checkpoint contained the block and its changes are applied; learning is done.
+        finished: True if the block was loaded from a checkpoint, with its changes, so that learning is complete.
         free_scales: Names of the activation scales that may change, because no earlier block used them.
     """
 
@@ -65,11 +65,11 @@ class BlockRun:
     _undo: dict[str, Tensor] | None = None
 
     def reference_inputs(self, batch: int) -> list[Any]:
-        """Return the inputs of the block in float."""
+        """Return the float inputs of the block."""
         return self._streams.values("float", self.block.inputs, batch)
 
     def inputs(self, batch: int) -> list[Any]:
-        """Return the inputs of the block with everything before it quantized."""
+        """Return the inputs of the block as the quantized blocks before it compute them."""
         return self._streams.values("quantized", self.block.inputs, batch)
 
     def targets(self, batch: int) -> list[Any]:
@@ -86,7 +86,7 @@ class BlockRun:
             return self.made(self.module(*self.inputs(batch)))
 
     def made(self, outputs: Sequence[Any]) -> list[Any]:
-        """Return the results that the block computes itself."""
+        """Return the entries of `outputs` that the block itself computes (`Block.made`)."""
         by_name = dict(zip(self.block.outputs, outputs, strict=True))
         return [by_name[name] for name in self.block.made]
 
@@ -95,17 +95,18 @@ class BlockRun:
     ) -> float:
         """Return the relative squared error of the block's outputs on validation batches.
 
-        Squares are summed over the batches of all ranks before the division, so the distribution over batches and ranks
-        does not matter. Collective: every rank must call it, and gets the same number.
+        Squares are summed over the batches of all ranks before the division, so the result does not depend on how
+        samples are split into batches and ranks. Collective: every rank must call it, and gets the same number.
 
         Args:
-            outputs: Function that returns the outputs of some version of the block; default: the current block.
-            training: Error of the last gradient step, shape (), read together with this one.
+            outputs: Function from a batch to the outputs of a version of the block, in the order of `targets`; default:
+                the current block.
+            training: Reconstruction error of the last gradient step, shape (), read in the same device transfer.
 
         Raises:
             CalibrationError: If either error is not finite; the message names the block's operators.
         """
-        # Squared error, squared target, and number of batches in which the output is a floating-point tensor.
+        # Columns: squared error, squared target, and number of batches in which the output is a floating-point tensor.
         sums = torch.zeros(len(self.block.made), 3, dtype=torch.float64, device=self._context.device)
 
         def squares(batch: int) -> list[tuple[int, Tensor]]:
@@ -144,9 +145,9 @@ class BlockRun:
         self.store_all({name: value})
 
     def store_all(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace several tensors, given with their names; the host waits for the device once."""
-        # Strides must be those that a checkpoint restores, because convolutions round differently with other memory
-        # layouts. This includes strides of dimensions of size 1, which `contiguous` leaves unchanged.
+        """Replace several tensors, by their names; the host waits for the device only once."""
+        # Use the strides that a checkpoint restores, because the rounding of a convolution depends on the memory
+        # layout. `contiguous` leaves strides of dimensions of size 1 unchanged; `view` resets them.
         values = {name: x.detach().contiguous().view(-1).view(x.shape) for name, x in tensors.items()}
         before = {name: tensor_of(self._whole, name) for name in values}
         if self._undo is not None:
@@ -157,15 +158,15 @@ class BlockRun:
         self._learned |= values
 
     def attempt(self, change: Callable[[], object], best: float) -> tuple[float, str]:
-        """Let `change` store tensors, and undo it unless the validation error falls below `best`.
+        """Call `change`, which stores tensors; restore the old tensors unless the validation error falls below `best`.
 
         Args:
             change: Function that stores tensors. If it raises `OverflowError`, because a value does not fit its type,
-                it is undone as well.
-            best: Error to improve on; an error that is not finite never does.
+                the old tensors are restored as well.
+            best: Error to improve on; an error that is not finite is never an improvement.
 
         Returns:
-            The validation error with the change, infinite if it could not be measured, and the reason for that.
+            The validation error after the change and an empty text, or infinity and the reason for it.
         """
         replaced = self._undo = {}
         error, failure = math.inf, ""
@@ -185,12 +186,12 @@ class BlockRun:
 
     @property
     def learned(self) -> dict[str, Tensor]:
-        """Names and values of the tensors stored during this visit."""
+        """Tensors stored during this visit, by their names."""
         return self._learned
 
 
 def _set_all(gm: GraphModule, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Replace parameters by tensors on `device`, and copy those on other devices together."""
+    """Replace parameters by `tensors`; tensors on other devices are copied to `device` together."""
     away = [name for name, x in tensors.items() if x.device != device]
     copied = accelerator.moved([tensors[name] for name in away], device, copy=True) if away else []
     for name, x in {**tensors, **dict(zip(away, copied, strict=True))}.items():
@@ -198,11 +199,11 @@ def _set_all(gm: GraphModule, tensors: Mapping[str, Tensor], device: torch.devic
 
 
 _NOTHING = 1e-12
-"""Lower limit of the squared targets that an error is divided by."""
+"""Lower limit of the sum of squared targets that an error is divided by."""
 
 
 def energies(targets: Sequence[Any], device: torch.device) -> Tensor:
-    """Return the sum of squares of each target, float32, on a device; 0 for anything but a floating-point tensor."""
+    """Return the sum of squares of each target, float32, on `device`; 0 for anything but a floating-point tensor."""
     sums = torch.zeros(len(targets), device=device, dtype=torch.float32)
     for i, _, signal in _squares(targets, targets):
         sums[i] = signal
@@ -217,8 +218,8 @@ def relative_error(outputs: Sequence[Any], targets: Sequence[Any], signals: Tens
     Args:
         outputs: Outputs, one for each target.
         targets: Desired outputs.
-        signals: Sums of squares to divide by; default: `energies(targets)`. With the sums of a larger batch that is
-            split into parts, the errors of the parts add up to its error.
+        signals: Sum of squares of each target, to divide by; default: `energies(targets)`. If a batch is split into
+            parts and `signals` are the sums of the whole batch, the errors of the parts add up to the batch's error.
     """
     squares = _squares(outputs, targets)
     errors = [e / (signal if signals is None else signals[i]).clamp_min(_NOTHING) for i, e, signal in squares]
@@ -226,7 +227,7 @@ def relative_error(outputs: Sequence[Any], targets: Sequence[Any], signals: Tens
 
 
 def _squares(outputs: Sequence[Any], targets: Sequence[Any]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the position, squared error and square of each floating-point tensor among the targets."""
+    """Yield the position, the sum of squared errors, and the sum of squares of each floating-point target."""
     for i, (y, target) in enumerate(zip(outputs, targets, strict=True)):
         if isinstance(target, Tensor) and target.is_floating_point():
             t = target.float()
@@ -237,7 +238,7 @@ def _squares(outputs: Sequence[Any], targets: Sequence[Any]) -> Iterator[tuple[i
 
 @contextmanager
 def running(batch: int) -> Iterator[None]:
-    """Run a graph on a batch; report an index that exceeds a table as an error of the data."""
+    """Within the context, where a graph runs on a batch, turn an `IndexError` into a `CalibrationError`."""
     try:
         yield
     except IndexError as error:
@@ -248,11 +249,11 @@ def running(batch: int) -> Iterator[None]:
 
 
 class Streams:
-    """Values at the current cut, of some batches, in float and quantized.
+    """Values of batches at the current cut of a graph, in one stream for float values and one for quantized values.
 
     Args:
         gm: Graph; its inputs are read from the calibration data.
-        context: Context with the cache.
+        context: Context with the calibration data and the cache.
         batches: Indices of the batches.
         names: Names of the streams.
     """
@@ -272,7 +273,7 @@ class Streams:
         self._last: dict[str, int] = {}
 
     def values(self, stream: str, names: Sequence[str], batch: int) -> list[Any]:
-        """Return named values of a stream, `"float"` or `"quantized"`.
+        """Return the values called `names` in a stream, `"float"` or `"quantized"`, for a batch.
 
         If batches are read in order, the values of the next batch are prefetched to the device.
         """
@@ -284,7 +285,7 @@ class Streams:
         return values
 
     def value(self, stream: str, name: str, batch: int) -> Any:
-        """Return a value of a stream."""
+        """Return the value called `name` in a stream for a batch."""
         if name in self.inputs:
             return self.context.data.input(batch, self.inputs[name])
         return self.cache.get(self._key(stream, name, batch))
@@ -295,7 +296,7 @@ class Streams:
         return "float" if name in self.shared else stream, name, batch
 
     def advance(self, stream: str, block: Block, module: GraphModule) -> None:
-        """Compute the block's outputs from its inputs, batch by batch."""
+        """Compute the block's outputs from its inputs, batch by batch, and cache them."""
         new = {name for name in block.outputs if name not in block.inputs}
         with torch.no_grad():
             for batch in self.batches:
@@ -312,7 +313,7 @@ class Streams:
                         self.context.with_room(partial(self.cache.put, (stream, name, batch), value))
 
     def forget(self, names: set[str]) -> None:
-        """Drop values from all streams."""
+        """Drop the values called `names` from all streams."""
         for key in itertools.product(self.names, names, self.batches):
             self.cache.drop(key)
 
@@ -322,18 +323,18 @@ def walk_blocks(
 ) -> Iterator[BlockRun]:
     """Visit the blocks of a quantized graph in order; inputs of a block reflect the changes to earlier blocks.
 
-    The float outputs of a block are computed before its visit, the quantized outputs after it, each once per batch: a
-    walk costs two forward passes over the data at any depth, and holds the values at one cut. It ends with the last
-    block that has a quantized weight. Only the tensors of the visited block are on `context.device`. A block from
-    `context.checkpoint` has its changes applied, and is marked as finished.
+    The float outputs of a block are computed before its visit, the quantized outputs after it, each once per batch. A
+    walk therefore costs two forward passes over the data however many blocks there are, and stores the values at one
+    cut at a time. It ends with the last block that has a quantized weight. Only the tensors of the visited block are on
+    `context.device`. A block from `context.checkpoint` has its changes applied, and is marked as finished.
 
     Args:
         gm: Quantized graph, changed by `BlockRun.store`.
-        context: Context with `float_graph`, from which `gm` was converted.
+        context: Context of the run; `gm` was converted from its `float_graph`.
         unit: Granularity of the cuts.
         label: Label of the progress bar.
-        side_by_side: Compute the float values as well. Without them a walk costs one forward pass, and a `BlockRun`
-            provides only the quantized inputs, and the modules.
+        side_by_side: Whether to compute the float values as well. Without them, a walk costs one forward pass, and a
+            `BlockRun` provides only the quantized inputs and the modules.
 
     Raises:
         CalibrationError: If calibration data is missing.
@@ -382,12 +383,13 @@ def walk_blocks(
 def _exchange(run: BlockRun, context: Context, before: int) -> None:
     """Fetch the tensors that other ranks stored and the changes they noted in this visit.
 
-    If several ranks stored or noted something, the first of them counts: they computed it together.
+    Ranks may store the same tensor, because they computed it together: the first rank's copy is used. A change that
+    several ranks noted is reported once.
 
     Args:
         run: Visited block.
         context: Context of the run.
-        before: Number of changes before the visit.
+        before: Number of `context.changes` before the visit.
     """
     if context.ranks.alone:
         return
@@ -412,7 +414,7 @@ def _exchange(run: BlockRun, context: Context, before: int) -> None:
 
 
 def _learning(blocks: Sequence[Block], context: Context) -> Sequence[Block]:
-    """Return the blocks up to the last one with a quantized weight; later outputs are not needed."""
+    """Return the blocks up to the last one with a quantized weight; outputs of later blocks are not needed."""
     weights = {name for name, operator in context.plan.items() if isinstance(operator, Coded)}
     count = max((i for i, block in enumerate(blocks, 1) if not weights.isdisjoint(block.operators)), default=0)
     return blocks[:count]
@@ -432,7 +434,7 @@ class FloatRun:
     _streams: Streams
 
     def inputs(self, batch: int) -> list[Any]:
-        """Return the inputs of the block."""
+        """Return the inputs of the block for a batch."""
         return self._streams.values("float", self.block.inputs, batch)
 
 
@@ -444,7 +446,7 @@ def walk_float_blocks(
     label: str = "blocks",
     watched: Mapping[str, Node] | None = None,
 ) -> Iterator[FloatRun]:
-    """Visit the blocks of a graph in order, with their inputs on every batch; takes one forward pass over the data.
+    """Visit the blocks of a graph in order, with their inputs for every batch, in one forward pass over the data.
 
     Only the tensors of the visited block are on `context.device`.
 
@@ -453,7 +455,8 @@ def walk_float_blocks(
         context: Context with the batches.
         unit: Granularity of the cuts.
         label: Label of the progress bar.
-        watched: Calls without readers; each runs once, with the first block that contains its argument.
+        watched: Calls whose results nothing reads, by their names; each runs once per batch, in the first block that
+            contains its argument.
     """
     context.data.require_batches()
     blocks = find_blocks(gm, unit)
@@ -481,7 +484,7 @@ def walk_float_blocks(
 
 
 class _Once(nn.Module):
-    """Passes a value to a watch once per batch, even if a block runs again after a shortage of device memory."""
+    """Module that passes a value to a watch once per batch, even if its block runs again after a memory shortage."""
 
     def __init__(self, watch: nn.Module) -> None:
         super().__init__()
@@ -507,11 +510,11 @@ def lift(
     Args:
         gm: Graph of the block.
         block: Block to extract.
-        nodes: Names and nodes of the graph.
+        nodes: Nodes of the graph, by their names.
         device: Device of the tensors.
-        watches: Calls without readers, included if the block contains their argument.
+        watches: Calls whose results nothing reads; each is included if the block contains its argument.
         also: Names of values in the block to return after its outputs.
-        moved: Function that returns a named tensor on the device; default: a copy per block.
+        moved: Function from a tensor's name and the tensor to the tensor on the device; default: `Tensor.to`.
     """
     inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, (*block.outputs, *also)))
     part = extract(gm, inputs, outputs, watches=watches)
@@ -527,14 +530,14 @@ def lift(
 
 
 def _with_weights(module: GraphModule) -> GraphModule:
-    """Return a block with dequantized weights, so that they are not computed from codes for every batch."""
+    """Return a copy of a block whose weights are dequantized once, instead of for every batch."""
     module = extract(module, placeholders(module), results_of(module))
     compute_weights(module)
     return module
 
 
 def compute_weights(gm: GraphModule) -> None:
-    """Replace constants in codes by their dequantized values."""
+    """Replace quantized constants by their dequantized values."""
     for node in list(gm.graph.nodes):
         if target_name(node) == DEQUANTIZE and all(is_parameter(source) for source in node.all_input_nodes):
             value = node.target(*(parameter(gm, a) if isinstance(a, Node) else a for a in node.args))
@@ -545,7 +548,7 @@ def compute_weights(gm: GraphModule) -> None:
 
 
 def release(module: GraphModule) -> None:
-    """Release a module's tensors now; a graph is a reference cycle, which waits for the garbage collector."""
+    """Release a module's tensors now; its graph is a reference cycle, so they would wait for the garbage collector."""
     for owner in module.modules():
         owner._parameters.clear()
         owner._buffers.clear()

@@ -23,31 +23,33 @@ from quark_fx.graph.operators import BRANCH, operator_row
 from quark_fx.plan.placement import module_name
 
 _LONGEST_SPAN = 8
-"""A value that lives across more weighted operators than this is long-lived (an encoder's output, a table of relative
-positions, a skip connection across the graph); it does not count against a cut."""
+"""Largest number of weighted operators that a value can span and still count as live at a cut. Longer spans, such as an
+encoder's output, a table of relative positions, or a skip connection across the graph, are not counted."""
 
 _LARGEST_BLOCK = 16
-"""Most weighted operators in a block. A longer span without a single-value cut is cut where fewest values cross."""
+"""Largest number of weighted operators in a block. A longer span that no single value crosses is cut where the fewest
+values cross."""
 
 
 class Unit(StrEnum):
     """Granularity of the cuts."""
 
     BLOCK = "block"
-    """Cut where one activation is live or, in a span of many operators, where the fewest are."""
+    """Cut where one activation is live or, in a span of many operators, where the fewest activations are live."""
     OPERATOR = "operator"
     """Cut before every weighted operator; consecutive operators with the same input stay together."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A span of a graph.
+    """Span of a graph between two cuts.
 
     Attributes:
-        name: Module that its operators share, or the module of the first.
+        name: Module that contains all weighted operators of the block or, if only the whole model does, the module of
+            the first operator.
         inputs: Names of the values that enter, in graph order.
         outputs: Names of the values that leave.
-        operators: Names of the nodes of its weighted operators.
+        operators: Names of the nodes of the block's weighted operators.
         shared: Names among `inputs` and `outputs` that depend on no weighted operator (masks, positions, sizes), so
             quantization does not change them.
     """
@@ -60,14 +62,15 @@ class Block:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """Outputs that are computed here and that quantization may change."""
+        """Names of the outputs that the block computes and that quantization may change."""
         return tuple(name for name in self.outputs if name not in self.inputs and name not in self.shared)
 
 
 def find_blocks(gm: GraphModule, unit: Unit = Unit.BLOCK) -> list[Block]:
     """Cut `gm` into blocks that, run one after another, compute the same outputs.
 
-    Time is linear in the size of the graph, except for the interfaces. A graph without weighted operators is one block.
+    The time is linear in the size of the graph, except for collecting the inputs and outputs of each block. A graph
+    without weighted operators is one block.
     """
     return _Cuts(gm).blocks(unit)
 
@@ -92,7 +95,7 @@ class _Cuts:
         self.count = self._live_counts()
 
     def _live_counts(self) -> list[int]:
-        """Return the number of live activations at every position; a large one where a cut would split a tuple."""
+        """Return the number of live activations at each position; a tuple counts `len(nodes)`, so no cut crosses it."""
         change = [0] * (len(self.nodes) + 1)
         for node in self.crossing:
             first, last = self.position[node] + 1, self.last[node]
@@ -122,7 +125,7 @@ class _Cuts:
         return [self._block(a, b) for a, b in itertools.pairwise(edges)]
 
     def _best_gap(self, before: int, at: int) -> int:
-        """Return the latest of the positions between two weighted operators that the fewest values cross."""
+        """Return the position between two weighted operators that the fewest values cross; of several, the last."""
         return min(range(before + 1, at + 1), key=lambda i: (self.count[i], -i))
 
     def _read_alike(self, before: int, at: int) -> bool:
@@ -130,7 +133,7 @@ class _Cuts:
         return value is not None and _activation(self.nodes[before]) is value
 
     def _coarse(self, fine: list[int]) -> list[int]:
-        """Keep the cuts that one activation crosses, and as few others as the limit on blocks requires."""
+        """Return the cuts that at most one activation crosses, and as few more as `_LARGEST_BLOCK` requires."""
         chosen: list[int] = []
         start, pending = 0, list[int]()
         for cut in [*fine, len(self.nodes)]:
@@ -184,13 +187,13 @@ def _is_weighted(node: Node) -> bool:
 
 
 def _activation(node: Node) -> object:
-    """Return the activation that a weighted operator multiplies, or `None` if it looks rows up."""
+    """Return the activation that a weighted operator multiplies, or `None` if it multiplies none, like an embedding."""
     linear = Linear.of(node)
     return None if linear is None else linear.activation
 
 
 def _reached(nodes: Sequence[Node], starts: Callable[[Node], bool]) -> set[Node]:
-    """Return the nodes for which `starts` is true, and all that depend on one."""
+    """Return the nodes for which `starts` is true, and all nodes that depend on them."""
     dependents: set[Node] = set()
     for node in nodes:
         if starts(node) or any(source in dependents for source in node.all_input_nodes):
@@ -218,8 +221,8 @@ def extract(
     Args:
         gm: Functional graph.
         inputs: Values that become the module's parameters, in order.
-        outputs: Values that it returns, as a tuple. Everything else they depend on is constant.
-        watches: Calls without readers, copied if the module contains their argument.
+        outputs: Values that the module returns, as a tuple. They may depend only on `inputs` and on constants.
+        watches: Calls whose results nothing reads; each is copied if the module contains its argument.
     """
     needed = _needed(inputs, outputs)
     needed.update(node for node in watches if node.args[0] in needed or node.args[0] in inputs)
@@ -256,7 +259,7 @@ def _needed(inputs: Collection[Node], outputs: Iterable[Node]) -> set[Node]:
 
 
 def carriers(gm: GraphModule) -> Mapping[str, Node]:
-    """Return names and nodes of a graph; for a value computed in integers, the node that holds its real value."""
+    """Map names to nodes of a graph; the name of a value computed in integers maps to the node of its real value."""
     named = {node.name: node for node in gm.graph.nodes}
     return named | {node.meta["carries"]: node for node in gm.graph.nodes if "carries" in node.meta}
 

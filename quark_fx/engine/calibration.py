@@ -35,8 +35,8 @@ class Watch(nn.Module):
 
     Attributes:
         spec: Spec of the quantization parameters.
-        observer: Observer with the data so far.
-        place: Description of the value for messages.
+        observer: Observer that has seen the data so far.
+        place: Description of the value, for error messages.
         separate: Dimensions along which the scale of the value varies; empty for one scale.
         is_done: True if the observer needs no more data.
     """
@@ -47,7 +47,7 @@ class Watch(nn.Module):
         self.separate = separate
 
     def value(self, call: Node) -> Value:
-        """Return the value that it observes at `call`."""
+        """Return the value that the watch observes; `call` is the node that calls the watch."""
         source = call.all_input_nodes[0]
         return Value(source.name, self.separate, source.meta["val"].dtype)
 
@@ -103,7 +103,7 @@ def watching(gm: GraphModule, watches: Iterable[tuple[Node, nn.Module]]) -> Iter
 
 
 def watches_in(gm: GraphModule) -> dict[Node, Watch]:
-    """Return the observers in a graph by the node that calls them."""
+    """Return the watches in a graph, by the node that calls each."""
     calls = {node: gm.get_submodule(str(node.target)) for node in gm.graph.nodes if node.op == "call_module"}
     return {node: watch for node, watch in calls.items() if isinstance(watch, Watch)}
 
@@ -129,7 +129,8 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
     nonzero: list[Tensor] = []
 
     def look(leaves: list[Any]) -> None:
-        # Read at the end, so that no batch waits for the device. A mask may contain infinities.
+        # The results are read at the end, so that no batch waits for the device. Inputs that are not quantized are not
+        # checked, because a mask may contain infinities.
         failing.append(_stacked([first_sample(~leaves[i].isfinite()) for i in quantized]))
         nonzero.append(_stacked([leaves[i].any() for i in quantized]))
 
@@ -162,14 +163,14 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
 
 
 def _leaders(watches: Mapping[Node, Watch], results: Known, *, ahead: bool) -> dict[Watch, Watch]:
-    """Return, for each watch, the watch whose observer will see the batches for it: itself or another of its value.
+    """Return, for each watch, the watch whose observer will see the batches: itself, or another watch of its value.
 
-    A watch whose data is already known gets it, and is not in the result.
+    A watch whose data is in `results` gets an observer with that data, and is not in the returned dictionary.
 
     Args:
-        watches: Watches by the node that calls them.
-        results: Results of earlier observers.
-        ahead: Collect more general data, for later runs.
+        watches: Watches, by the node that calls each.
+        results: Observers from earlier runs.
+        ahead: Whether to collect more general data, from which the observers of later runs can be derived.
     """
     begun, leaders = dict[Value, list[Watch]](), dict[Watch, Watch]()
     for call, watch in watches.items():
@@ -187,12 +188,12 @@ def _leaders(watches: Mapping[Node, Watch], results: Known, *, ahead: bool) -> d
 
 
 def read_observers(gm: GraphModule, plan: Plan, known: Known | None = None) -> dict[tuple[Node, TensorSpec], QParams]:
-    """Return the quantization parameters of every observed value, by its node and spec.
+    """Return the quantization parameters of every observed value, by node and spec.
 
     Args:
         gm: Graph with observers.
         plan: Plan that the observers were inserted for.
-        known: Cache of parameters from earlier calls; new ones are added.
+        known: Parameters from earlier calls; new parameters are added.
 
     Raises:
         CalibrationError: If a range is not finite; the message names the operator and the user's source line.
@@ -201,9 +202,9 @@ def read_observers(gm: GraphModule, plan: Plan, known: Known | None = None) -> d
     try:
         qparams = [_qparams(call, watch, known) for call, watch in watches.items()]
     except CalibrationError:
-        require_finite_weights(gm, plan.operators)  # a bad weight is a clearer cause than values computed with it
+        require_finite_weights(gm, plan.operators)  # a weight that is not finite is a clearer cause
         raise
-    # The cache gets separate tensors, because the graph's tensors are handed to the user.
+    # The tensors are copied, because the user gets the graph's tensors, and `known` must not share memory with them.
     parts = iter(accelerator.moved([p for q in qparams for p in (q.scale, q.zero_point)], device_of(gm), copy=True))
     return {
         (call.all_input_nodes[0], watch.spec): QParams(*pair)
@@ -244,7 +245,7 @@ def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QPar
 
 
 def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], None] | None = None) -> None:
-    """Run a graph on every batch for its watches; block by block if the context requires it.
+    """Run a graph with watches on every batch, block by block if the context requires it.
 
     Args:
         gm: Graph with watches.
@@ -271,9 +272,10 @@ def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], N
 
 @contextmanager
 def fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
-    """Within the context, keep weights of 2-D convolutions channels-last; yield a function that converts inputs.
+    """Within the context, store weights of 2-D convolutions channels-last; yield a function that converts inputs.
 
-    On a CPU, a deep network runs a quarter faster this way. Only an operator that reads strides could differ.
+    On a CPU, a deep network runs a quarter faster this way. Only an operator that reads strides could return another
+    result, so a graph with `as_strided` is left unchanged.
     """
     names = [target_name(node) for node in gm.graph.nodes]
     convolutions = [node for node in gm.graph.nodes if target_name(node).startswith("aten.conv2d.")]
@@ -307,7 +309,7 @@ def _unusable(place: str, error: ValueError) -> CalibrationError:
 
 
 def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[Observer]) -> list[Observer]:
-    """Return the merged observers of two ranks."""
+    """Merge the observers of two ranks, pair by pair."""
     merged = []
     for source, a, b in zip(sources, ours, theirs, strict=True):
         try:

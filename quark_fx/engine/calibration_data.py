@@ -22,7 +22,7 @@ _ONE_IN = 8
 
 
 _MASK = "attention_mask"
-"""Input that is nonzero at positions that are not padding, named as in Hugging Face models; shape (batch, tokens)."""
+"""Name, as in Hugging Face models, of the input that is 0 at padding and nonzero elsewhere; shape (batch, tokens)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +65,14 @@ class CalibrationData:
     """Calibration batches of a run, divided into batches to learn from and batches to validate on.
 
     Attributes:
-        cache: Storage of the batches, and of activations of the run.
+        cache: Storage of the batches, and of the run's activations.
         names: Names of the flat inputs, in order.
         ranks: Processes that share the batches.
-        batches: Place of each batch: its index as it was given, and a slice of its samples.
+        batches: Source of each batch: index of the user's batch, and slice of its samples; `None` for all samples.
         shapes: Shapes of each batch's flat inputs.
-        first: Number of the first batch among the batches of all ranks.
-        unread: Flat inputs of batches that are read once and not kept.
-        described: Number of batches of all ranks, and the shapes of the first one; empty without data.
+        first: Index of this rank's first batch among the batches of all ranks.
+        unread: Flat inputs of batches that are read once and not stored.
+        described: Text with the number of batches of all ranks and the shapes of the first; empty without data.
     """
 
     cache: ActivationCache
@@ -88,34 +88,34 @@ class CalibrationData:
     _judging: int = 0
 
     def for_another_run(self) -> CalibrationData:
-        """Return the same batches, not divided yet, with a separate cache for activations."""
+        """Return calibration data with the same batches, not divided yet, and a separate cache for activations."""
         cache = ActivationCache(self.cache.budget, self.cache.device, base=self.cache)
         return CalibrationData(cache, self.names, self.ranks, [*self.batches], [*self.shapes])
 
     def add_batches(self, batches: Iterable[Sequence[Any]], *, divisible: bool = False) -> None:
-        """Keep the flat inputs of calibration batches, and divide them (`divide`).
+        """Store the flat inputs of calibration batches, and divide the batches (`divide`).
 
         Args:
             batches: Flat inputs of each batch.
             divisible: Same as in `divide`.
 
         Raises:
-            CalibrationError: If a value is NaN; a mask may hold infinities.
+            CalibrationError: If a value is NaN. Infinities are allowed, because a mask may hold them.
         """
         self.keep_batches(batches)
         self.divide(divisible=divisible)
 
     def keep_batches(self, batches: Iterable[Sequence[Any]]) -> None:
-        """Keep the flat inputs of calibration batches, without dividing them.
+        """Store the flat inputs of calibration batches, without dividing the batches.
 
         Raises:
-            CalibrationError: If a value is NaN; a mask may hold infinities.
+            CalibrationError: If a value is NaN. Infinities are allowed, because a mask may hold them.
         """
         for index, leaves in enumerate(batches):
             self.cache.put(("batch", index, "length"), len(leaves))
             require_no_nan(leaves, self.names, f"calibration batch {index}")
             for position, leaf in enumerate(leaves):
-                # A loader may fill the same buffer again for the next batch.
+                # A data loader may reuse the buffer for the next batch.
                 self.cache.put(("batch", index, position), leaf.clone() if isinstance(leaf, Tensor) else leaf)
             self.batches.append((index, None))
             self.shapes.append(batch_shape(leaves))
@@ -125,12 +125,13 @@ class CalibrationData:
 
         Args:
             divisible: Whether dimension 0 of every tensor counts samples. If so, the last eighth of the samples is held
-                out, and a batch that belongs to both parts is divided; otherwise, the last eighth of the batches.
-            learns: Whether a pass of the run learns from the data. If so, warn if there is too little data to hold any
+                out, and a batch with samples of both parts is split; otherwise, the last eighth of the batches is held
                 out.
+            learns: Whether a pass of the run learns from the data. If so, there is a warning if there is too little
+                data to hold any out.
 
         Raises:
-            CalibrationError: If the masks leave no position.
+            CalibrationError: If the masks mark every position of all batches as padding.
         """
         self._judging = min(len(self.batches), max(1, len(self.batches) // _ONE_IN))
         if divisible:
@@ -152,7 +153,7 @@ class CalibrationData:
         self.described = f"Batches: {count}; the first holds {', '.join(inputs)}"
 
     def _keep_validation_samples(self) -> None:
-        """Make the last eighth of the samples validation data, however they are divided into batches."""
+        """Hold out the last eighth of the samples for validation, however the samples are divided into batches."""
         sizes = [{shape[0] for shape in shapes if shape} for shapes in self.shapes]
         if any(len(lengths) != 1 for lengths in sizes):
             return
@@ -211,15 +212,15 @@ class CalibrationData:
             raise CalibrationError("a pass of this configuration learns from data; pass calibration_data")
 
     def input(self, index: int, position: int) -> Any:
-        """Return one of the flat inputs of batch `index`, a tensor on the device."""
+        """Return the flat input at `position` of batch `index`; a tensor is returned on the device."""
         return _part(self.cache.get(self.key_of_input(index, position)), self.batches[index][1])
 
     def key_of_input(self, index: int, position: int) -> Hashable:
-        """Return the cache key of one flat input of the whole batch that batch `index` is, or is a part of."""
+        """Return the cache key of the flat input at `position` of the user's batch that contains batch `index`."""
         return "batch", self.batches[index][0], position
 
     def number_of(self, index: int) -> int:
-        """Return the index of the user's batch that batch `index` is, or is a part of."""
+        """Return the index of the user's batch that contains batch `index`."""
         return self.batches[index][0] if self.batches else index
 
     def first_sample_of(self, index: int) -> int:
@@ -240,19 +241,19 @@ class CalibrationData:
         return self._kept[key]
 
     def numbered(self, batches: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Return the number of each batch of this rank among those of all ranks, and how many these are; collective."""
+        """Return the index of each of `batches` among the batches of all ranks, and the number of all; collective."""
         counts = self.ranks.gather(len(batches))
         first = sum(counts[: self.ranks.index])
         return {batch: first + i for i, batch in enumerate(batches)}, sum(counts)
 
     def positions_in(self, leaves: Sequence[Any]) -> Positions | None:
-        """Return the positions of flat inputs that are not padding, `None` without a mask of shape (batch, tokens)."""
+        """Return the positions that are not padding in flat inputs, `None` without a mask of shape (batch, tokens)."""
         return Positions.of(leaves[self.names.index(_MASK)]) if _MASK in self.names else None
 
     def flat_batches(self, device: torch.device) -> Iterator[list[Any]]:
         """Yield the flat inputs of every batch, with tensors on `device`.
 
-        Batches that are not kept can be read only once, and are not moved.
+        Batches that are not stored (`unread`) can be read only once, and stay on their device.
         """
         if not self.batches:
             first: BatchShape | None = None
@@ -278,7 +279,7 @@ class CalibrationData:
 
     @property
     def parts(self) -> list[list[int]]:
-        """Indices of the batches to learn from and of those to validate on; without validation data, the former."""
+        """Indices of the batches to learn from, then, if there is validation data, of the batches to validate on."""
         return [self.calibration, self.validation] if self.has_validation else [self.calibration]
 
     @property
@@ -292,12 +293,12 @@ class CalibrationData:
         return "validation data" if self.has_validation else "the calibration data"
 
     def refusal(self, error: float) -> str:
-        """Return the reason for rejecting a change, with the error that it would have caused."""
+        """Return the reason for rejecting a change, given the validation error with the change."""
         return f"no better on {self.judged_on} ({error:.3g})"
 
 
 def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> None:
-    """Raise `CalibrationError` if a flat input holds NaN; a mask may hold infinities.
+    """Raise `CalibrationError` if a flat input holds NaN; infinities are allowed, because a mask may hold them.
 
     Args:
         leaves: Flat inputs.
@@ -308,7 +309,7 @@ def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> N
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             continue
         name = names[position] if names else position
-        sample = first_sample(leaf.isnan())  # a check that is deferred must not hold the batch
+        sample = first_sample(leaf.isnan())  # a deferred check must not keep the batch in memory
         accelerator.require(sample < 0, partial(_holds_nan, f"{batch}: input {name}", sample))
 
 
@@ -317,7 +318,7 @@ def _holds_nan(name: str, sample: Tensor) -> CalibrationError:
 
 
 def first_sample(marks: Tensor) -> Tensor:
-    """Return the index of the first sample with a true value, -1 if none has one, on the device of `marks`."""
+    """Return the index of the first sample with a true value, or -1; shape (), on the device of `marks`."""
     if not marks.numel():
         return torch.full((), -1, device=marks.device)
     marked = marks.reshape(marks.shape[0] if marks.dim() else 1, -1).any(1)

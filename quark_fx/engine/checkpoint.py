@@ -1,4 +1,4 @@
-"""Files of the finished blocks of a run, so that an interrupted run can continue."""
+"""Store the finished blocks of a run in files, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWNER = "run.json"
 class Checkpoint:
     """Directory with the finished blocks of one run; each block is a file, written atomically.
 
-    Each file records its block, its run, the versions of the code, and a digest of its contents. A file that does not
+    Each file records the block, the run, the versions of the code, and a digest of the contents. A file that does not
     match is refused, because its contents would become part of the result.
 
     Args:
@@ -44,7 +44,7 @@ class Checkpoint:
 
     @staticmethod
     def is_begun(directory: str | Path) -> bool:
-        """Return whether a directory belongs to a run that was begun."""
+        """Return whether a directory holds the checkpoint of a run that has begun."""
         return Path(directory, _OWNER).exists()
 
     def __init__(self, directory: str | Path, fingerprint: Mapping[str, str], output: Path | None = None) -> None:
@@ -57,7 +57,7 @@ class Checkpoint:
                 _write_text(owner, text)
             record = json.loads(owner.read_text())["fingerprint"]
             differences = [what for what, digest in fingerprint.items() if record.get(what) != digest]
-            if differences and not any(self.directory.glob("pass-*.safetensors")):  # nothing is lost
+            if differences and not any(self.directory.glob("pass-*.safetensors")):  # no block is lost
                 _write_text(owner, text)
                 differences = []
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -136,9 +136,9 @@ def _digest(tensors: Mapping[str, Tensor], changes: str) -> str:
 
 
 def fingerprint(gm: GraphModule, config: QuantConfig, data: CalibrationData) -> dict[str, str]:
-    """Return values that identify a run: digests of graph, tensors, configuration, and data; ranks; versions.
+    """Return values that identify a run: digests of model, configuration, and data; number of ranks; versions.
 
-    A change of the code of a pass is not detected.
+    A change in the code of a pass is not detected.
     """
     model, configuration, batches = (hashlib.sha256() for _ in range(3))
     configuration.update(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
@@ -155,7 +155,7 @@ def fingerprint(gm: GraphModule, config: QuantConfig, data: CalibrationData) -> 
 
 
 def _version() -> str:
-    """Return the versions of the code that computed a block."""
+    """Return the versions of quark_fx and torch that compute a block."""
     return f"quark_fx {sys.modules['quark_fx'].__version__}, torch {torch.__version__}"
 
 

@@ -1,4 +1,4 @@
-"""Context of a run, which passes read next to the graph: calibration data, cache, plan, and notes for the report."""
+"""Context of a run, which passes get along with the graph: calibration data, cache, plan, and notes for the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _HALVINGS = 7
-"""Most halvings; pieces are then as small as on a processor, whose caches are smaller than the memory of a device."""
+"""Largest number of halvings; pieces are then as small as on a CPU, where their size is chosen for its caches."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Calibrated:
     Attributes:
         plan: Plan by which the float graph will be quantized.
         float_graph: Copy of the float graph, for passes of the quantized stage.
-        values: Quantization parameters of activations, by observed node and its spec.
+        values: Quantization parameters of activations, by observed node and spec.
         constants: Quantization parameters of weights and biases that are fixed before rounding, by operator and
             constant. Observers compute the parameters of the other constants.
     """
@@ -52,7 +52,7 @@ class Calibrated:
 
     @cached_property
     def by_node(self) -> Mapping[str, PlannedOperator]:
-        """The planned operators by the names of their nodes."""
+        """Planned operators, by the names of their nodes."""
         return {op.node.name: op for op in self.plan.operators}
 
 
@@ -66,7 +66,7 @@ _EARLIER = {
     "holds_out": "has_validation",
     "whole_batches": "flat_batches",
 }
-"""Names of calibration data in earlier versions, with their current names."""
+"""Attributes that `Context` had in earlier versions, with their current names in `CalibrationData`."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Context:
             never as a whole.
         progress: Whether to show progress bars.
         checkpoint: Storage of finished blocks, if the run can be resumed.
-        calibrated: Plan, set by the pass of the planned stage, and its scales, set by calibration.
+        calibrated: Plan, set by the pass of the planned stage, with the results of calibration.
         all_samples_learned: Whether a pass also learned from the validation samples. If so, the errors that later
             passes measure on them are not errors on unseen data.
         rows: Rows of the report, set by conversion.
@@ -145,7 +145,7 @@ class Context:
         return self.planned.float_graph
 
     def __getattr__(self, name: str) -> Any:
-        """Raise the error for a name that the context does not have, with the new spelling of earlier ones."""
+        """Raise `AttributeError`; for a name that belongs to the calibration data, the message has the new spelling."""
         now = _EARLIER.get(name, name)
         of_data = {field.name for field in fields(CalibrationData)} | vars(CalibrationData).keys()
         if now in of_data and not now.startswith("_"):
@@ -153,13 +153,14 @@ class Context:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def with_room(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which must not change anything; free device memory and retry if it runs out.
+        """Return the result of `work`, a function without side effects; if device memory runs out, free some and retry.
 
-        First, activations move to the host and stay there; then pieces of weights are halved. The report notes both.
-        The result does not change, so each rank recovers separately, and `work` must not contain a collective.
+        First, activations move to the host and stay there; then the pieces in which weights are rounded are halved. The
+        report notes both. Neither changes the result, so each rank recovers separately, and `work` must not contain a
+        collective.
 
         Raises:
-            OutOfMemoryError: If memory is still short after that.
+            OutOfMemoryError: If memory runs out even with the smallest pieces.
         """
         while True:
             try:
@@ -171,7 +172,7 @@ class Context:
                         f"{error}; activations are on the host and weights are rounded in the smallest pieces: give "
                         "`calibration_data` in batches of fewer or shorter samples, or a `device` with more memory"
                     ) from error
-            # Out of the handler, since the exception keeps the tensors of `work`.
+            # Outside of the handler, because the exception keeps the tensors of `work` alive.
             if moved := self.cache.offload():
                 what = f"full; {moved / 2**20:.1f} MiB of activations moved to the host"
             else:
@@ -199,7 +200,7 @@ class Context:
             self.ranks.first(lambda: checkpoint.save(walk, block, tensors, changes))
 
     def next_walk(self) -> int:
-        """Return the number of earlier walks over the blocks, which is part of the names of checkpoint files."""
+        """Count a walk over the blocks; return the number of earlier walks, which is part of checkpoint file names."""
         self._walks += 1
         return self._walks - 1
 

@@ -16,10 +16,10 @@ from quark_fx.graph.nodes import CAST, is_floating, results_of, target_name, val
 from quark_fx.graph.operators import KEEPS_ORDER, Motion, argument, motion, moved_inputs, permutation
 
 _MOVING_ROWS = KEEPS_ORDER | {Motion.SLICE, Motion.SELECT, Motion.PERMUTE, Motion.EXPAND}
-"""Data movement that moves rows of logits, if it keeps the last dimension."""
+"""Kinds of data movement that move whole rows of logits, provided that the last dimension stays last."""
 
 _SCALING = frozenset({CAST, *(f"aten.{n}" for n in ("tanh.default", "mul.Tensor", "div.Tensor", "mul.Scalar"))})
-"""Operators on the values of logits after which they still count as logits."""
+"""Elementwise operators whose results still count as logits if their inputs are logits."""
 
 _MASKED = 1e18
 """Smallest magnitude of a value that counts as a mask."""
@@ -28,7 +28,7 @@ _NOTHING = 1e-12
 """Lower limit of divisors."""
 
 _ROWS = 512
-"""Predictions per piece; a vocabulary's probabilities in float32 are large."""
+"""Rows of predictions per piece, to save memory: each row has a float32 probability per word of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class EndLoss:
     """Loss of a graph's results: the divergence of predictions in nats, and the relative squared error of other values.
 
     A result holds logits (predictions) if it comes from a matrix product with at least two columns, followed by at most
-    scaling, capping, or moving of rows. A result with another end, such as a softmax, counts as values; an embedding
-    that ends in a matrix product counts as logits.
+    scaling, capping, or moving of rows. A result that ends in another operator, such as a softmax, counts as values; an
+    embedding that ends in a matrix product counts as logits.
 
     Attributes:
         predictions: For each result, whether it holds logits; `None` for anything but a floating-point tensor.
@@ -53,9 +53,9 @@ class EndLoss:
     def sampled(self, results: Sequence[Any], positions: Positions | None, generator: torch.Generator) -> list[Any]:
         """Return random gradients whose mean outer product is the loss's second derivative at these results.
 
-        For logits, the mean is the Fisher matrix `diag(p) - p p'` of the predictions `p`: the gradient is random signs
-        times its factor `diag(sqrt(p)) - p sqrt(p)'`. For other values, it is random signs, relative to the root mean
-        square.
+        For logits, the mean is the Fisher matrix `diag(p) - p p'` of the predictions `p`: the gradient is
+        `diag(sqrt(p)) - p sqrt(p)'`, a factor of this matrix, times random signs. For other values, the gradient is
+        random signs divided by the root mean square of the values.
 
         Args:
             results: Results of a batch.
@@ -85,8 +85,8 @@ class EndLoss:
         """Return the loss relative to the float graph, in two columns per result, and its gradients.
 
         The loss is the sum, over results, of the first column divided by the second. For several batches, add their
-        columns first. For logits, the columns are KL divergences and their number; for other values, squared errors and
-        squares of the float values. Padding and masked values are excluded.
+        columns first. For logits, the columns are the sum and the number of KL divergences; for other values, the sum
+        of squared errors and the sum of squared float values. Padding and masked values are excluded.
 
         Args:
             results: Results of a batch.
@@ -125,7 +125,7 @@ def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
 
 
 def _moves_rows(node: Node) -> bool:
-    """Tell whether data movement keeps the last dimension, provided that its size stays."""
+    """Return whether a node that keeps the size of the last dimension moves data and leaves that dimension last."""
     if motion(node) not in _MOVING_ROWS:
         return False
     (source,), order = moved_inputs(node), permutation(node)
@@ -136,7 +136,7 @@ def _moves_rows(node: Node) -> bool:
 
 
 def _pieces(value: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield rows of a value and of other tensors of its shape, in float32; rows of contiguous float32 are views."""
+    """Yield up to `_ROWS` rows at a time of tensors of one shape, in float32; contiguous float32 tensors give views."""
     columns = value.shape[-1] if value.dim() else 1
     pieces = (tensor.reshape(-1, columns).split(_ROWS) for tensor in (value, *tensors))
     for rows in zip(*pieces, strict=True):
@@ -146,7 +146,7 @@ def _pieces(value: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _times_fisher_factor(signs: Tensor, logits: Tensor) -> Tensor:
     """Return `A @ signs`, where `A @ A.T` is the Fisher matrix of the predictions.
 
-    With random signs, its variance is lower than that of the gradient for a sampled label.
+    With random signs, the result has a lower variance than the gradient for a sampled label.
     """
     probabilities = logits.softmax(-1)
     rooted = probabilities.sqrt().mul_(signs)
@@ -163,7 +163,7 @@ def _root_mean_square(value: Tensor, counted: Tensor) -> Tensor:
 
 
 def _divergence(logits: Tensor, float_logits: Tensor, gradient: Tensor) -> Tensor:
-    """Return each row's KL divergence from the float logits, in nats, and a column of ones; write the gradient."""
+    """Return a column of KL divergences from the float logits, in nats, and a column of ones; fill `gradient`."""
     now, aim = logits.log_softmax(-1), float_logits.log_softmax(-1)
     probabilities = aim.exp()
     torch.sub(now.exp(), probabilities, out=gradient)
@@ -172,7 +172,7 @@ def _divergence(logits: Tensor, float_logits: Tensor, gradient: Tensor) -> Tenso
 
 
 def _squares(values: Tensor, float_values: Tensor, gradient: Tensor) -> Tensor:
-    """Return each row's squared error, and the squares of the float values; write the gradient."""
+    """Return each row's squared error and the sum of its squared float values, as two columns; fill `gradient`."""
     unmasked = float_values.abs() < _MASKED
     lost = torch.where(unmasked, values - float_values, 0.0)
     torch.mul(lost, 2, out=gradient)
@@ -180,7 +180,7 @@ def _squares(values: Tensor, float_values: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _counted(positions: Positions | None, shape: torch.Size, device: torch.device) -> Tensor | None:
-    """Return 1 for rows that count and 0 for padding, float32; `None` if all count, or rows are not positions."""
+    """Return 1 for rows that count and 0 for padding, float32; `None` without a mask of this `shape`."""
     if positions is None or shape != positions.shape:
         return None
     counted = torch.zeros(positions.shape.numel(), dtype=torch.float32, device=device)

@@ -24,18 +24,19 @@ from quark_fx.plan.placement import Coded
 from quark_fx.system import accelerator
 
 _ENOUGH = 8
-"""Effective rows per input, over all batches, that suffice: excess error over infinite data is about inputs / rows."""
+"""Least number of effective rows per input, over all batches: `inputs / rows` is about the excess error relative to
+infinite data."""
 
 _TOGETHER = 1024
-"""Most output channels whose errors are combined; runs have the largest size up to it that divides the channels."""
+"""Largest run of output channels whose errors are combined; runs have the largest size that divides the channels."""
 
 _SMALLEST = 1e-18
 """Lower limit of the norm that a row's gradient is divided by; squares of smaller values are 0 in float32."""
 
 _POWERS = (0.5, 0.375, 0.25, 0.125)
 """Powers of the weights to try, in this order; if none leaves enough effective rows, all rows are weighted equally, and
-the report says so. The weights themselves (power 1) are worse than equal ones at 2 bits: a row's gradient is a single
-sample, and valid for small errors only."""
+the report says so. The weights themselves (power 1) are worse than equal weights at 2 bits, because a row's gradient is
+a single sample, and is valid only for small errors."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,22 @@ class Guidance:
 
     A Hessian whose rows are weighted by the mean square is, averaged over outputs, the Hessian of the end loss, while
     the sum of `x x'` is the Hessian of the operator's own squared error. The root is a compromise. A few rows may have
-    nearly all of the weight (the first token of a text, which the others attend to), and a Hessian of so few rows does
-    not generalize: the mean square is raised to the largest power, up to the root, at which the effective number of
-    rows, `(sum of w)**2 / sum of w**2`, is large enough for the inputs.
+    nearly all of the weight (such as the first token of a text, which the other tokens attend to), and a Hessian of so
+    few rows does not generalize. Therefore, the mean square is raised to the largest power, up to the root, at which
+    the effective number of rows, `(sum of w)**2 / sum of w**2`, is large enough for the number of inputs.
 
-    `outputs` describe which channels' errors add up and which cancel: they are sums of `g g'` over rows whose gradients
-    `g` are normalized, so that no few rows dominate. With them, the end loss of errors `E` in a weight is about
-    `tr(outputs E h E')`.
+    `outputs` describes which channels' errors add up and which cancel. It is the sum of `g g'` over rows, whose
+    gradients `g` are normalized so that a few rows cannot dominate. The end loss from errors `E` in a weight is about
+    `tr(outputs E h E')`, where `h` is the Hessian of the inputs.
 
     Attributes:
-        weights: Row weights by operator's node and batch, float32, of the shape of the output without channels; 1 on
-            average.
-        reasons: Reason that an operator lacks weights, by its node.
-        outputs: Average of these sums and the identity, by operator's node, float32, shape (runs, n, n) for runs of `n`
-            channels; the diagonal is 1 on average. Only for operators with one matrix; `None` if not measured.
-        alone: Reason that an operator lacks `outputs`, by its node.
+        weights: Row weights by the name of the operator's node and index of the batch, float32, in the shape of the
+            output without channels; 1 on average.
+        reasons: Reason that an operator lacks weights, by the name of its node.
+        outputs: Average of the sum of `g g'` and the identity, by the name of the operator's node, float32, shape
+            (runs, n, n) for runs of `n` channels; the diagonal is 1 on average. Only for operators with one matrix;
+            `None` if not measured.
+        alone: Reason that an operator lacks `outputs`, by the name of its node.
 
     Source:
         Kim et al. 2025 (GuidedQuant), equation 6 with one group of outputs; the gradient is sampled from the model's
@@ -80,7 +82,7 @@ class Guidance:
         Args:
             gm: Float graph.
             context: Context of the run.
-            outputs: Measure `outputs` as well.
+            outputs: Whether to measure `Guidance.outputs` as well.
 
         Raises:
             CalibrationError: If calibration data is missing.
@@ -120,7 +122,7 @@ class Guidance:
         return cls(*_tempered(weights, inputs, context), usable if outputs else None, alone)
 
     def of(self, operator: str, batch: int) -> Tensor | None:
-        """Return the weights of an operator's rows, or `None` without any (`missing`)."""
+        """Return the weights of an operator's rows in a batch, or `None` if they are missing (see `missing`)."""
         return self.weights.get((operator, batch))
 
     def missing(self, linear: Linear) -> str:
@@ -143,7 +145,7 @@ def _is_single(linear: Linear) -> bool:
 
 
 def _no_rows(linear: Linear, device: torch.device) -> Tensor:
-    """Return sums without rows, for runs of output channels."""
+    """Return zeros for `_add_together`, shape (runs, n, n) for runs of `n` output channels."""
     channels = linear.shape[linear.output_axis]
     size = _run(channels)
     return torch.zeros(channels // size, size, size, dtype=torch.float32, device=device)
@@ -159,13 +161,13 @@ def together_bytes(matrices: Matrices) -> int:
 
 
 def _add_together(sums: Tensor, rows: Tensor) -> None:
-    """Add `g g'` of normalized rows, shape (rows, channels)."""
+    """Add `g g'` to `sums` for each row `g` of `rows`, normalized; `rows` has shape (rows, channels)."""
     alike = (rows / rows.norm(dim=-1, keepdim=True).clamp_min(_SMALLEST)).unflatten(-1, sums.shape[:2]).movedim(1, 0)
     sums.baddbmm_(alike.mT, alike)
 
 
 def _unusable(together: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the reason that sums cannot be used, for each operator whose sums cannot; waits for the device once."""
+    """Return, for each operator with unusable sums, the reason that they are unusable; waits for the device once."""
     sizes = accelerator.read([sums.diagonal(dim1=-2, dim2=-1).sum() for sums in together.values()])
     traces = dict(zip(together, sizes, strict=True))
     reasons = {name: "its gradient is not finite" for name, size in traces.items() if not math.isfinite(size)}
@@ -175,7 +177,7 @@ def _unusable(together: Mapping[str, Tensor]) -> dict[str, str]:
 def _shrink(sums: Tensor) -> None:
     """Normalize sums to a mean diagonal of 1, and average them with the identity."""
     # The sums alone are overconfident: a row's gradient is a single sample, and the two sides of an error are not
-    # independent, although one matrix for all rows assumes so.
+    # independent, although one matrix for all rows assumes that they are.
     sums /= sums.diagonal(dim1=-2, dim2=-1).mean()
     sums.diagonal(dim1=-2, dim2=-1).add_(1)
     sums /= 2
@@ -188,10 +190,11 @@ def _tempered(
 
     Args:
         weights: Mean squared gradients, by operator and batch.
-        inputs: Inputs of each operator; for a stack, the inputs of all matrices, since their rows are counted together.
+        inputs: Number of inputs of each operator; for a stack of matrices, the total over all matrices, because their
+            rows are counted together.
         context: Context of the run.
     """
-    # For each power the sum, then the sums of squares, which can overflow float32; last, the number of rows.
+    # Columns: the sum for each power, the sum of squares for each power (can overflow float32), and the number of rows.
     sums = torch.zeros(len(inputs), 2 * len(_POWERS) + 1, dtype=torch.float64, device=context.device)
     for i, name in enumerate(inputs):
         for batch in range(len(context.data.batches)):

@@ -12,7 +12,7 @@ from quark_fx.observers import Observer, Percentile
 from quark_fx.plan.weights import RoundedWeight
 
 _SHARED_HISTOGRAM = Percentile()
-"""Observer whose histogram yields the results of most others, which costs far less than another pass over the data."""
+"""Observer with a histogram from which most other observers can be derived without another pass over the data."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Value:
         return Observer.reading(observer, other) if self.dtype is torch.float64 else observer.reading(other)
 
     def fold(self, observer: Observer) -> Observer:
-        """Return the observer to run on the value, from which `observer` and later ones can be derived."""
-        # Histograms of all channels would cost more than they save.
+        """Return the observer to run on the value, from which `observer` and later observers can be derived."""
+        # One histogram per channel would cost more than it saves.
         return observer if self.separate or self.reading(observer, _SHARED_HISTOGRAM) is None else _SHARED_HISTOGRAM
 
 
 @dataclass
 class Known:
-    """Results for one float graph on the same batches. Names are the graph's node names, which copies keep.
+    """Results for one float graph and one set of batches. Names are node names, which copies of the graph share.
 
-    Tensors in it are shared by all runs: do not change them; copy them into results.
+    All runs share these tensors: do not change them, and copy them into results.
 
     Attributes:
-        seen: Observers with all batches, by the value they observed.
-        ranges: Quantization parameters of activations, computed by these observers.
+        seen: Observers that have seen all batches, by the value that they observed.
+        ranges: Quantization parameters of activations, computed by the observers in `seen`, by value and spec.
         weights: Most recently rounded weights, by operator and constant.
     """
 

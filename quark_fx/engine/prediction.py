@@ -25,10 +25,10 @@ from quark_fx.plan.placement import Plan, plan_quantization
 from quark_fx.system.memory import bytes_text, occupied
 
 _PROBE, _LARGE_PROBE = 512, 8192
-"""Sizes of the square matrices whose product measures the speed of a processor, and of an accelerator."""
+"""Sizes of the square matrices whose product measures the speed of a CPU and of an accelerator."""
 
 _MARGIN = 1.03
-"""Ratio of the suggested limit to the predicted peak: the process has grown a little by the next call."""
+"""Ratio of the suggested limit to the predicted peak, because the process will have grown a little by the next call."""
 
 _AT_HOME = ("convert", "result")
 """Stages that run on the device of the model."""
@@ -40,12 +40,12 @@ class Prediction:
 
     Attributes:
         before: Memory of the process when the prediction was made.
-        stages: Name of each stage, bytes held when it begins, and bytes and operations that it needs.
+        stages: Name of each stage, bytes held when the stage begins, and memory and operations that it needs.
         device: Peak memory of the device that blocks run on, 0 if that is the host.
         disk: Peak size of all files of a streamed run, 0 for other runs.
         seconds: Floating-point operations, divided by the speed of a matrix product measured at prediction time.
-        streamed: Whether new tensors are kept in files.
-        resident: Whether the model is on the device, and that is not the CPU.
+        streamed: Whether new tensors are stored in files.
+        resident: Whether the model is on the device that blocks run on, and the device is not the CPU.
         unknown: Names of passes that do not report their needs, which are not counted.
     """
 
@@ -60,12 +60,12 @@ class Prediction:
 
     @property
     def host(self) -> int:
-        """The peak of the process's memory, with all cached activations in memory."""
+        """The peak of the process's memory in bytes, with all cached activations in memory."""
         return self.within(None)
 
     @property
     def largest(self) -> str:
-        """The stage with the peak."""
+        """The name of the stage with the highest peak."""
         return max(self.stages, key=lambda stage: self._peak(stage, None))[0]
 
     @property
@@ -74,7 +74,7 @@ class Prediction:
         return sum(need.blocks for _, _, need in self.stages)
 
     def within(self, cache: int | None) -> int:
-        """Return the peak with at most `cache` bytes of activations in memory (`None`: all), the rest on disk."""
+        """Return the peak in bytes if at most `cache` bytes of activations are in memory (`None`: all of them)."""
         return max((self._peak(stage, cache) for stage in self.stages), default=self.before)
 
     def _peak(self, stage: tuple[str, int, Need], cache: int | None) -> int:
@@ -85,7 +85,7 @@ class Prediction:
         return self.before + (0 if self.resident else held_bytes) + _peak(moments, cache)
 
     def room_for_cache(self, memory: int) -> int:
-        """Return the bytes of cached activations that fit into a budget; negative if the rest alone exceeds it."""
+        """Return the bytes of cached activations that fit into `memory`; negative if the run exceeds it without any."""
         return memory - self.within(0)
 
     def __str__(self) -> str:
@@ -115,11 +115,11 @@ def expect(
     Args:
         gm: Graph after the passes that need no data.
         config: Configuration of the run.
-        context: Context of the run, with the calibration batches if they are kept.
+        context: Context of the run, with the calibration batches if they are stored.
         passes: Passes that have not run yet, in order.
-        shelf: Whether new tensors are kept in files.
-        shapes: Shapes of each batch's inputs, for batches that are not kept. Default: one batch with the shapes that
-            the model was captured with.
+        shelf: Whether new tensors are stored in files.
+        shapes: Shapes of each batch's inputs, for batches that the context does not store. Default: one batch with the
+            shapes that the model was captured with.
     """
     plan = plan_quantization(gm, config, quiet=True)
     largest, batches = _largest(context.data.shapes or shapes)
@@ -228,7 +228,7 @@ def require_room(prediction: Prediction, memory: int | None, disk: int | None) -
 
 
 def _peak(moments: Iterable[Moment], cache: int | None = None) -> int:
-    """Return the largest sum of a moment's bytes, with at most `cache` of the cached bytes in memory."""
+    """Return the bytes of the largest moment, with at most `cache` bytes of activations in memory (`None`: all)."""
     return max((m.working + _in_memory(m, cache) for m in moments), default=0)
 
 

@@ -19,11 +19,11 @@ from quark_fx.plan.placement import PlannedOperator, Rounding
 
 @dataclass(frozen=True)
 class QuantizedActivation:
-    """Static scale and zero point per tensor, with the activation that they round.
+    """Activation that is quantized with a static scale and zero point per tensor.
 
     Attributes:
-        rounding: Data from conversion; its bounds combine all clamps that saturation performs with these parameters.
-        scale_name, zero_point_name: Names of the tensors.
+        rounding: Metadata from conversion; its bounds combine all dropped clamps that saturation performs instead.
+        scale_name, zero_point_name: Names of the tensors in the graph.
     """
 
     rounding: Rounding
@@ -35,7 +35,7 @@ class QuantizedActivation:
         return QParams(tensor_of(gm, self.scale_name), tensor_of(gm, self.zero_point_name).to(torch.int32))
 
     def most(self, gm: GraphModule) -> float:
-        """Return the largest scale at which saturation still performs the dropped clamps, at this zero point."""
+        """Return the largest scale at which saturation still performs the dropped clamps, given the zero point."""
         zero_point, fmt = int(tensor_of(gm, self.zero_point_name)), self.rounding.spec.format
         # A bound must round to the last code or beyond; the factor below leaves a margin for rounding errors.
         ends = (self.rounding.low, fmt.qmin - zero_point + 0.5), (self.rounding.high, fmt.qmax - zero_point - 0.5)
@@ -43,7 +43,7 @@ class QuantizedActivation:
         return min(most, default=math.inf) * (1 - 1e-6)
 
     def tensors(self, gm: GraphModule, plan: Mapping[str, PlannedOperator], new: QParams) -> dict[str, Tensor]:
-        """Return tensors and names that change with new parameters, including int32 biases, also of later blocks.
+        """Return the tensors that change with new parameters, by their names, including int32 biases of later blocks.
 
         Args:
             gm: Whole graph.
@@ -124,13 +124,13 @@ def biases_at(
     scales: Mapping[str, Tensor],
     biases: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Return names and tensors of the biases that change with activation scales, and of new biases.
+    """Return the tensors, by their names, of the biases that change with activation scales, and of new biases.
 
     Args:
         gm: Whole graph, because int32 biases of later blocks depend on the scales as well.
         plan: Planned operators of the graph.
-        scales: New scales and their names.
-        biases: New values by the operator's node, one per output channel; other biases keep their values.
+        scales: New activation scales, by their names.
+        biases: New biases by the name of the operator's node, one value per output channel; other biases stay.
     """
     tensors: dict[str, Tensor] = {}
     new = biases or {}

@@ -36,19 +36,19 @@ class StoredBias:
     """Bias stored as a parameter or as integer codes.
 
     Attributes:
-        node: Node that provides it: a `get_attr` or a `dequantize`.
+        node: Node that provides the bias: a `get_attr` or a `dequantize`.
     """
 
     node: Node
 
     @property
     def name(self) -> str:
-        """Name of its tensor, or of the tensor of its codes."""
+        """Name of the tensor that stores the bias or its codes."""
         return _name(self.node.args[0] if self.node.args else self.node)
 
     @property
     def is_int32(self) -> bool:
-        """True if it is stored in int32, at the scale of input times weight."""
+        """True if the bias is stored as int32 codes, at the scale of input times weight."""
         return target_name(self.node) == DEQUANTIZE and str(self.node.args[3]) == str(INT32)
 
     def value(self, gm: GraphModule) -> Tensor:
@@ -58,11 +58,11 @@ class StoredBias:
         return stored_tensor(gm, self.node.args).dequantize()
 
     def scale(self, gm: GraphModule) -> Tensor:
-        """Return the scales of its codes."""
+        """Return the scales of the codes."""
         return parameter(gm, self.node.args[1])  # type: ignore[arg-type]
 
     def rescaled(self, gm: GraphModule, ratio: Tensor) -> dict[str, Tensor]:
-        """Return tensors and names that store the same value at scales multiplied by `ratio`.
+        """Return the tensors, by their names, that store the same bias at scales multiplied by `ratio`.
 
         Raises:
             OverflowError: If the codes do not fit int32.
@@ -73,7 +73,7 @@ class StoredBias:
         return self.tensors(gm, value, scale)
 
     def tensors(self, gm: GraphModule, value: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
-        """Return tensors and names that make the operator add `value`.
+        """Return the tensors, by their names, that make the operator add `value`.
 
         Args:
             gm: Graph that contains `node`.
@@ -98,7 +98,7 @@ class QuantizedWeight:
 
     Attributes:
         operator: Planned operator.
-        linear: Call in the graph that was searched.
+        linear: Call of the operator in the graph that was searched.
         dequantize: Node that dequantizes the weight.
     """
 
@@ -135,7 +135,7 @@ class QuantizedWeight:
         return self.limited(self.scheme.format.codes_of(values))
 
     def limited(self, codes: Tensor) -> Tensor:
-        """Return codes with pairs that would saturate on the target lowered to its limit."""
+        """Return `codes`, with each pair that would saturate on the target lowered to the target's limit."""
         return codes if self.operator.pairs is None else self.operator.pairs.limited(codes)
 
     def stored(self, gm: GraphModule) -> QuantizedTensor:
@@ -143,11 +143,11 @@ class QuantizedWeight:
         return stored_tensor(gm, self.dequantize.args)
 
     def grid(self, gm: GraphModule, matrices: slice = slice(None)) -> Grid:
-        """Return the grid of the codes; `matrices` selects some of a stack."""
+        """Return the grid of the codes; `matrices` selects some matrices of a stack."""
         return Grid.of(self.stored(gm)[matrices], self.scheme, movable=self.movable(gm))
 
     def movable(self, gm: GraphModule) -> bool:
-        """Return whether scales may change individually: nothing else uses them except an int32 bias that follows."""
+        """Return whether each scale may change alone: nothing else uses it, except an int32 bias that can follow."""
         spec = self.operator.weight
         alone = spec.scale.group_size is None and spec.group_rows == 1 and spec.symmetry is not Symmetry.OFFSET
         free = alone and spec.scale != POWER_OF_TWO
@@ -203,25 +203,25 @@ class QuantizedWeight:
 
     @property
     def int32_bias(self) -> StoredBias | None:
-        """Bias in int32, at the scale of input times weight; it changes with either. `None` if stored otherwise."""
+        """Bias in int32, at the scale of input times weight, so its codes depend on both scales; `None` for others."""
         return self.bias if self.bias is not None and self.bias.is_int32 else None
 
     @property
     def is_plain(self) -> bool:
-        """True if the operator is its product plus a bias that can be read, without further factors."""
+        """True if the operator only multiplies and adds a bias that can be read, without further factors."""
         readable = self.bias is not None or self.linear.bias is None
         return readable and not self.linear.has_factors
 
     @property
     def input_scale(self) -> str | None:
-        """Name of its activation's scale, if that is a constant."""
+        """Name of the scale of the operator's activation, if that scale is a constant."""
         source = self.linear.activation
         scale = source.args[1] if target_name(source) == DEQUANTIZE else None
         return str(scale.target) if isinstance(scale, Node) and scale.op == "get_attr" else None
 
 
 def stored_tensor(gm: GraphModule, dequantize: Sequence[Any]) -> QuantizedTensor:
-    """Return the tensor of a `dequantize` with these arguments; the first three are `get_attr` nodes of `gm`."""
+    """Return the tensor that `dequantize` reads from its arguments; the first three are `get_attr` nodes of `gm`."""
     codes, scale, zero_point = (parameter(gm, node) for node in dequantize[:3])
     return QuantizedTensor.of(codes, scale, zero_point, *dequantize[3:6])
 
@@ -259,7 +259,7 @@ def shared_tensors(gm: GraphModule) -> set[str]:
 def own_weights(
     gm: GraphModule, context: Context, chooser: Selective
 ) -> Callable[[GraphModule], list[QuantizedWeight]]:
-    """Return a function that finds the selected weights of a block with codes read only once; report the skipped ones.
+    """Return a function that lists the selected weights of a block whose codes have one reader; report skipped weights.
 
     Args:
         gm: Converted graph.

@@ -42,7 +42,7 @@ class Ranks:
 
     @classmethod
     def current(cls, device: torch.device | None = None) -> Ranks:
-        """Return the ranks of the job that this process was started in; `torchrun` is enough.
+        """Return the ranks of this process's job; without a process group, create one from torchrun's environment.
 
         Args:
             device: Device that blocks run on, with its index. Default: device of the model.
@@ -66,7 +66,7 @@ class Ranks:
         return self.count == 1
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this process's slice of `items`; the slices of all processes, in order, are all items."""
+        """Return this process's slice of `items`; the slices of all processes, concatenated in order, are `items`."""
         return items[len(items) * self.index // self.count : len(items) * (self.index + 1) // self.count]
 
     def owners(self, sizes: Sequence[float], loads: list[float]) -> list[int]:
@@ -137,10 +137,11 @@ class Ranks:
         self.gather(None)
 
     def first(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` from the first process, while the others wait; if it fails, all processes raise.
+        """Run `work` in the first process while the others wait; return its result, or raise, in all processes.
 
         Raises:
-            QuarkError: The first process's error. Other exceptions stay there; the other processes then raise this.
+            QuarkError: If `work` raises it. If `work` raises another exception, the first process raises that one, and
+                the others raise `QuarkError`.
         """
         outcome: Any = None
         if self.index == 0:
@@ -188,8 +189,8 @@ class Ranks:
     def _collective(self, begin: Callable[..., Any]) -> None:
         """Run a collective; raise if a process fails before it joins.
 
-        All processes count collectives and failures, so that a failure reported at a count reaches the processes that
-        wait at the same count, and no later run.
+        Every process counts collectives and failures. A failure is reported under the current counts, so that it
+        reaches the processes that wait at the same counts, but no later run.
         """
         if _APART.get():
             raise QuarkError(
@@ -254,6 +255,6 @@ def _store() -> Any:
 
 
 ALONE = Ranks()
-"""A single process."""
+"""Ranks of a job with a single process."""
 
 __all__ = ["ALONE", "Ranks"]

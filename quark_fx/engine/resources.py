@@ -28,17 +28,17 @@ class Resources:
 
     Args:
         device: Device that blocks run on; it holds their weights only while they run. Default: device of the model.
-        cache: Limits of cached activations; the rest goes to disk. Default: all memory.
-        memory: Limit of the process's memory, in bytes or as `"6GiB"`. Activations that do not fit go to disk. A run
+        cache: Limits on the memory of cached activations; activations beyond them go to disk. Default: `CacheBudget()`.
+        memory: Limit on the process's memory, in bytes or as `"6GiB"`. Activations that do not fit go to disk. A run
             that is predicted to need more raises `ConfigError` before it begins. See `predict`.
-        disk: Limit of the files that a run with `output_dir` holds at once, in bytes or as `"6GiB"`.
+        disk: Limit on the size of all files that a run with `output_dir` holds at once, in bytes or as `"6GiB"`.
         checkpoint: Directory for finished blocks of passes that learn from data. The same call with the same directory
             continues an interrupted run, with the same result.
-        output_dir: Directory that the result is saved to (`QuantizedModel.save`). The model then needs less memory than
-            its weights: it runs block by block, and changed weights and finished blocks stay in files of this
-            directory until the result is complete. See `open_checkpoint`.
+        output_dir: Directory that the result is saved to (`QuantizedModel.save`). The run then needs less memory than
+            the model's weights: the model runs block by block, and changed weights and finished blocks stay in files of
+            this directory until the result is complete. See `open_checkpoint`.
         distributed: Whether all processes of a job make the same call and share the work. The process group is the
-            current one, or is created from torchrun's environment; directories are on a shared file system.
+            current one, or is created from torchrun's environment; directories must be on a shared file system.
 
     Raises:
         ConfigError: For a limit that is not a positive number of bytes, or an empty path.
@@ -63,12 +63,12 @@ class Resources:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Limit of the process's memory in bytes, `None` for no limit."""
+        """Limit on the process's memory in bytes, `None` for no limit."""
         return parse_bytes(self.memory, "memory")
 
     @property
     def disk_bytes(self) -> int | None:
-        """Limit of the files in bytes, `None` for no limit."""
+        """Limit on the size of all files in bytes, `None` for no limit."""
         return parse_bytes(self.disk, "disk")
 
     def given(self, names: Collection[str]) -> list[str]:
@@ -86,7 +86,7 @@ def require_usable(resources: Resources, owner: str = "quantize", names: Collect
     Args:
         resources: Value that the user gave.
         owner: Name of the call, for the message.
-        names: Fields that apply. Default: all.
+        names: Fields that the call accepts. Default: all fields.
     """
     if not isinstance(resources, Resources):
         raise ConfigError(f"resources must be a Resources, not {resources!r}; write Resources(device=..., memory=...)")

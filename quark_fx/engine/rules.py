@@ -35,8 +35,8 @@ def graph_rule(*targets: str, **promise: Any) -> _Decorator:
 
     If the rule returns a node and a text, `(node, "slope 0.1 → 0.102")`, the report shows the text; otherwise it shows
     both operators. If the rule raises `quark_fx.errors.Declined`, the node stays as it is, and the report shows the
-    reason. The pass erases replaced nodes that nothing reads, and returns the number of rewritten ones. On a dataclass
-    of options, the rule is `__call__`.
+    reason. The pass erases replaced nodes that nothing reads, and returns the number of rewritten nodes. If the
+    decorator is on a dataclass of options, the rule is the method `__call__`.
 
     Args:
         targets: Names of operators; none for all operators.
@@ -75,7 +75,7 @@ def _apply(
     gm: GraphModule,
     context: Context | None,
 ) -> int:
-    """Apply a rule to all calls of `targets`; return the number of rewritten ones."""
+    """Apply a rule to all calls of `targets`; return the number of rewritten calls."""
     count = 0
     for node in list(gm.graph.nodes):
         if node._erased or node.op != "call_function" or (targets and target_name(node) not in targets):

@@ -31,8 +31,8 @@ class Moment:
 
     Attributes:
         working: Bytes on the device that blocks run on.
-        cached: Bytes of activations, which may be stored elsewhere.
-        read: Bytes of them that are read back at once if they are.
+        cached: Bytes of cached activations, which may be stored on disk instead.
+        read: Bytes of cached activations that are read back at once if they are on disk.
     """
 
     working: int
@@ -46,9 +46,9 @@ class Need:
 
     Attributes:
         moments: Moments of the stage; the largest is its peak.
-        held: Bytes of the tensors that it leaves in place of others.
+        held: Bytes of the new tensors that remain after the stage.
         operations: Floating-point operations; a multiplication and an addition count as two.
-        blocks: Number of blocks that it visits.
+        blocks: Number of blocks that the stage visits.
     """
 
     moments: tuple[Moment, ...] = (Moment(0),)
@@ -64,10 +64,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Weight of an operator that is quantized.
+    """Sizes of an operator's quantized weight.
 
     Attributes:
-        groups, outputs, inputs: Shape of the weight as matrices.
+        groups, outputs, inputs: Shape of the weight as a stack of matrices.
         itemsize: Bytes per value.
         rows: Input rows in one batch.
         apart: Result of `has_scales_apart`.
@@ -87,12 +87,12 @@ class Matrices:
 
     @property
     def moment(self) -> int:
-        """Bytes of the Hessian of its input."""
+        """Bytes of the input's Hessian in float32."""
         return FLOAT32 * self.groups * self.inputs**2
 
     @property
     def target(self) -> int:
-        """Bytes of a weight of its shape in float32."""
+        """Bytes of the weight in float32."""
         return FLOAT32 * self.values
 
 
@@ -101,13 +101,13 @@ class BlockSize:
     """Memory and operations of a block.
 
     Attributes:
-        matrices: Weights of its operators that are quantized.
-        forward: Peak bytes of its values in a run on one batch, without its inputs.
-        entrances: Peak bytes of a run that computes only the inputs of its operators.
-        every_value: Bytes of all its values together, for a gradient.
-        entering: Bytes of its inputs for one batch, without inputs of the model.
-        leaving: Bytes of its new outputs for one batch.
-        operations: Operations for one batch.
+        matrices: Quantized weights of the block's operators.
+        forward: Peak bytes of the block's values in a run on one batch, without its inputs.
+        entrances: Peak bytes of a run that computes only the inputs of the block's weighted operators.
+        every_value: Total bytes of all values in the block, which a backward pass needs at once.
+        entering: Bytes of the block's inputs for one batch, without inputs of the model.
+        leaving: Bytes of the block's new outputs for one batch.
+        operations: Floating-point operations for one batch.
     """
 
     matrices: tuple[Matrices, ...]
@@ -120,7 +120,7 @@ class BlockSize:
 
     @property
     def weights(self) -> int:
-        """Bytes of its dequantized weights in float32."""
+        """Bytes of the block's dequantized weights in float32."""
         return sum(m.target for m in self.matrices)
 
 
@@ -182,7 +182,7 @@ class Sizes:
         return lengths
 
     def live(self, nodes: Collection[Node], kept: Iterable[Node] = ()) -> int:
-        """Return the peak of live bytes in a run of `nodes`, in order; `kept` stay alive until its end."""
+        """Return the peak of live bytes while `nodes` run in order; values of `kept` stay alive until the end."""
         order = list(nodes)
         owner = {node: node for node in order}
         for node in order:
@@ -311,7 +311,7 @@ class Sizes:
         blocks = self.blocks(Unit.BLOCK)
         cached = sum(block.entering for block in blocks)
         moments = (
-            # A block's values, and gradients, which are alive together like the values of a forward pass.
+            # All values of a block, and its gradients, whose peak equals the peak of values in a forward pass.
             Moment(block.every_value + block.forward, cached, 2 * block.entering)
             for block in blocks
         )
@@ -334,10 +334,10 @@ class Sizes:
             unit: Granularity of the cuts.
             turn: Function that returns the peak bytes of the work on a block, before its outputs are computed.
             streams: Number of value streams computed side by side, 1 or 2.
-            held: Bytes of the tensors that the walk leaves.
-            to_end: Run the whole graph; otherwise the outputs of the last block with quantized weights are not
-                computed.
-            work: Function that returns the operations of the work on a block, except one run per stream.
+            held: Bytes of the new tensors that remain after the walk.
+            to_end: Whether to run the whole graph; otherwise the outputs of the last block with quantized weights are
+                not computed.
+            work: Function that returns the operations of the work on a block, not counting one run per stream.
         """
         blocks, moments = self.blocks(unit), []
         if not to_end:
