@@ -5,7 +5,7 @@ follow the paper:
 
 1. Damping, column order, and Cholesky: `factor`. The paper factors the inverse of `H`. Here, `H` itself is
    factored as `(I + F) D (I + F)'`, `F` strictly upper triangular, and never inverted. The error is then a sum over
-   columns: column `k` of `(W - Q) (I + F)`, squared, times `D_k`. It depends only on the errors of columns up to `k`.
+   columns: column `k` of `(W - Q) (I + F)`, squared, times `D_k`. A term depends only on errors of columns up to `k`.
 2. Error feedback: `quantize_block` rounds `w_k` plus the errors of earlier columns times column `k` of `F`, which
    minimizes the error of that column. The paper passes on the errors of updated columns, times rows of its Cholesky
    factor; the values to round are the same.
@@ -36,26 +36,26 @@ DAMPING = 0.01
 """Fraction of a Hessian's mean diagonal that is added to the diagonal before factoring; passes can override it."""
 
 _BLOCK = 16
-"""Columns of the smallest block, which are rounded one by one."""
+"""Number of columns in the smallest block, which are rounded one by one."""
 
 _CHUNK = 1 << 21
-"""Approximate number of weights rounded together on a processor; more would need memory and miss its caches. A GPU
-takes 128 times as many, and five copies of them are a few gigabytes."""
+"""Approximate number of weights rounded together on a CPU; more would take more memory and miss the caches. A GPU
+rounds 128 times as many together; five copies of them are a few gigabytes."""
 
 _FACTORED = 1 << 22
 """Approximate number of Hessian elements that are factored together."""
 
 _ARRAYS = 6
-"""Arrays of the size of a chunk that exist at once while it is rounded."""
+"""Number of arrays of a chunk's size that exist at once while the chunk is rounded."""
 
 _ROWS = 64
-"""Rows of a Hessian that are permuted at once."""
+"""Number of rows of a Hessian that are permuted at once."""
 
 _LARGEST_CODE = 1 << 22
 """Exclusive limit on the magnitude of integer codes in the kernel for GPUs."""
 
 _DAMPING_STEP = 10.0
-"""Factor applied to damping that does not make `H` positive definite, up to the mean diagonal itself."""
+"""Factor by which damping grows until it makes `H` positive definite, up to the mean diagonal itself."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Factor:
             added to column `k`.
         pivots: Squared error of the output per squared error of a column, shape (groups, inputs).
         damping: Damping of each matrix, as a fraction of its mean diagonal, shape (groups,).
-        level: Largest damping, on the host.
+        level: Largest damping of all matrices, a number on the host.
     """
 
     order: Tensor
@@ -83,16 +83,16 @@ class Factor:
         return torch.empty_like(self.pivots).scatter_(-1, self.order, self.pivots)
 
     def residual_curvature(self, *hessians: Tensor) -> list[Tensor]:
-        """Return the squared error of the output, on some data, per squared rounding error of a column.
+        """Return the squared error of the output, on some data, per squared rounding error of each column.
 
-        The rounding errors `u`, taken after feedback, change the weight by `u (I + feedback)^-1`. If they are
-        independent, each has the weight of its entry on the diagonal of `(I + feedback)^-1 H (I + feedback)^-T`.
+        Rounding errors `u` after feedback change the weight by `u (I + feedback)^-1`. If they are independent, the
+        result is the diagonal of `(I + feedback)^-1 H (I + feedback)^-T`.
 
         Args:
             hessians: Hessians of the data, shape (groups, inputs, inputs).
 
         Returns:
-            A tensor for each Hessian, shape (groups, inputs), in the order of the weight's columns.
+            One tensor per Hessian, shape (groups, inputs), in the order of the weight's columns.
         """
         identity = torch.eye(self.order.shape[-1], device=self.order.device, dtype=torch.float32)
         inverse = torch.linalg.solve_triangular(
@@ -137,12 +137,12 @@ def factor(
     sharing: Columns | None = None,
     failures: list[Tensor] | None = None,
 ) -> Factor:
-    """Factor `h`; waits for the device once, or more often if a matrix needs more damping; never with `failures`.
+    """Factor `h`; wait for the device once, again for each increase of damping, or not at all with `failures`.
 
     Args:
         h: Sum of `x x'`, float32, shape (groups, inputs, inputs).
         damping: Fraction of the mean diagonal that is added to the diagonal.
-        by_activation: Round columns with the largest diagonal first, while the others can still compensate.
+        by_activation: Whether to round the columns with the largest diagonal first, while others can still compensate.
         sharing: Columns of each scale; columns that share a scale are rounded one after another, and `by_activation`
             then sorts scales by the sum of their diagonal.
         failures: List that gets a flag, shape (), true if the factor is invalid because `h` needs more damping or is
@@ -200,10 +200,10 @@ def _order(diagonal: Tensor, by_activation: bool, sharing: Columns | None) -> Te
 
 
 def damped(h: Tensor, share: Tensor) -> Tensor:
-    """Return a copy of `h`, shape (groups, inputs, inputs), with `share` of the mean added to its diagonal.
+    """Return a copy of `h` with `share` of the mean diagonal added to its diagonal.
 
     Args:
-        h: Hessians.
+        h: Hessians, shape (groups, inputs, inputs).
         share: Fraction of the mean diagonal, shape (groups,).
     """
     matrix = h.clone()
@@ -246,7 +246,7 @@ def stack_chunks(h: Tensor) -> list[slice]:
 
 
 def gptq_round(weight: Tensor, factor: Factor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return codes for `weight`, of its shape, rounded column by column with error feedback.
+    """Round `weight` column by column with error feedback; return codes of its shape.
 
     Args:
         weight: Weight of shape (groups, outputs, inputs).
@@ -267,7 +267,7 @@ def gptq_round(weight: Tensor, factor: Factor, grid: Grid, dtype: torch.dtype = 
 def _round_chunk(
     parts: Sequence[Tensor], order: Tensor, feedback: Tensor, grid: Grid, buffers: Sequence[Tensor]
 ) -> Tensor:
-    """Return the codes of some rows.
+    """Round a chunk of rows; return its codes.
 
     Args:
         parts: Weight, scale, and zero point, each of shape (groups, rows, inputs).
@@ -300,7 +300,7 @@ def feed_back_blocks(
     whole: int = 1,
     columns: tuple[int, int] | None = None,
 ) -> None:
-    """Quantize columns in blocks, and add the errors of each block to later ones.
+    """Quantize columns in blocks, and add the errors of each block to later columns.
 
     The first half of the columns is quantized, then its errors are added to the second half in one matrix product; each
     half is treated in the same way. These are the paper's lazy batch updates with blocks of every size.
@@ -311,8 +311,8 @@ def feed_back_blocks(
         feedback: Feedback between the columns, shape (groups, columns, columns).
         quantize: Function that rounds a block in place, after the errors of earlier columns were added.
         longest: Largest number of columns in a block.
-        whole: Number of columns that must be in one block; divides `longest` and the number of columns.
-        columns: First column and the one after the last; default: all.
+        whole: Number of adjacent columns that must be in one block; divides `longest` and the number of columns.
+        columns: First column, and the column after the last; default: all columns.
     """
     first, last = columns or (0, targets.shape[1])
     if last - first <= longest:
@@ -326,7 +326,7 @@ def feed_back_blocks(
 
 
 def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
-    """Round a block of columns in place, one by one, and add the error of each to the later ones.
+    """Round a block of columns in place, one by one, and add the error of each to later columns.
 
     Args:
         columns: Values to round, weight, scale, and zero point, each float32, shape (groups, columns, outputs). The
@@ -336,7 +336,7 @@ def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> N
     """
     targets, real, scale, zero_point = columns
     is_integer, (low, high) = grid.format.is_integer, grid.limits
-    # real - (code - zero_point) * scale, a single product to subtract
+    # real - (code - zero_point) * scale is offset - code * scale, with a single product.
     offset = torch.addcmul(real, zero_point, scale)
     parts = (targets, real, scale.reciprocal(), zero_point, offset, scale)
     for k, (want, code, inverse, zero, start, step) in enumerate(zip(*(p.unbind(1) for p in parts), strict=True)):
@@ -351,8 +351,8 @@ def quantize_block(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> N
 
 
 def _block_function(like: Tensor, grid: Grid) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
-    """Return the function that rounds a block on the device of `like`, and the longest block it takes."""
-    # The kernel computes the nearest code: it uses no lookup table, and sums of at most 22 bits.
+    """Return the function that rounds a block on the device of `like`, and the most columns that it can round."""
+    # The kernel computes the nearest code of integer and float formats; it has no lookup table for other formats.
     fmt, largest = grid.format, max(map(abs, grid.limits))
     computed = fmt.is_float or (fmt.is_integer and largest < _LARGEST_CODE)
     if computed and like.is_cuda and importlib.util.find_spec("triton") is not None:
@@ -366,7 +366,7 @@ def chunks(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
 
     Args:
         weight: Weight of shape (groups, outputs, inputs).
-        least: Values that a row takes, if more than its inputs.
+        least: Number of values that a row takes in memory, if more than its inputs.
     """
     groups, rows, inputs = weight.shape
     inputs = max(inputs, least)
@@ -378,7 +378,7 @@ def chunks(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
 
 
 def working_bytes(groups: int, outputs: int, inputs: int, tried: int = 0) -> int:
-    """Return the bytes needed on a processor to round a weight of this shape, in addition to the Hessian.
+    """Return the bytes needed on a CPU to round a weight of this shape, in addition to the Hessian.
 
     Args:
         groups, outputs, inputs: Shape of the weight.

@@ -41,7 +41,7 @@ def _quantize_block(
     columns: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
-    """Round `count` columns of `rows` outputs. Tensors but `feedback` start at the block, shape (inputs, outputs)."""
+    """Round `count` columns of `rows` outputs; inputs except `feedback` start at the block, shape (inputs, outputs)."""
     group = tl.program_id(1).to(tl.int64)
     k = tl.arange(0, columns)
     o = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -58,8 +58,8 @@ def _quantize_block(
         this = k[:, None] == j
         position = tl.sum(tl.where(this, w * i + z, 0.0), 0)
         code = tl.minimum(tl.maximum(position, low), high)
-        # Adding and subtracting 1.5 * 2**23 steps rounds a float32 of up to 22 bits half to even. The step of a small
-        # float grows with the power of two below its magnitude, which the exponent bits alone represent.
+        # Adding and subtracting 1.5 * 2**23 steps rounds a float32 of up to 22 bits to the nearest step, half to even.
+        # The step of a small float grows with the power of two below its magnitude, which the exponent bits represent.
         power = (code.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         far = tl.minimum(tl.maximum(power, lowest_power), highest_power) * shift
         code = (code + far) - far

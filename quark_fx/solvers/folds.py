@@ -18,7 +18,7 @@ from quark_fx.system.untrusted import brief
 
 
 class Fold(Protocol):
-    """Summary of the data observed so far; every observer is one."""
+    """Summary of the data observed so far; every observer is a fold."""
 
     def observe(self, x: Tensor) -> Self:
         """Return the fold that includes `x`, shape `(channels, values)`."""
@@ -39,7 +39,7 @@ def _require_fold(reading: Input | OutputError) -> None:
 
 @dataclass(frozen=True)
 class Input(Reading):
-    """A fold of an operator's input, or of the values rounded to an activation, in a single channel without padding.
+    """Fold of an operator's input, or of an activation before rounding, as a single channel without padding.
 
     An operator's input comes from the quantized graph, with everything before it quantized. Activations are observed in
     float, like in calibration.
@@ -48,7 +48,7 @@ class Input(Reading):
         fold: Observer with its options, or another fold.
 
     Raises:
-        ConfigError: For anything else, or for a class instead of an instance.
+        ConfigError: If `fold` is not a fold, or is a class instead of an instance.
     """
 
     fold: Fold
@@ -78,7 +78,7 @@ class Mean:
         return self.merge(replace(self, total=x.sum(1).double(), count=x.shape[1]))
 
     def merge(self, other: Self) -> Self:
-        """Return the mean of the data of both."""
+        """Return the mean of the data of `self` and `other` together."""
         if self.total is None or other.total is None:
             return other if self.total is None else self
         return replace(self, total=self.total + other.total, count=self.count + other.count)
@@ -97,13 +97,13 @@ class Mean:
 
 @dataclass(frozen=True)
 class OutputError(Reading):
-    """A fold of the float output minus the quantized output, per output channel of an operator.
+    """Fold of the float output minus the quantized output, per output channel of an operator.
 
     Args:
         fold: Observer or another fold, with its options; default: the mean.
 
     Raises:
-        ConfigError: For anything else, like `Input`.
+        ConfigError: If `fold` is not a fold, or is a class instead of an instance.
     """
 
     fold: Fold = field(default_factory=Mean)

@@ -49,16 +49,16 @@ class GradientSolver(Schedule, ABC):
 
         Args:
             grid: Scales, zero points, and format of the codes.
-            weight: Weight to stay nearest to, in the shape of the stored weight: the float weight or, after error
+            weight: Weight to stay close to, in the shape of the stored weight: the float weight or, after error
                 feedback, the float weight compensated for the errors of other inputs.
-            start: Initial codes, float32; not always the nearest.
+            start: Initial codes, float32; not always the codes nearest to `weight`.
 
         Raises:
-            Declined: If it cannot learn this weight; the weight keeps its codes, and the report shows the reason.
+            Declined: If the method cannot learn this weight, which then keeps its codes; the report shows the reason.
         """
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Learn the codes of `gm`; return how many weights changed.
+        """Learn the codes of weights in `gm`; return how many weights changed.
 
         Raises:
             CalibrationError: If the error of a block is NaN or infinite; the message names its operators.
@@ -78,7 +78,7 @@ class GradientSolver(Schedule, ABC):
         return sum(change.changed for change in context.changes)
 
     def _learnable(self, run: BlockRun, weights: list[QuantizedWeight], context: Context) -> list[QuantizedWeight]:
-        """Return the weights that the block's error depends on; report the skipped ones."""
+        """Return the weights that can be learned from the block's error; report the skipped weights."""
         targets = context.with_room(partial(run.targets, 0))
         reasons, numbers = {}, any(isinstance(t, Tensor) and t.is_floating_point() for t in targets)
         for weight in weights:
@@ -106,15 +106,15 @@ _EVALUATIONS = 20
 """Evaluations on the validation batches during the steps of one block."""
 
 _SMALLEST_SHARE = 0.1
-"""Lower limit of a learned activation scale, as a fraction of the calibrated one."""
+"""Lower limit of a learned activation scale, as a fraction of the scale before learning."""
 
 _Begin = Callable[[Grid, Tensor, Tensor], LearnedWeight]
-"""Function that makes codes learnable, given a grid, the weight to stay nearest to, and the initial codes."""
+"""Function that makes codes learnable, given a grid, the weight to stay close to, and the initial codes."""
 
 
 @dataclass(frozen=True)
 class _State:
-    """State during learning: codes, scale ratios, zero points, and biases of each weight; named activation scales."""
+    """State during learning: codes, scale ratios, zero points, and bias of each weight, and activation scales."""
 
     codes: list[Tensor]
     ratios: list[Tensor | None]
@@ -143,11 +143,11 @@ class _State:
 
 @dataclass(frozen=True)
 class _Reconstruction:
-    """Reconstruction of one block, so that its output matches the original block.
+    """Reconstruction of one block, so that its output matches the output of the float block.
 
-    Inputs come from the quantized stream, targets from the float stream. A start chooses the codes of each operator
-    separately; gradient steps then minimize the error of the block's output. The best state on validation data is
-    stored if it is better than the original one.
+    Inputs come from the quantized stream, targets from the float stream. The initial codes of each operator are chosen
+    separately (`Start`); gradient steps then minimize the error of the block's output. The best state on validation
+    data is stored if it is better than the original state.
 
     Attributes:
         gm: Whole quantized graph.
@@ -187,7 +187,7 @@ class _Reconstruction:
             parts = {
                 "scales": not torch.equal(original[weight.scale_name], now[weight.scale_name]),
                 "zero points": not torch.equal(original[weight.zero_point_name], now[weight.zero_point_name]),
-                # Biases that are not learned may still be rounded again, to scales that are.
+                # Biases that are not learned may still be rounded again, at learned scales.
                 "bias": self._learned_bias(weight) is not None
                 and not torch.equal(original[weight.name], now[weight.name]),
                 f"{count} activation scale{'s' * (count > 1)}": count > 0,
@@ -201,7 +201,7 @@ class _Reconstruction:
             self.context.note(Change(weight.name, what, share > 0 or bool(changed_parts), before, best, seconds))
 
     def _stored(self) -> dict[str, Tensor]:
-        """Return the stored values that may be learned, by the name of their tensor and by the module of biases."""
+        """Return the stored values that may be learned, by the name of the tensor or, for biases, of the module."""
         names = [name for w in self.weights for name in (w.codes, w.scale_name, w.zero_point_name)]
         tensors = {name: tensor_of(self.run.module, name) for name in (*names, *self.scales)}
         biases = {weight.name: self._learned_bias(weight) for weight in self.weights}
@@ -215,7 +215,7 @@ class _Reconstruction:
         return 1_000_003 * self.schedule.seed + self.run.index
 
     def _start(self, before: float) -> tuple[list[Tensor], float]:
-        """Store the start's codes if they are better; return the weights they are nearest to, and the error."""
+        """Store the initial codes if they are better; return the weights to stay close to, and the error."""
         real = {w.node.name: tensor_of(self.run.reference, w.weight).detach().float() for w in self.weights}
         rounded: dict[str, Tensor] = {}
 
@@ -229,7 +229,7 @@ class _Reconstruction:
         return list((real | rounded if best < before else real).values()), best
 
     def _take_steps(self, near: Sequence[Tensor], best: float) -> float:
-        """Learn, and store the best state if its error is below `best`; return the resulting error."""
+        """Take gradient steps, and store the best state if its error is below `best`; return the resulting error."""
         schedule, run, module = self.schedule, self.run, self.run.module
         grids = [weight.grid(module) for weight in self.weights]
         starts = [weight.scheme.format.decode(tensor_of(module, weight.codes)) for weight in self.weights]
@@ -250,7 +250,7 @@ class _Reconstruction:
                 state, best = _State.of(learned), error
             if waited >= schedule.patience and 2 * step > schedule.iterations:
                 break
-        # Biases are rounded when stored, but not while they are learned.
+        # The stored state is evaluated again, because biases are rounded when stored, but not while they are learned.
         return best if state is None else min(start, run.attempt(lambda: self._store(state, grids), start)[0])
 
     def _begin(self, weight: QuantizedWeight, grid: Grid, near: Tensor, start: Tensor) -> LearnedWeight:
@@ -273,7 +273,7 @@ class _Reconstruction:
         return {name: (max(least, _SMALLEST_SHARE * now[name]), most) for name, (least, most) in limits.items()}
 
     def _store(self, state: _State, grids: Sequence[Grid]) -> None:
-        """Store a state; biases follow the scales.
+        """Store a state; int32 biases are rounded again at the new scales.
 
         Raises:
             OverflowError: If an int32 bias overflows at the new scales of its weight.
@@ -295,7 +295,7 @@ class _Reconstruction:
 
 
 class _Kept(LearnedWeight):
-    """A weight that keeps its codes."""
+    """Weight that keeps its codes."""
 
     parameters = ()
 

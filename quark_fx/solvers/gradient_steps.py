@@ -18,7 +18,7 @@ from quark_fx.system import accelerator
 from quark_fx.system.memory import is_shortage
 
 _REORDERED_SUMS = 1e-6
-"""Relative squared error allowed for a batch with fewer rows, since sums are computed in another order."""
+"""Relative squared error allowed if fewer rows run together, because sums are then computed in another order."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class _Piece:
 
     Attributes:
         batch: Index of the batch on this rank.
-        rows: Indices of its samples, `None` for all.
-        seed: Seed of the values dropped in them, the same on any rank.
+        rows: Indices of the samples in the batch, `None` for all.
+        seed: Seed of the dropped values, which does not depend on the rank.
     """
 
     batch: int
@@ -36,18 +36,18 @@ class _Piece:
     seed: int
 
     def of(self, values: Sequence[Any]) -> list[Any]:
-        """Return the piece's samples of a batch's values."""
+        """Return the samples of this piece from the values of its batch."""
         return list(values) if self.rows is None else [x[self.rows] for x in values]
 
 
 class _MiniBatches:
-    """Draws samples of the calibration batches of all ranks.
+    """Sampler of mini-batches from the calibration batches of all ranks.
 
-    A mini-batch takes its samples from one batch, and from more if that has too few. If samples are not rows, it is one
-    whole batch.
+    A mini-batch takes its samples from one batch, or from several if one has too few. If dimension 0 does not count
+    samples, a mini-batch is one whole batch.
 
     Args:
-        run: Block with the inputs and targets.
+        run: Block that provides the inputs and targets.
         context: Context with the calibration batches of this rank.
         size: Samples per mini-batch.
         seed: Seed of the samples.
@@ -108,12 +108,12 @@ class _MiniBatches:
 
 
 def _divisible(run: BlockRun, batch: int, size: int) -> bool:
-    """Return whether dimension 0 counts samples: a few rows, reordered and run alone, give the same outputs again."""
+    """Return whether dimension 0 counts samples: whether a few rows, reordered and run alone, give the same outputs."""
     inputs, targets = run.reference_inputs(batch), run.targets(batch)
     sizes = {len(x) if isinstance(x, Tensor) and x.dim() else None for x in (*inputs, *targets)}
     if len(sizes) != 1 or None in sizes:
         return False
-    # Start with the last rows, which depend on earlier ones if the block is causal along dimension 0; never use all.
+    # Use the last rows, which depend on earlier rows if the block is causal along dimension 0, and never all rows.
     few = torch.arange(len(targets[0]), device=targets[0].device).flip(0)[: min(size, max(1, len(targets[0]) - 1))]
     try:
         with torch.no_grad():
@@ -136,12 +136,12 @@ def _mixed(x: Any, real: Any, share: float, generator: torch.Generator) -> Any:
 
 @dataclass(frozen=True)
 class Learned:
-    """The tensors that gradient steps change.
+    """Tensors that gradient steps change.
 
     Attributes:
         codes: Learnable codes of each weight.
         biases: Bias of each weight, `None` if it is not learned.
-        scales: Names and scales of activations.
+        scales: Scales of activations, by their names.
     """
 
     codes: Sequence[LearnedWeight]
@@ -150,7 +150,7 @@ class Learned:
 
     @property
     def others(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Biases and scales, in the form that `Trainable` takes."""
+        """Biases and activation scales, in the form that `Trainable` takes."""
         return [bias for bias in self.biases if bias is not None], list(self.scales.values())
 
     def groups(self, schedule: Schedule) -> list[dict[str, Any]]:
@@ -170,7 +170,7 @@ class Steps:
         run: Block to learn.
         context: Context with the calibration batches, and the ranks that share them.
         schedule: Schedule of the steps.
-        block: The block as a function of the learned tensors.
+        block: Block as a function of the learned tensors.
         learned: Learned tensors.
         limits: Lower and upper limit of each activation scale.
         seed: Seed of the samples, and of dropped values.
@@ -194,9 +194,9 @@ class Steps:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def taken(self, every: int) -> Iterator[tuple[int, Tensor]]:
-        """Take the steps; yield the number taken and the last error after each `every` steps and at the end.
+        """Take the steps; after every `every` steps and at the end, yield the number taken and the last error.
 
-        Does not wait for the device: the caller must check that the error is finite.
+        This does not wait for the device: the caller must check that the error, shape (), is finite.
         """
         last = self.schedule.iterations
         for first in range(1, last + 1, every):
@@ -212,7 +212,7 @@ class Steps:
             yield steps[-1], error
 
     def _differentiate(self, pieces: Sequence[_Piece], progress: float) -> Tensor:
-        """Compute the gradients of a mini-batch of all ranks; return its error."""
+        """Compute the gradients of a mini-batch over all ranks; return its error, shape ()."""
         targets, signals = self.context.with_room(partial(self._targets, pieces))
         if signals is not None:
             self.context.ranks.add(signals)
@@ -243,7 +243,7 @@ class Steps:
         return total
 
     def _targets(self, pieces: Sequence[_Piece]) -> tuple[list[list[Any]], Tensor | None]:
-        """Return the targets of pieces, and their sums of squares; `None` if the mini-batch is a single piece."""
+        """Return the targets of pieces, and sums of squares for `relative_error`, `None` if there is only one piece."""
         targets = [self.batches.targets(piece) for piece in pieces]
         if self.context.ranks.alone and len(targets) == 1:
             return targets, None

@@ -44,9 +44,9 @@ class Hessian:
             guidance, rows are weighted, here and in `shift`.
         shift: Sum of `(r - x) x'`, where `r` is the row in float, of the shape of `h`; `None` if not requested.
         rows: Number of rows, shape (groups,), on the host.
-        failures: Flags that a caller of `factors` must read: if one is true, a factor is invalid, and
-            `wait_for_factors` makes the next ones valid. `None`: every factor is checked at once, which waits for the
-            device.
+        failures: Flags that a caller of `factors` must read: if one is true, a factor is invalid, and the caller must
+            call `wait_for_factors` and get the factors again. `None` if every factor is checked when it is computed,
+            which waits for the device.
         unguided: Reason that rows are not weighted although guidance was requested; empty otherwise.
     """
 
@@ -61,7 +61,7 @@ class Hessian:
     def factors(
         self, *, damping: float, by_activation: bool, sharing: Columns | None = None
     ) -> Iterator[tuple[slice, Factor]]:
-        """Yield the factors of `h`, each with the slice of the stack it belongs to.
+        """Yield the factors of `h`, each after the slice of the stack that it belongs to.
 
         Factors are cached for the next operator that has the same input, except for a long stack: its factors would
         fill memory, so they are computed one at a time.
@@ -85,7 +85,7 @@ class Hessian:
         yield from factors
 
     def target(self, real: Tensor, share: float, factors: Iterable[tuple[slice, Factor]]) -> Tensor:
-        """Return the weight to round: `real`, moved toward the float model's outputs on its own inputs.
+        """Return the weight to round: `real`, changed so that its outputs are closer to the float model's outputs.
 
         Args:
             real: Float weight, shape (groups, outputs, inputs).
@@ -99,7 +99,7 @@ class Hessian:
 
     @classmethod
     def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> Hessian:
-        """Return sums without rows."""
+        """Return sums over zero rows."""
         h = torch.zeros(groups, inputs, inputs, device=device, dtype=torch.float32)
         rows = torch.zeros(groups, dtype=torch.int64)
         return cls(h, torch.zeros_like(h) if shifted else None, rows)
@@ -121,8 +121,8 @@ class Hessian:
             source: Source of the rows.
             reference: Source of the same rows in float, for `shift`.
             parts: Indices of the batches of each part.
-            weights: Function that returns the row weights of a batch, of the shape of the operator's output without
-                channels; default: all equal.
+            weights: Function that returns the row weights of a batch, in the shape of the operator's output without
+                channels; default: 1 for every row.
         """
 
         def summed(batches: Sequence[int]) -> Hessian:
@@ -173,10 +173,10 @@ class Hessian:
                 self.shift[group].addmm_((next(exact) - x).T, x)
 
     def finish(self, *, routed: bool) -> None:
-        """Mirror the upper triangle; if rows are routed by data, let groups with few rows borrow from the others.
+        """Mirror the upper triangle; if data routes rows to groups, add the average of the stack to every group.
 
         With fewer than about `n` rows, a matrix of `n` inputs is nearly singular: the rows miss some directions. The
-        average of the stack is added with the weight of `n` rows.
+        average is added with the weight of `n` rows.
         """
         inputs = self.h.shape[-1]
         for start in range(0, inputs, _TILE):  # a copy of a stack of matrices would be large
@@ -194,7 +194,7 @@ class Hessian:
     def add_rows_of(self, other: Hessian) -> None:
         """Add the rows of another Hessian of the same operator.
 
-        More rows never require more damping, so on a device factors are not waited for (`failures`).
+        More rows never require more damping, so on a device the host does not wait for new factors (`failures`).
         """
         self._factors.clear()
         self.put_off_failures()
@@ -215,7 +215,7 @@ class Hessian:
         self.failures = None if self.h.is_cpu else []
 
     def wait_for_factors(self) -> None:
-        """Drop factors that may be invalid, and check the next ones as they are computed."""
+        """Drop factors that may be invalid, and check later factors when they are computed."""
         self._factors.clear()
         self.failures = None
 
@@ -231,7 +231,7 @@ class Entrance:
 
     Attributes:
         mapping: Mapping from the operator to matrix products.
-        shape: Number of groups, and of inputs per group.
+        shape: Number of groups, and number of inputs per group.
     """
 
     def __init__(
@@ -251,9 +251,9 @@ class Entrance:
 
         Args:
             batch: Index of the batch.
-            unpadded: Positions that are not padding; `None`: all. Rows routed to experts all count, padding included.
-            weights: Weights of the rows, float32, of the shape of the operator's output without channels; each row is
-                multiplied by the root. `None`: all are 1.
+            unpadded: Positions that are not padding, `None` for all. All rows routed to experts count, even padding.
+            weights: Weights of the rows, float32, in the shape of the operator's output without channels; each row is
+                multiplied by the square root of its weight. `None` if all weights are 1.
         """
         mapping = self.mapping
         with running(batch):
@@ -287,11 +287,12 @@ class InputHessian(Reading):
     """The `Hessian` of a weight, measured on its operator's input with everything before it quantized.
 
     Args:
-        shifted: Measure `Hessian.shift`, which takes a second forward pass.
-        guided: Weight each row by the sensitivity of the end loss to an error there (`quark_fx.engine.guidance`). It
-            takes a forward and a backward pass of the float model, and each operator gets its own Hessian.
-        two_sided: Evaluate weights also by how errors of output channels add up in the end loss
-            (`QuantizedMatrix.outputs`). It takes the same passes.
+        shifted: Whether to measure `Hessian.shift`, which takes a second forward pass.
+        guided: Whether to weight each row by the sensitivity of the end loss to an error in that row
+            (`quark_fx.engine.guidance`). This takes a forward and a backward pass of the float model, and each operator
+            gets its own Hessian.
+        two_sided: Whether to evaluate weights also by how errors of output channels add up in the end loss
+            (`QuantizedMatrix.outputs`). This takes the same passes.
     """
 
     shifted: bool = False
@@ -305,7 +306,7 @@ class InputHessian(Reading):
         return not self.guided
 
     def guidance(self, context: Context) -> Guidance | None:
-        """Return the measurements of the end loss, made once on the float graph; collective: every rank must call it.
+        """Return the guidance, measured once on the float graph; collective: every rank must call it.
 
         Raises:
             CalibrationError: If calibration data is missing.
@@ -317,7 +318,7 @@ class InputHessian(Reading):
         return context.guidance
 
     def now(self, slot: WeightSlot, context: Context) -> QuantizedMatrix:
-        """Return the current quantized weight, with the weighting of its errors; measures nothing."""
+        """Return the current quantized weight, with the weighting of its errors, which must be measured already."""
         if not self.two_sided or context.guidance is None:
             return slot.now
         try:
@@ -326,7 +327,7 @@ class InputHessian(Reading):
             return replace(slot.now, outputs=None, one_sided=declined.reason)
 
     def measure(self, slots: Sequence[Slot], context: Context, batches: Sequence[int]) -> Hessian:
-        """Return the sums over all rows."""
+        """Return the sums over all rows of `batches`."""
         (hessian,) = self._measured(slots, context, [batches])
         return hessian
 

@@ -1,4 +1,4 @@
-"""Choose and apply a tensor for each site of a float graph, one after another; an interrupted run resumes."""
+"""Choose and apply a tensor for each site of a float graph, one after another; resume an interrupted run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def choose_in_turn(
     Args:
         sites: Sites of a graph.
         context: Context of the run.
-        choose: Function that is called before the graph changes and yields choices for some of the sites, by number, in
-            an order that is the same in every run.
+        choose: Function that is called with the remaining sites, by number, before the graph changes; it yields choices
+            in an order that is the same in every run.
         apply: Function that changes the graph at a site.
     """
     numbered, walk = dict(enumerate(sites)), context.next_walk()

@@ -26,7 +26,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """The weight of one operator. Matrices have the shape (groups, outputs, inputs).
+    """Quantized weight of one operator, as matrices of shape (groups, outputs, inputs).
 
     Attributes:
         name: Module of the operator.
@@ -37,11 +37,11 @@ class QuantizedMatrix:
         movable: True if scales can change individually.
         storable: Function that limits codes to ones that the target can store (`Coded.pairs`), in the shape of
             `stored`.
-        ranges: Function that rounds scales with offsets, or of two levels, to storable ones, in the shape of the scales
-            in `stored`; `None` for other scales.
+        ranges: Function that rounds two-level scales, or scales with offsets, to storable values, in the shape of the
+            scales in `stored`; `None` for other scales.
         outputs: Weighting of the errors of output channels (`Guidance.outputs`), shape (runs, n, n) for runs of `n`
-            channels; `None`: every channel counts separately.
-        one_sided: Reason that `outputs` are missing although requested.
+            channels; `None` if every channel counts separately.
+        one_sided: Reason that `outputs` is missing although it was requested; empty otherwise.
     """
 
     name: str
@@ -57,11 +57,11 @@ class QuantizedMatrix:
 
     @property
     def codes(self) -> Tensor:
-        """Values of the codes in the form of matrices; any dtype."""
+        """Values of the codes as matrices, in any dtype."""
         return self.mapping.matrix(self.stored.format.values_of(self.stored.codes))
 
     def grid(self, matrices: slice = slice(None)) -> Grid:
-        """Return the grid of the codes in the form of matrices; `matrices` selects some of a stack."""
+        """Return the grid of the codes with parameters as matrices; `matrices` selects some matrices of a stack."""
         stacked = self.mapping.stacked
         grid = Grid.of(self.stored[matrices] if stacked else self.stored, self.scheme)
         scale, zero_point = (self.mapping.matrix(p) for p in (grid.scale, grid.zero_point))
@@ -76,13 +76,13 @@ class QuantizedMatrix:
 
     @property
     def allowed(self) -> Callable[[Tensor], Tensor] | None:
-        """Function that rounds scales to ones that an 8-bit format can store; `None` for other formats."""
+        """Function that rounds scales to values of an 8-bit scale format; `None` if scales have another format."""
         kind = self.scheme.scale
         return kind.allowed(self.stored.scale) if kind.is_8_bit else None
 
     @property
     def free(self) -> FreeScales:
-        """Scales of the weight, and zero points if they are asymmetric; adjustable if it is `movable`."""
+        """Scales of the weight, and zero points if the scheme is asymmetric; they can change if it is `movable`."""
         return FreeScales.of(self.stored, self.scheme)
 
     def with_codes(self, codes: Tensor) -> QuantizedMatrix:
@@ -90,7 +90,7 @@ class QuantizedMatrix:
 
         Args:
             codes: Values as matrices. Each is rounded to the nearest value of the format within the limits of the
-                scheme; a limit of the target on pairs (`storable`) lowers some of them.
+                scheme; `storable` then lowers pairs that exceed the target's limit.
         """
         old = self.stored
         values = self.mapping.restore(codes, old.codes.new_empty(()).expand(old.layout.shape))
@@ -105,8 +105,8 @@ class QuantizedMatrix:
     def with_zero_points(self, zero_points: Tensor) -> QuantizedMatrix:
         """Return the matrix with other zero points, rounded to integers within the limits of the scheme.
 
-        The scheme has to be asymmetric (`free.zero_points` is not `None`) and the matrix `movable`. The codes stay as
-        they are; `nearest` rounds them again.
+        The scheme must be asymmetric (`free.zero_points` is not `None`) and the matrix `movable`. The codes stay as
+        they are; `nearest` rounds the weight again.
 
         Args:
             zero_points: Values of shape (groups, outputs, scales of a row).
@@ -121,9 +121,9 @@ class QuantizedMatrix:
         return None if self.ranges is None else self.stored.layout.columns(self.mapping)
 
     def with_ranges(self, scale: Tensor, offset: Tensor | None) -> QuantizedMatrix:
-        """Return the matrix with other scales, and offsets if it has them, rounded to storable ones.
+        """Return the matrix with other scales, and offsets if it has offsets, rounded to storable values.
 
-        Shapes are (groups, outputs, scales of a row).
+        Both arguments have shape (groups, outputs, scales of a row).
         """
         assert self.ranges is not None
         old, layout = self.stored, self.stored.layout
@@ -148,7 +148,7 @@ class QuantizedMatrix:
         512 sums, whose squares are measured. Products of different rows cancel in expectation.
 
         Args:
-            target: Weight without error, of the shape of `real`.
+            target: Weight to compare with, of the shape of `real`.
             h: Sum of `x x'` over the operator's inputs, shape (groups, inputs, inputs).
 
         Source:
@@ -158,10 +158,10 @@ class QuantizedMatrix:
 
 
 def relative_errors(matrices: Sequence[QuantizedMatrix], target: Tensor, h: Tensor) -> Tensor:
-    """Return `QuantizedMatrix.error` of several choices for one weight, shape (choices,).
+    """Return `QuantizedMatrix.error` of several versions of one weight, shape (versions,).
 
     Args:
-        matrices: Choices, which can differ in codes and scales.
+        matrices: Versions of the weight, which can differ in codes and scales.
         target, h: Arguments of `QuantizedMatrix.error`.
     """
     first = matrices[0]

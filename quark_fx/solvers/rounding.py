@@ -1,4 +1,4 @@
-"""Choose the codes of a weight so that its operator's output, not the weight itself, is nearest to the float one.
+"""Choose the codes of a weight so that its operator's output, not the weight itself, is nearest to the float output.
 
 For an operator that is linear in its weight, the squared error of the output over the calibration data is a quadratic
 form of the weight: two matrices summarize the data, and every code can be chosen given all others, without gradient
@@ -17,21 +17,21 @@ from quark_fx.numbers.quantized_tensor import decode
 from quark_fx.solvers.error_feedback import chunks
 
 _BLOCK = 128
-"""Inputs whose changes are propagated to the others in one matrix product."""
+"""Number of inputs whose changes are propagated to the other inputs in one matrix product."""
 
 _LEAST_CURVATURE = 1e-20
 """Smallest curvature of a weight; a weight whose input is always zero is rounded to nearest."""
 
 _CONVERGED = 1e-4
-"""Relative squared error; a sweep that improves by less is the last."""
+"""Decrease of the relative squared error; a sweep that lowers the error by less is the last."""
 
 _SETTLED = 1e-3
-"""Fraction of the initial error; refinement stops at a sweep that improves by less."""
+"""Fraction of the initial error; refinement stops after a sweep that lowers the error by less."""
 
 
 @dataclass
 class QuadraticError:
-    """The squared error of an operator's output as a quadratic form of its weight.
+    """Squared error of an operator's output as a quadratic form of its weight.
 
     With rows `x` on the quantized stream and outputs `y` in float, `sum |W x - y|^2 = tr(W H W') - 2 tr(W G') + c`.
 
@@ -49,7 +49,7 @@ class QuadraticError:
 
     @classmethod
     def of_nothing(cls, like: Tensor) -> QuadraticError:
-        """Return the form without rows, for a weight of the shape of `like`: (groups, outputs, inputs)."""
+        """Return the form over zero rows, for a weight of the shape of `like`: (groups, outputs, inputs)."""
         groups, _, inputs = like.shape
         h = torch.zeros(groups, inputs, inputs, device=like.device, dtype=torch.float32)
         return cls(h, torch.zeros_like(like, dtype=torch.float32), h.new_zeros(()), 0)
@@ -79,7 +79,7 @@ def round_by_descent(
     """Choose codes that minimize the error of the output by cyclic coordinate descent.
 
     The first sweep starts at the float weight and rounds column by column, each column compensating for earlier ones;
-    later sweeps move codes, column by column, to the best one given all others, until no code moves.
+    later sweeps move each code, column by column, to the best code given all others, until the error hardly falls.
 
     Args:
         weight: Weight of shape (groups, outputs, inputs).
@@ -87,7 +87,7 @@ def round_by_descent(
         grid: Scales, zero points, and format of the codes.
         sweeps: Largest number of sweeps.
         damping: Fraction of the mean diagonal of `h` that pulls toward `weight`, in directions where the data has
-            little energy; the number of inputs per row is added, since few rows leave many such directions.
+            little energy; the number of inputs per row is added, because few rows leave many such directions.
 
     Returns:
         Codes in float32, of the shape of `weight`.
@@ -112,11 +112,11 @@ def round_by_descent(
 def refine_by_descent(codes: Tensor, target: Tensor, h: Tensor, grid: Grid, *, sweeps: int) -> Tensor:
     """Lower the squared error of the output, `tr((W - T) H (W - T)')`, starting from given codes.
 
-    Every sweep moves each code to the best one given all others, column by column, which never raises the error.
+    Every sweep moves each code to the best code given all others, column by column, which never raises the error.
 
     Args:
         codes: Initial codes, shape (groups, outputs, inputs).
-        target: Weight `T` without error, of the same shape.
+        target: Weight `T` to approximate, of the same shape.
         h: Sum of `x x'`, damped so that its diagonal is positive, shape (groups, inputs, inputs).
         grid: Scales, zero points, and format of the codes.
         sweeps: Largest number of sweeps; a sweep that lowers the error by less than a thousandth of its initial value
@@ -151,10 +151,10 @@ def _inputs_first(grid: Grid, weight: Tensor) -> Grid:
 def _descend(
     values: Tensor, codes: Tensor, slope: Tensor, h: Tensor, grid: Grid, *, sweeps: int, least: Tensor
 ) -> None:
-    """Sweep until a sweep gains at most `least`; tensors have the shape (groups, inputs, outputs).
+    """Sweep until a sweep lowers the error by at most `least`; tensors have shape (groups, inputs, outputs).
 
     Codes change in place; on return, `values` and `slope` need not match them. On a device, stopping early would make
-    the host wait, so all sweeps run there and changes after the last one are undone.
+    the host wait, so all sweeps run there, and changes by sweeps after the stop are undone.
     """
     if codes.is_cpu:
         for _ in range(sweeps):
@@ -170,10 +170,10 @@ def _descend(
 
 
 def _sweep(values: Tensor, codes: Tensor, slope: Tensor, h: Tensor, grid: Grid) -> Tensor:
-    """Move each input to its best code, one after another, in place; return the decrease of the squared error.
+    """Set the codes of one input after another to the best codes, in place; return the decrease of the squared error.
 
     Args:
-        values: Dequantized codes, or initially floats, shape (groups, inputs, outputs).
+        values: Dequantized codes, or the float weight in the first sweep, shape (groups, inputs, outputs).
         codes: Codes of the same shape.
         slope: Half the gradient of the squared error with respect to `values`.
         h: Half the second derivative, shape (groups, inputs, inputs).
@@ -198,7 +198,7 @@ def _round_block(
     grid: Grid,
     block: slice,
 ) -> Tensor:
-    """Move each input of a block to its best code in place, in order; return the change, (groups, inputs, outputs)."""
+    """Set the codes of a block's inputs to the best codes in place; return the change, (groups, inputs, outputs)."""
     scale, zero_point = grid.scale, grid.zero_point
     before, local, inner = values[:, block].clone(), slope[:, block].clone(), h[:, block, block]
     for j in range(before.shape[1]):

@@ -28,30 +28,32 @@ from quark_fx.solvers.samples import CALIBRATION, POSITIONS, VALIDATION, Sample,
 from quark_fx.solvers.scaling import Measured, MeasuredSite, ScaleOf, ScalingSolver
 
 _CHOICE = 2
-"""Number of the part of the calibration samples that scales are chosen by, after the parts of the data."""
+"""Index of the samples that scales are chosen by, some of the calibration samples; smaller indices are parts of the
+data."""
 
 _FEW = 96
-"""Approximate number of positions in that part; few suffice, because good scales differ by less than they gain."""
+"""Approximate number of positions in the samples that scales are chosen by; few are enough, because errors of good
+scales differ by less than each of them gains."""
 
 _CODED_INPUT = Condition(
     # The rows that an expert reads depend on the data, so samples of its activation may not be its real input.
     lambda op: op.kind != "experts" and op.input is not None and not op.input.is_cast,
     "not every operator that reads it multiplies codes by codes, or data chooses its rows",
 )
-"""Operators whose input is quantized, and the same in every run on one batch."""
+"""Condition that an operator's input is quantized, and is the same in every run on one batch."""
 
 
 class SampledScaling(ScalingSolver, ABC):
     """Base class of scaling solvers that minimize the error of the quantized operators on samples of their inputs.
 
     Activations and weights are quantized. Scales and ranges are measured on other folds of the calibration data than
-    the samples they are evaluated on. A scale is applied if a good part of the error is gone, both on calibration and
-    on validation samples. A subclass has a `grid`, and a `scale` that follows from `SampleStatistics`.
+    the samples that they are evaluated on. A scale is applied if it removes more than 15 % of the error, both on
+    calibration and on validation samples. A subclass defines `grid`, and `scale` as a function of `SampleStatistics`.
     """
 
     @property
     def condition(self) -> Condition:
-        """Inputs that are quantized."""
+        """Condition that the inputs of the operators are quantized."""
         return _CODED_INPUT
 
     def measure(
@@ -78,7 +80,7 @@ class SampledScaling(ScalingSolver, ABC):
         def errors(scale: ScaleOf, parts: Sequence[int], limits: Sequence[bool]) -> list[Tensor]:
             """Return the relative squared error for each of `limits` and each part of the samples.
 
-            It covers the outputs, and the weights that produce the activation if these share one scale per tensor.
+            The error covers the outputs of the readers, and weights of the producers that have one scale per tensor.
             """
             scales = cache(lambda without: scale(statistics(without)).to(operators[0].weight.device))
             totals = [[0.0] * len(parts) for _ in limits]
@@ -96,7 +98,7 @@ class SampledScaling(ScalingSolver, ABC):
             return [torch.tensor([error], dtype=torch.float64) for total in totals for error in total]
 
         # Which pairs of codes exceed a limit of the target changes with every scale by chance, and few samples would
-        # show that as a gain. So scales are chosen without these limits, and must be better with them and without.
+        # show that as a gain. So scales are chosen without these limits, and must be better both with and without them.
         has_pairs = any(w.operator.pairs is not None for w in (*site.readers, *site.producers))
         limits = [True, False] if has_pairs else [True]
         return MeasuredSite(
@@ -119,13 +121,13 @@ class SampledScaling(ScalingSolver, ABC):
 
 @dataclass(frozen=True, eq=False)
 class SampleStatistics:
-    """Statistics of a site from samples. All tensors have shape (components,).
+    """Statistics of a site from samples, each of shape (components,).
 
     Attributes:
         components: Number of components of the site.
-        inputs: Component of each channel, and samples of the activation, per operator with this input.
-        without: Fold to leave out.
-        largest_weight: Largest magnitude of those operators' weights.
+        inputs: Component of each channel and samples of the activation, for each operator that reads the site.
+        without: Fold to leave out, `None` to use all.
+        largest_weight: Largest magnitude of the operators' weights, shape (components,).
     """
 
     components: int
@@ -159,7 +161,7 @@ def _largest(pairs: Iterable[tuple[Tensor, Tensor]], components: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Operator:
-    """Operator that reads a site, with a module that computes it, its samples, and its float outputs of them."""
+    """Operator that reads a site, with a module that computes it, samples of its input, and its outputs in float."""
 
     reader: Reader
     spec: TensorSpec
@@ -192,14 +194,14 @@ class _Operator:
             return [self.module(x)[0] for x in ([torch.cat(list(inputs))] if joined else inputs)]
 
     def rounded_weights(self, scale: Tensor, limits: Sequence[bool]) -> list[Tensor]:
-        """Return the dequantized product of the weight and a scale, for each of `limits`."""
+        """Return the weight times a scale, quantized and dequantized, for each of `limits`."""
         scaled = self.weight.float() * per_element(self.reader.labels, scale)
         return [rounded.to(self.weight.dtype) for rounded in _rounded(scaled, self.reader.operator, limits)]
 
     def in_codes(self, part: int, scales: Callable[[int | None], Tensor]) -> Iterator[Tensor]:
         """Yield the samples, quantized and dequantized with the scale applied.
 
-        Scale and range of a sample are measured without its fold, so the error estimates the error on new data.
+        The scale and range for a sample are measured without its fold, so the error estimates the error on new data.
         """
         divisors = cache(lambda without: per_element(self.reader.scaled.labels, scales(without)))
         ranges = cache(lambda without: self._qparams(divisors(without), without))
@@ -229,7 +231,7 @@ class _Operator:
 
 
 def _rounded(weight: Tensor, operator: Coded, limits: Sequence[bool]) -> list[Tensor]:
-    """Return the dequantized weight, with the target's limit on sums of pairs of codes or without."""
+    """Return the dequantized weight for each of `limits`: with or without the target's limit on sums of code pairs."""
     spec, linear = operator.weight, operator.linear
     observed = None if spec.is_cast else observe_tensor(weight, spec, linear)
     bounds = (operator.pairs if limited else None for limited in limits)
@@ -238,7 +240,7 @@ def _rounded(weight: Tensor, operator: Coded, limits: Sequence[bool]) -> list[Te
 
 @dataclass(frozen=True, eq=False)
 class _Reference:
-    """Reference values to compare others with."""
+    """Reference values that other values are compared with."""
 
     values: list[Tensor]
 
@@ -247,7 +249,7 @@ class _Reference:
         return _squared(r.float() for r in self.values)
 
     def error(self, values: Sequence[Tensor]) -> float:
-        """Return the squared error of other values, relative to the sum of squares of these."""
+        """Return the squared error of `values`, relative to the sum of squares of the reference values."""
         noise = _squared(x.float() - r.float() for x, r in zip(values, self.values, strict=True))
         return noise / max(self._power, torch.finfo(torch.float32).tiny)
 

@@ -22,31 +22,31 @@ from quark_fx.system import accelerator
 from quark_fx.system.memory import Slabs
 
 CALIBRATION, VALIDATION = range(2)
-"""Numbers of the parts of the data."""
+"""Indices of the parts of the data."""
 
 POSITIONS = (384, 192)
-"""Approximate number of positions sampled from each part; with little data, a sixth of it, at least `_FEWEST`."""
+"""Approximate number of positions sampled from each part; with little data, a sixth of all, but at least `_FEWEST`."""
 
 _FEWEST = 128
 
 _BATCHES = 16
-"""Largest number of batches that samples come from; each gives at least one sample, or a window of one."""
+"""Largest number of batches that samples come from; each gives at least one sample, or a window of a sample."""
 
 _FOLDS = 4
-"""Folds of the calibration data; each is evaluated with scales and ranges measured on the others."""
+"""Number of folds of the calibration data; each is evaluated with scales and ranges measured on the other folds."""
 
 _GOLDEN = 0.618
 """Golden ratio conjugate; the fractional parts of its multiples are spread evenly over the unit interval."""
 
 Sample = tuple[int | None, Tensor]
-"""Samples of an activation and their fold, `None` for validation data."""
+"""Fold (`None` for validation data), and samples of an activation in that fold."""
 
 Value = tuple[Node, int]
-"""A value of a graph and the dimension of its channels."""
+"""Node of a value, and the dimension of its channels."""
 
 
 class _Watch(nn.Module):
-    """Passes a value to a function while batches run in order, once for each part of the data that a batch is in."""
+    """Module that passes a value to a function while batches run in order, once per part of the data with the batch."""
 
     def __init__(self, observe: Callable[[Tensor, int, int], None], parts: Sequence[Sequence[int]]) -> None:
         super().__init__()
@@ -68,10 +68,11 @@ def watch_inputs(
     """Run the calibration batches once, and observe each value that operators of the sites read.
 
     Args:
-        gm: Graph to run, of the sites or a copy of their graph; unchanged.
+        gm: Graph of the sites, or a copy of it; unchanged.
         sites: Sites.
         context: Context of the run.
-        observe: Function that is called with a value, its tensor, the part of the data, and the batch of this rank.
+        observe: Function that is called with a value, its tensor, the part of the data, and the index of the batch on
+            this rank.
     """
     context.data.require_batches()
     values = dict.fromkeys((r.scaled.value, r.scaled.axis) for site in sites for r in site.readers)
@@ -82,7 +83,7 @@ def watch_inputs(
 
 @dataclass(frozen=True)
 class Samples:
-    """Ranges and samples of an activation. The class is a fold: parts of the data merge to the result of all of it.
+    """Ranges and samples of an activation. The class is a fold: results of parts of the data can be merged.
 
     Attributes:
         axis: Dimension of the channels.
@@ -90,7 +91,7 @@ class Samples:
         window: Positions that one output of a reader depends on, along each dimension except samples and channels;
             `None` for all.
         ranges: Range of each channel, by fold of the calibration data.
-        samples: Samples by part of the data, in its order.
+        samples: Samples of each part of the data, in order.
     """
 
     axis: int
@@ -128,7 +129,7 @@ class Samples:
 
     @classmethod
     def _of(cls, axis: int, readers: Sequence[Linear]) -> Samples:
-        """Return the state before any data of a value that some operators read."""
+        """Return empty samples for a value that `readers` read."""
         windows = [
             [(size - 1) * step + 1 for size, step in zip(linear.kernel, linear.dilation, strict=True)]
             for linear in readers
@@ -139,20 +140,20 @@ class Samples:
         return cls(axis, axis > 0 and not any(linear.stacked for linear in readers), window)
 
     def range(self, without: int | None) -> tuple[Tensor, Tensor]:
-        """Return the smallest and largest value per channel, over all folds but `without` if there are others."""
+        """Return the smallest and largest value per channel over all folds but `without`, unless it is the only one."""
         extremes = reduce(MinMax.merge, (ends for fold, ends in self.ranges.items() if self._counts(fold, without)))
         low, high = extremes.ends
         return low.float(), high.float()
 
     def calibration_samples(self, without: int | None) -> list[Tensor]:
-        """Return the calibration samples of all folds but `without` if there are others."""
+        """Return the calibration samples of all folds but `without`, unless it is the only one."""
         return [x for fold, x in self.samples[CALIBRATION] if self._counts(fold, without)]
 
     def _counts(self, fold: int | None, without: int | None) -> bool:
         return fold != without or len(self.ranges) == 1
 
     def observe(self, x: Tensor, part: int, number: int, count: int, slabs: Slabs) -> None:
-        """Add the batch with a number among the `count` batches of a part of the data."""
+        """Add batch `number` of the `count` batches in a part of the data."""
         learned = part == CALIBRATION
         pieces = -(-_FOLDS // count) if learned and self.divisible else 1
         for i, piece in enumerate(x.tensor_split(pieces) if pieces > 1 else (x,)):
@@ -176,7 +177,7 @@ class Samples:
             end.copy_(now)
 
     def _cut(self, x: Tensor, part: int, number: int, count: int, pieces: int) -> Tensor:
-        """Return some samples of a piece of a batch, or adjacent positions of one, at another place for each batch."""
+        """Return some samples of a piece of a batch, or a window of one sample; its place varies with `number`."""
         if not self.divisible:
             return x
         each = max(1, x[:1].numel() // x.shape[self.axis])
@@ -194,14 +195,14 @@ class Samples:
         return x
 
     def merge(self, other: Samples) -> Samples:
-        """Return the statistics of the data of both; the data of `other` comes second."""
+        """Return the ranges and samples of both; the data of `other` comes second."""
         samples = tuple(ours + theirs for ours, theirs in zip(self.samples, other.samples, strict=True))
         folds = {**self.ranges, **other.ranges}
         ranges = {fold: self.ranges.get(fold, MinMax()).merge(other.ranges.get(fold, MinMax())) for fold in folds}
         return replace(self, ranges=ranges, samples=samples)
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> Samples:
-        """Return the statistics on a device; with `copy`, in new memory. Waits once for each dtype."""
+        """Return the ranges and samples on a device, with `copy` in new memory; wait once for each dtype."""
         ends = [end for extremes in self.ranges.values() for end in extremes.ends]
         tensors = [*ends, *(x for pairs in self.samples for _, x in pairs)]
         moved = iter(accelerator.moved(tensors, torch.device(device), copy=copy))

@@ -1,4 +1,4 @@
-"""Find scales of a weight that keep the output of its operator, not the weight itself, nearest to the float one."""
+"""Find scales of a weight that keep its operator's output, not the weight itself, nearest to the float output."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.system import accelerator
 
 _CHUNK = 128
-"""Inputs whose errors are evaluated together with rounding to nearest; correlations of inputs further apart are
-ignored in the search."""
+"""Number of inputs whose errors are evaluated together with rounding to nearest; correlations of inputs further apart
+are ignored in the search."""
 
 _AT_ONCE = 1 << 20
 """Approximate number of weights processed together."""
@@ -50,7 +50,7 @@ MOST_TRIED = len(_AROUND)
 
 
 def around(scheme: Scheme) -> tuple[float, ...]:
-    """Return the ratios of a scale to try, larger ones included; the first is 1, the scale itself.
+    """Return the ratios of a scale to try, including ratios above 1; the first is 1, the scale itself.
 
     Large float values are further apart than small ones, so a wider range may suit a block better (Cook et al. 2025,
     "Four Over Six"); and weights with error feedback may exceed the range of the original weights.
@@ -66,7 +66,7 @@ def fit_scales(
     allowed: Callable[[Tensor], Tensor] | None = None,
     tried: Sequence[float] = RATIOS,
 ) -> Tensor:
-    """Return, per block of inputs and output, the ratio of the scale whose rounding changes the output least.
+    """Return, per output and block of inputs, the ratio of the scale at which rounding changes the output least.
 
     The error of a block is `d H d'`, where `d` is the rounding error of its weights: the squared error of the partial
     product over the data.
@@ -76,7 +76,7 @@ def fit_scales(
         h: Sum of `x x'`, shape (groups, inputs, inputs).
         grid: Current scales, zero points, and format of the codes.
         columns: Inputs that share a scale, one block per scale.
-        allowed: Function from desired scales to ones that can be stored; default: the scales themselves.
+        allowed: Function from desired scales to scales that can be stored; default: the scales themselves.
         tried: Candidate ratios.
 
     Returns:
@@ -113,8 +113,8 @@ def fitted_to_feedback(
 ) -> QuantizedMatrix:
     """Return `weight` with the scales that minimize the expected error of error feedback.
 
-    Its scales must be adjustable, individually or with offsets. Scales with offsets, and scales
-    of two levels, are fitted to the weights with the curvature of each input.
+    The scales must be adjustable, individually or with offsets. Scales with offsets, and two-level scales, are fitted
+    to the weights, whose errors count by the curvature of the input (`fit_ranges`).
     """
     if weight.columns is None:
         return _fitted_ranges(weight, target, factors)
@@ -137,12 +137,12 @@ def _fitted_ranges(weight: QuantizedMatrix, target: Tensor, factors: Iterable[tu
 def _fit_scales_to_feedback(
     weight: Tensor, factor: Factor, grid: Grid, columns: Columns, allowed: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return, per block of inputs and output, the ratio of the scale with the smallest error after error feedback.
+    """Return, per output and block of inputs, the ratio of the scale with the smallest error after error feedback.
 
-    Error feedback rounds a weight plus the feedback of earlier inputs' errors, which spreads around the weight: here as
-    if these errors were independent, and as large as with rounding to nearest over the whole range. The error of an
-    input counts by its curvature alone, because later inputs compensate for the rest. Weights of few bits therefore
-    keep more of their range than with `fit_scales`.
+    Error feedback rounds a weight plus the feedback of earlier inputs' errors. The search treats this sum as normally
+    distributed around the weight, with errors that are independent, and as large as with rounding to nearest over the
+    whole range. The error of an input counts by its curvature alone, because later inputs compensate for the rest.
+    Weights of few bits therefore keep more of their range than with `fit_scales`.
 
     Args:
         weight: Weight to round, shape (groups, outputs, inputs), float32.
@@ -211,11 +211,11 @@ def _lost(grid: Grid, scale: Tensor, zero_point: Tensor, weight: Tensor) -> Tens
 
 
 def fit_ranges(weight: Tensor, importance: Tensor, scheme: Scheme, columns: Columns) -> tuple[Tensor, Tensor | None]:
-    """Return, per block of inputs and output, the scale and offset whose nearest codes have the smallest error.
+    """Return, per output and block of inputs, the scale and offset whose nearest codes have the smallest error.
 
     The error is the squared error of each weight times the importance of its input. For given codes, the best scale
-    and offset solve a linear system of two unknowns; initial codes come from ranges slightly wider and narrower than
-    the block's. Offsets of two levels are at most zero, because their blocks hold no positive ones.
+    and offset solve a linear system with two unknowns; initial codes come from ranges slightly wider and narrower than
+    the block's range. Two-level offsets are at most zero, because blocks store no positive two-level offsets.
 
     Args:
         weight: Weight of shape (groups, outputs, inputs).
@@ -243,7 +243,7 @@ def fit_ranges(weight: Tensor, importance: Tensor, scheme: Scheme, columns: Colu
 
 
 def _affine(x: Tensor, w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Fit scales and offsets to blocks, the last dimension of `x` and of its weights."""
+    """Fit scales and offsets to blocks, which are the last dimension of `x` and of its weights `w`."""
     low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
     span, steps = (high - low).clamp_min(torch.finfo(torch.float32).tiny), scheme.qmax
     nested = scheme.scale.multiples is not None

@@ -1,4 +1,4 @@
-"""A scaling solver gives the scale of a site by a formula, and the error that a scale leaves; the rest is done here.
+"""A scaling solver has a formula for the scale of a site, and measures errors at scales; the engine does the rest.
 
 The engine finds the sites, searches the formula's grid for the smallest error on calibration data, and applies the best
 scale if its error on validation data is smaller, too. It reports errors and resumes interrupted runs.
@@ -34,10 +34,11 @@ from quark_fx.system import accelerator
 S = TypeVar("S", bound=type)
 
 _LONG = 10
-"""Smallest number of steps of a long axis of a grid, which is first tried at every fifth of its length."""
+"""Largest number of positions along a short axis of a grid; a longer axis is first tried at every fifth of its
+length."""
 
 _ROUNDS = 2
-"""Rounds of a search per step size on a device; the first often finds a better point, the next seldom does."""
+"""Number of rounds per step size of a search on a device; the first often finds a better point, the second seldom."""
 
 
 ScaleOf = Callable[[Any], Tensor]
@@ -55,17 +56,17 @@ class Magnitudes(NamedTuple):
 class MeasuredSite:
     """Statistics of a site, and the quantization error at it as a function of its scale.
 
-    Both functions get a function from statistics to a scale: an error may be computed on some of the data, with scales
-    that follow from the others.
+    Both functions get a function from statistics to a scale, so that an error can be computed on one part of the data,
+    with a scale that follows from the other parts.
 
     Attributes:
         statistics: Statistics of all calibration data, from which the applied scale follows.
         error: Function that returns relative squared errors on calibration data, shape (n,); the search minimizes their
             mean.
-        validation_errors: Function that returns such errors alternately on validation and on calibration data. Their
-            means must all fall; the report shows the first.
-        largest_ratio: Ratio of a new error to an old one that must not be reached.
-        device: Device that computes `error` without being waited for; `None` if the host computes it, or waits.
+        validation_errors: Function that returns such errors alternately on validation and on calibration data. The
+            means of all must fall; the report shows the first.
+        largest_ratio: Exclusive upper limit on the ratio of an error with the scale to the error without it.
+        device: Device that computes `error` while the host does not wait; `None` if the host computes it, or waits.
     """
 
     statistics: Any
@@ -76,7 +77,7 @@ class MeasuredSite:
 
 
 Measured = Iterator[tuple[int, Callable[[], MeasuredSite]]]
-"""Numbers of sites, each with a function that returns its error, or raises `Declined` if no scale can be tried."""
+"""Numbers of sites, each with a function that returns the measured site, or raises `Declined` without scales to try."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class ScalingSolver(Selective, ABC):
     after its class, and preserves the function that the graph computes.
 
     Args:
-        explicit: Insert a multiplication if nothing before the site can absorb the scale.
+        explicit: Whether to insert a multiplication if nothing before the site can absorb the scale.
     """
 
     explicit: bool = False
@@ -95,7 +96,7 @@ class ScalingSolver(Selective, ABC):
     @property
     @abstractmethod
     def grid(self) -> Mapping[str, Sequence[float]]:
-        """Parameters to choose, by their name in the report, each with its values in increasing order."""
+        """Parameters to choose, by their names in the report, each with its values in increasing order."""
 
     @abstractmethod
     def scale(self, statistics: Any, values: tuple[float, ...]) -> Tensor:
@@ -129,7 +130,7 @@ class ScalingSolver(Selective, ABC):
         """Return the needs of a run."""
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Scale the sites of `gm` that have quantized readers; return how many changed."""
+        """Scale the sites of `gm` that have quantized readers; return how many sites changed."""
         sites = planned_sites(gm, context, self, self.condition, explicit=self.explicit)
 
         def choose(pending: Mapping[int, PlannedSite]) -> Iterator[Chosen]:
@@ -185,7 +186,7 @@ class ScalingSolver(Selective, ABC):
         return values_at(_search(errors, sizes, self._tried_on_device(site, axes)).tolist())
 
     def _tried_on_device(self, site: MeasuredSite, axes: Sequence[Sequence[float]]) -> Tensor | None:
-        """Return the errors at points of a search on the site's device, which the host waits for once."""
+        """Return the errors at points of a search on the site's device, NaN at others; the host waits once."""
         if site.device is None or site.device.type == "cpu":
             return None
         values_of = [torch.tensor(axis, dtype=torch.float32).to(site.device) for axis in axes]
@@ -205,7 +206,7 @@ class ScalingSolver(Selective, ABC):
 
 def _means(errors: Iterable[Tensor], device: torch.device | None) -> list[float]:
     """Return the mean of each tensor, computed in float64; waits for a device once (`MeasuredSite.device`)."""
-    # A check that is put off keeps the tensor that it names.
+    # A deferred check keeps the tensor that its message names.
     later: AbstractContextManager[list[accelerator.Check]]
     later = nullcontext([]) if device is None else accelerator.checked_later()
     with later as checks:
@@ -229,8 +230,8 @@ def _search(
     """Return the point of a grid with the smallest error found, by searching along each axis, then in smaller steps.
 
     A point holds its position along each axis, int64, shape (axes,). A long axis is tried at every fifth of its length,
-    then around the best point. A short axis is followed from its middle while the error falls, or tried whole with
-    `rounds`.
+    then around the best point. A short axis is followed from its middle while the error falls or, with `rounds`, tried
+    at every position.
 
     Args:
         errors: Function from points, shape (points, axes), to their errors, shape (points,). It is called with as many
@@ -249,7 +250,7 @@ def _search(
     )
 
     def least(points: Sequence[Tensor], tried: int = 1) -> Tensor:
-        """Return the point with the smallest error, of equal ones the first; so many were tried before."""
+        """Return the first point with the smallest error; the first `tried` points have errors in the table."""
         candidates = torch.stack([*points])
         numbers = (candidates * strides).sum(1)
         new = candidates[tried:] if rounds else candidates[table[numbers].isnan()].unique(dim=0)

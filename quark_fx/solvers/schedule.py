@@ -1,4 +1,4 @@
-"""Options of learning codes by gradient steps: duration, rates, and start; and the resources needed."""
+"""Options for learning codes by gradient steps (duration, rates, and start), and the memory and time that it takes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from quark_fx.solvers.starts import ROWS, Start
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _LEARNED_COPIES = 6
-"""Copies of a weight while it is learned: float, parameter, gradient, two moments of the optimizer, and rounded."""
+"""Number of copies of a learned weight: float, parameter, gradient, two moments of the optimizer, and rounded."""
 
 _RANGED_COPIES = 4
-"""Additional copies for the gradient of its scales."""
+"""Number of additional copies of a weight for the gradient of its scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class Schedule(Selective):
 
     Args:
         unit: Unit to reconstruct: `"operator"` (with the operations that follow it) or `"block"`.
-        iterations: Largest number of gradient steps per unit; 0 keeps the start.
-        batch_size: Samples per step, from one calibration batch, or from several if it has fewer.
+        iterations: Largest number of gradient steps per unit; 0 keeps the initial codes.
+        batch_size: Number of samples per step, from one calibration batch, or from several if one has fewer.
         learning_rate: Learning rate of the codes; its unit depends on the method.
-        scale_rate: Learning rate of activation scales, relative to their size; 0 keeps them.
-        bias_rate: Learning rate of biases, relative to their mean magnitude; 0 keeps them.
-        drop: Probability that an activation stays in float during a step (QDrop).
+        scale_rate: Learning rate of activation scales, relative to their size; 0 keeps the scales.
+        bias_rate: Learning rate of biases, relative to their mean magnitude; 0 keeps the biases.
+        drop: Probability that a value of an activation stays in float during a step (QDrop).
         start: Initial codes: `"descent"`, `"feedback"`, or the current `"codes"` from earlier passes.
         seed: Seed of the samples, and of dropped values.
 
@@ -42,7 +42,7 @@ class Schedule(Selective):
     """
 
     patience: ClassVar[int] = 5
-    """Number of evaluations on the validation batches, of twenty, without improvement before stopping."""
+    """Number of evaluations on validation batches, of about twenty, without improvement before learning stops."""
 
     unit: Unit = Unit.OPERATOR
     iterations: NonNegativeInt = 250
@@ -61,11 +61,11 @@ class Schedule(Selective):
 
     @property
     def fits_scales(self) -> bool:
-        """True if adjustable scales of weights are learned as well; error feedback then shrinks them first."""
+        """True if adjustable scales of weights are learned as well; error feedback then shrinks the scales first."""
         return False
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return the needs of a run: the values for a gradient, and the copies of each learned weight."""
+        """Return the needs of a run: the values that a gradient needs, and the copies of each learned weight."""
 
         def turn(block: BlockSize) -> int:
             rows = (FLOAT32 * m.groups * m.inputs * min(m.rows, ROWS) for m in block.matrices)

@@ -1,4 +1,4 @@
-"""Values that solvers choose: how to find them in a block, read them, measure data for them, and store others."""
+"""Values that solvers choose: find them in a block, read them, measure data for them, and replace them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Activation:
 
 
 class Slot(ABC):
-    """One value in a block that a solver chooses."""
+    """Value in a block that a solver chooses."""
 
     @property
     @abstractmethod
@@ -97,7 +97,7 @@ class Slot(ABC):
 
     @abstractmethod
     def tensors(self, new: Any) -> dict[str, Tensor]:
-        """Return the tensors of the quantized graph that store `new`, of the type of `now`, with their names.
+        """Return the tensors of the quantized graph that store `new`, a value of the type of `now`, by their names.
 
         Raises:
             OverflowError: If `new` cannot be stored; the message is the reason.
@@ -109,12 +109,12 @@ class Slot(ABC):
 
     @abstractmethod
     def inputs(self, context: Context, batches: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the input values, batch by batch, without padding, shape `(1, values)`."""
+        """Yield the operator's input, or the activation, batch by batch, without padding, shape `(1, values)`."""
 
 
 @dataclass(frozen=True, eq=False)
 class OperatorSlot(Slot):
-    """A value of a weighted operator.
+    """Value of a weighted operator: its weight or its bias.
 
     Attributes:
         run: Block of the operator.
@@ -147,11 +147,11 @@ class OperatorSlot(Slot):
 
 @dataclass(frozen=True, eq=False)
 class WeightSlot(OperatorSlot):
-    """The weight of an operator.
+    """Weight of an operator.
 
     Attributes:
         mapping: Mapping from the operator to matrix products.
-        real: Float weight in the shape it is stored in.
+        real: Float weight in its stored shape.
     """
 
     mapping: LinearMap
@@ -166,10 +166,10 @@ class WeightSlot(OperatorSlot):
         return QuantizedMatrix(self.name, real, stored, weight.scheme, self.mapping, movable, weight.limited, ranges)
 
     def tensors(self, new: QuantizedMatrix) -> dict[str, Tensor]:
-        """Return the codes, scales, and offsets that are new; an int32 bias follows its scales.
+        """Return the codes, scales, and offsets that changed, and an int32 bias that is rounded again at new scales.
 
         Raises:
-            OverflowError: If that bias overflows at the new scales.
+            OverflowError: If the int32 bias overflows at the new scales.
         """
         weight, old, tensors = self.weight, self.now.stored, dict[str, Tensor]()
         if new.stored.scale is not old.scale:
@@ -183,14 +183,14 @@ class WeightSlot(OperatorSlot):
         return tensors
 
     def difference(self, new: QuantizedMatrix) -> Tensor:
-        """Return the fraction of codes that are new, and whether scales and zero points are, float64, shape (3,)."""
+        """Return the fraction of codes that changed, and 1 for changed scales and zero points; float64, shape (3,)."""
         old, stored = self.now.stored, new.stored
         others = [(old.scale != stored.scale).any(), (old.zero_point != stored.zero_point).any()]
         return torch.stack((share_changed(old.codes, stored.codes), *(changed.double() for changed in others)))
 
     @staticmethod
     def changed_parts(share: float, scales: float, zero_points: float) -> list[str]:
-        """Return the names of a weight's new parts, given its `difference`."""
+        """Return the names of a weight's changed parts, given its `difference`."""
         others = ["scales"] * bool(scales) + ["zero points"] * bool(zero_points)
         return others + [f"{share:.1%} of the codes"] * bool(share)
 
@@ -205,7 +205,7 @@ class WeightSlot(OperatorSlot):
 
 @dataclass(frozen=True, eq=False)
 class _BiasSlot(OperatorSlot):
-    """Bias of an operator, added by that operator only."""
+    """Bias that only one operator adds."""
 
     bias: StoredBias
 
@@ -215,7 +215,7 @@ class _BiasSlot(OperatorSlot):
         return Bias(self.name, self.bias.value(self.run.module))
 
     def tensors(self, new: Bias) -> dict[str, Tensor]:
-        """Return the bias, in int32 if it is stored so; values out of range saturate."""
+        """Return the tensors of the bias; int32 codes saturate."""
         return self.bias.tensors(self.run.module, new.value)
 
     def changed(self, new: Bias) -> list[str]:
@@ -225,11 +225,11 @@ class _BiasSlot(OperatorSlot):
 
 @dataclass(frozen=True, eq=False)
 class _ActivationSlot(Slot):
-    """A static scale and zero point.
+    """Static scale and zero point of an activation.
 
     Attributes:
-        run: First block that uses them.
-        activation: Activation they belong to.
+        run: First block that uses the scale.
+        activation: Activation that is quantized with the scale.
         whole: Graph that contains the block.
         context: Context of the run.
     """
@@ -255,13 +255,13 @@ class _ActivationSlot(Slot):
         return self.activation.tensors(self.whole, self.context.plan, new.qparams)
 
     def changed(self, new: Activation) -> list[str]:
-        """Return which of scale and zero point are new."""
+        """Return the names of the parts that `new` changes: scale, zero point, or both."""
         old = self.now.qparams
         scale = [] if torch.equal(old.scale, new.qparams.scale) else ["scale"]
         return scale + ([] if torch.equal(old.zero_point, new.qparams.zero_point) else ["zero point"])
 
     def inputs(self, context: Context, batches: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the value of the float model."""
+        """Yield the values of the activation in the float model."""
         reference = self.run.reference
         read = extract(reference, placeholders(reference), [named_nodes(reference)[self.name]])
         return _values(read, self.run.reference_inputs, context, batches)
@@ -277,11 +277,11 @@ def _values(
 
 
 class Reading(ABC):
-    """Data of a solver, measured for a slot, over the batches of all ranks.
+    """Kind of data that a solver reads, measured for a slot over the batches of all ranks.
 
     Attributes:
         shared: True if operators with the same input get the same data.
-        choices: Types that can be chosen from this data.
+        choices: Types of values that a solver can choose from this data.
     """
 
     shared: ClassVar[bool] = True
@@ -343,12 +343,12 @@ def weights_by_input(run: BlockRun, weights: Iterable[QuantizedWeight]) -> Itera
         if (mapping := weight.linear.matrices) is not None:
             real = tensor_of(run.reference, weight.weight).detach()
             inputs.setdefault(weight.linear.rows_key, []).append(WeightSlot(run, weight, mapping, real))
-    while inputs:  # slots keep old codes, so they are not kept for the whole block
+    while inputs:  # a slot holds old codes, so it is dropped before the end of the block
         yield tuple(inputs.pop(next(iter(inputs))))
 
 
 def own_biases(gm: GraphModule, context: Context, chooser: Selective) -> list[tuple[QuantizedWeight, StoredBias]]:
-    """Return selected operators whose stored bias no other operator adds, with the bias; report the skipped ones."""
+    """Return selected operators whose stored bias no other operator adds, with the bias; report skipped operators."""
     shared, biases = shared_tensors(gm), []
     for weight in quantized_weights(gm, context.plan):
         if reason := chooser.why_not(weight.operator):

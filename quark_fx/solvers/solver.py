@@ -3,8 +3,8 @@
 A solver declares the values it chooses (`chooses`: weights, biases, or scales of activations) and the data it needs
 (`reads`). The framework walks the blocks, measures that data across ranks, shares it among operators with the same
 input, and evaluates each proposal on validation data; a proposal that is not better there is rejected.
-If data is scarce, accepted weights are solved again from all of it. The framework reports errors, resumes interrupted
-runs, and predicts memory.
+If data is scarce, accepted weights are solved again with the validation data included. The framework reports errors,
+resumes interrupted runs, and predicts memory.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from quark_fx.system.untrusted import brief
 S = TypeVar("S", bound=type)
 
 _PLENTY = 64
-"""Calibration rows per input that suffice: the excess error over infinite data is about inputs / rows, so an eighth
-more rows changes the error by less than 0.3 %. With fewer, an accepted operator is solved again with the validation
-rows included; the report keeps the errors measured before that."""
+"""Number of calibration rows per input that is enough: the excess error relative to infinite data is about
+inputs / rows, so an eighth more rows changes the error by less than 0.3 %. With fewer rows, an accepted operator is
+solved again with the validation rows included; the report keeps the errors measured before that."""
 
 _DAMPING = 1e-3
-"""Damping of the Hessian of the validation rows when a target is solved for."""
+"""Damping of the Hessian of the validation rows, used to compute the target of an asymmetric proposal."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Proposal:
 
     Attributes:
         value: Replacement for the current value, of the same type: `QuantizedMatrix`, `Bias`, or `Activation`.
-        remark: Text appended to its row in the report.
+        remark: Text appended to the value's row in the report.
         asymmetry: For solvers that use `Hessian.shift`, the position of the target that a weight is compared with: 0
             is the float weight's output on quantized inputs, 1 the float model's output on its own inputs.
     """
@@ -68,7 +68,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Skip:
-    """Answer of a solver that proposes nothing, with the reason."""
+    """Answer of a solver that proposes nothing, with the reason for the report."""
 
     reason: str
 
@@ -94,15 +94,15 @@ class Solver(Selective, ABC):
 
     @abstractmethod
     def solve(self, now: Any, seen: Any) -> Proposal | Skip:
-        """Return the values to store in place of `now`.
+        """Return a proposal to replace `now`, or a reason to skip it.
 
         Args:
             now: Current value: a `QuantizedMatrix` with the float weight, a `Bias`, or an `Activation`.
             seen: Data that `reads` measured on the calibration batches of all ranks, with everything before the
-                operator quantized. Operators with the same input get the same object, unless it is guided.
+                operator quantized. Operators with the same input get the same object, unless the data is guided.
 
         Raises:
-            CalibrationError: For data that cannot be used; the engine adds names.
+            CalibrationError: For data that cannot be used; the engine adds the names of the operators.
         """
 
     def working_bytes(self, matrices: Matrices) -> int:
@@ -110,12 +110,12 @@ class Solver(Selective, ABC):
         return 6 * FLOAT32 * matrices.values
 
     def working_operations(self, matrices: Matrices) -> float:
-        """Return the multiplications of `solve`; default: a product of the weight and the Hessian."""
+        """Return the number of multiplications in `solve`; default: a product of the weight and the Hessian."""
         return matrices.inputs * matrices.values
 
     @property
     def _reading(self) -> Reading:
-        """Data that `solve` gets, checked.
+        """Data that `solve` gets, after a check.
 
         Raises:
             ConfigError: If `reads` is not a `Reading`, or does not fit `chooses`.
@@ -142,7 +142,7 @@ class Solver(Selective, ABC):
         return self._form is None or self._form.shifted
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Choose better values in `gm`; return how many changed."""
+        """Choose better values in `gm`; return how many values changed."""
         reads, form, find = self._reading, self._form, slots_of(self.chooses, gm, context, self)
         judge = _BlockJudge(self, reads, context) if form is None else _FormJudge(self, form, context)
         label = type(self).__name__
@@ -155,7 +155,7 @@ class Solver(Selective, ABC):
         return sum(change.changed for change in context.changes)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return the needs of a run: data of both kinds of batches, or blocks, and `working_bytes`."""
+        """Return the needs of a run: Hessians of both parts of the data, or runs of blocks, and `working_bytes`."""
         by_form, hessians = self._form is not None, 2 * (1 + self._side_by_side)
         guided, two_sided = (form.guided, form.two_sided) if (form := self._form) is not None else (False, False)
 
@@ -183,7 +183,7 @@ class Solver(Selective, ABC):
         need = before + sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
         if not two_sided:
             return need
-        matrices = sizes.matrices.values()  # measurements of their outputs stay until the end
+        matrices = sizes.matrices.values()  # `Guidance.outputs` stays in memory until the end
         outputs = sum(map(together_bytes, matrices)) + max(
             (2 * FLOAT32 * m.rows * m.outputs for m in matrices), default=0
         )
@@ -209,7 +209,7 @@ def solver(cls: S) -> S:
 
 @dataclass
 class _FormJudge:
-    """Evaluates weights by the quadratic form of the operator's error on validation data; ranks divide the operators.
+    """Evaluator of weights by the quadratic form of an operator's error on validation data; ranks divide the operators.
 
     On a device, the host waits once for all operators with the same input, and once more if they are solved again.
     """
@@ -319,12 +319,12 @@ class _FormJudge:
 
 @dataclass(frozen=True)
 class _Offer:
-    """A proposed weight.
+    """Proposed weight with its errors.
 
     Attributes:
-        proposal: The proposal.
-        before, after: Errors on validation data without and with it.
-        codes, scales, zero_points: Its `WeightSlot.difference` from the current weight.
+        proposal: Answer of the solver.
+        before, after: Errors on validation data without and with the proposal.
+        codes, scales, zero_points: Elements of `WeightSlot.difference` for the proposed weight.
     """
 
     proposal: Proposal
@@ -337,7 +337,7 @@ class _Offer:
 
 @dataclass
 class _BlockJudge:
-    """Evaluates any proposal by the block's output on validation data, with earlier accepted proposals applied.
+    """Evaluator of any proposal by the block's output on validation data, with earlier accepted proposals applied.
 
     The first rank solves; all ranks evaluate.
     """
@@ -349,7 +349,7 @@ class _BlockJudge:
     _error: float = math.inf
 
     def choose(self, run: BlockRun, slots: Sequence[Slot]) -> None:
-        """Choose for slots that have the same input, one after the other."""
+        """Choose the values of slots that have the same input, one after another."""
         if run is not self._run:
             self._run, self._error = run, run.validation_error()
         began = time.perf_counter()
@@ -414,7 +414,8 @@ def _what(changed: Sequence[str], answer: Proposal) -> str:
 def naming_failures(solver: object, operators: str) -> Iterator[None]:
     """Turn an unexpected exception into a `PassError` that names the solver and the operators.
 
-    Errors of quark_fx name them already; an `OverflowError` means that a proposal does not fit its type.
+    A `QuarkError` passes unchanged, because it names them already, and so does an `OverflowError`, which means that a
+    proposal does not fit its type.
     """
     try:
         yield

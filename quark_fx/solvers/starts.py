@@ -1,4 +1,4 @@
-"""Choose initial codes for gradient steps, for each operator in order, given its quantized predecessors' output."""
+"""Choose initial codes for gradient steps, for each operator in order, given the outputs of quantized operators."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Start(StrEnum):
     """Initial codes of gradient steps."""
 
     CODES = "codes"
-    """The current codes: from earlier passes, or the nearest."""
+    """Current codes: from earlier passes, or rounded to nearest."""
 
     DESCENT = "descent"
     """Coordinate descent on each operator's error."""
 
     FEEDBACK = "feedback"
-    """Error feedback, where each input compensates for earlier ones, like `GPTQ(asymmetry=1)`."""
+    """Error feedback, where each input compensates for the errors of earlier inputs, like `GPTQ(asymmetry=1)`."""
 
 
 def descend(run: BlockRun, context: Context, weights: Sequence[QuantizedWeight], seed: int) -> None:
-    """Store the codes of coordinate descent on the error of each operator's output.
+    """Choose and store codes by coordinate descent on the error of each operator's output.
 
     Args:
         run: Block of the weights.
@@ -71,16 +71,17 @@ def _descended(run: BlockRun, weight: QuantizedWeight, mapping: LinearMap, error
 def feed_back(
     run: BlockRun, context: Context, weights: Sequence[QuantizedWeight], *, fits_scales: bool
 ) -> dict[str, Tensor]:
-    """Store codes of error feedback with the float model's outputs as the target.
+    """Choose and store codes by error feedback, with the float model's outputs as the target.
 
     Args:
         run: Block of the weights.
         context: Context with the calibration batches.
         weights: Weights of the block; a weight that error feedback does not support keeps its codes.
-        fits_scales: Shrink adjustable scales first.
+        fits_scales: Whether to shrink adjustable scales first.
 
     Returns:
-        Rounded values by node: the float weights, compensated for the errors of earlier inputs.
+        Values that were rounded, by the name of the node: the float weights, compensated for the errors of earlier
+        inputs, in the shape of the stored weight.
     """
     return {
         name: rounded

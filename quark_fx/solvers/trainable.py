@@ -20,7 +20,7 @@ from quark_fx.numbers import ops
 
 
 class LearnedWeight(ABC):
-    """A weight that is being learned before it is stored as codes.
+    """Weight that is being learned, before it is stored as codes.
 
     Attributes:
         parameters: Tensors that gradient steps change, float32 leaves that require a gradient.
@@ -56,7 +56,7 @@ class LearnedWeight(ABC):
 
 @dataclass(frozen=True)
 class Trainable:
-    """A block with its learned tensors as arguments.
+    """Block with its learned tensors as arguments.
 
     Attributes:
         module: Module that takes the block's inputs, the drop rate and its generator, then weights, biases, and scales.
@@ -79,7 +79,7 @@ class Trainable:
         Args:
             run: Block to convert.
             weights: Weights that become arguments; others stay as they are.
-            biases: True if the biases of `weights` become arguments.
+            biases: Whether the biases of `weights` become arguments.
             scales: Names of the activation scales that become arguments.
         """
         results = results_of(run.module)
