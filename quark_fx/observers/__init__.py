@@ -1,4 +1,4 @@
-"""From tensors to ranges: every observer, one file a family."""
+"""Observers, which compute ranges from tensors; one file per family."""
 
 from quark_fx.observers.adjusted import Adjusted
 from quark_fx.observers.base import OBSERVERS, Observer, observer, observer_from_dict, observer_to_dict, state

@@ -21,7 +21,7 @@ class Adjusted(Observer):
     """Range of another observer, with both ends multiplied by `ratio` and widened to a scale of at least `eps`.
 
     Args:
-        observer: Observer that finds the range, its name, or its dict.
+        observer: Observer that finds the range, its name, or its dictionary.
         ratio: Fraction of the range that is kept; values outside it saturate.
         eps: Smallest scale, 0 for no limit. Torch's observers have `torch.finfo(torch.float32).eps`.
 

@@ -61,21 +61,21 @@ def state() -> Any:
 
 @dataclass(frozen=True)
 class Observer(ABC):
-    """Fold that every observer implements, independent of axes and modules, and until `range` of the format."""
+    """Base class of observers: a fold that depends on no axis or module, and on a format only in its results."""
 
     weights_only: ClassVar[bool] = False
-    """True if it needs the whole tensor at once."""
+    """True if the observer needs the whole tensor at once."""
 
     @abstractmethod
     def observe(self, x: Tensor) -> Self:
         """Return the observer after it saw `x`, shape `(channels, values)`, floating point, any device.
 
-        Never synchronizes the device and never writes into `x`; `values` may differ between calls.
+        It must not synchronize the device or write into `x`; the number of values may differ between calls.
         """
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
-        """Return the observer that saw what `self` saw and then what `other` saw."""
+        """Return the observer of the data of `self`, followed by the data of `other`."""
 
     @abstractmethod
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class Observer(ABC):
         return seen if type(seen) is type(self) and seen == self else None
 
     def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
-        """Return the parameters of a whole tensor; shapes as in `observe` and `qparams`."""
+        """Return the quantization parameters of a whole tensor; shapes as in `observe` and `qparams`."""
         return observed(self, x).qparams(scheme)
 
     @property
@@ -126,7 +126,7 @@ def observed(observer: Observer, x: Tensor) -> Observer:
     """Return an observer after it saw `x`; shapes as in `Observer.observe`.
 
     Raises:
-        ValueError: If the observer raises an exception or returns another value than an observer.
+        ValueError: If the observer raises an exception or does not return an observer.
     """
     with naming_observer(observer):
         after: object = observer.observe(x)
@@ -136,10 +136,10 @@ def observed(observer: Observer, x: Tensor) -> Observer:
 
 
 def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return `(low, high)`.
+    """Return `(low, high)` after a check that both are finite.
 
     Raises:
-        ValueError: If they are `None` (nothing was observed), NaN, or infinite.
+        ValueError: If an end is `None` (nothing was observed), or holds NaN or infinity.
     """
     if low is None or high is None:
         raise ValueError("nothing was observed")
@@ -155,8 +155,8 @@ def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tenso
 
 
 observer_from_dict = OBSERVERS.make
-"""Builds an observer from its name or its dictionary (see `observer_to_dict`); the error lists the valid names."""
+"""Function that builds an observer from its name or dictionary (`observer_to_dict`); its error lists valid names."""
 observer_to_dict = OBSERVERS.plain
-"""Returns `{"name": ..., option: value, ...}`, plain data for JSON and YAML."""
+"""Function that returns `{"name": ..., option: value, ...}` for an observer, plain data for JSON and YAML."""
 
 parsed(Observer, ("an Observer", "its name", "its dict"), str | Mapping, OBSERVERS.make, OBSERVERS.plain)

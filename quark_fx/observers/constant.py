@@ -1,4 +1,4 @@
-"""Ranges of whole tensors: the squared error is measured, not estimated from a histogram."""
+"""Ranges of whole tensors with the smallest squared error, which is measured, not estimated from a histogram."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _Thresholds = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Function from a fraction of the range, shape (channels,), to the lower and the upper threshold."""
 
 _SIXTEENTHS = ((1.0, 16), (1 / 16, 8))
-"""Search of the fraction of the range: width around the best so far, and number of steps on each side. First
-sixteenths, then eighths of a sixteenth."""
+"""Two rounds of the search for a fraction of the range: distance to search from the best fraction so far, and number of
+steps on each side. The first round steps by sixteenths, the second by eighths of a sixteenth."""
 
 _EXPONENTS = (2.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 """Fractions to try for 8-bit powers of two as scales: one exponent more than the range needs, up to four less."""
 
 _WIDEST = 1.5
-"""The largest fraction to try for floats. Their steps grow with magnitude, so mapping the largest magnitude of a block
+"""Largest fraction to try for floats. Their steps grow with magnitude, so mapping the largest magnitude of a block
 to the second largest value of the format can have a smaller error: to 4 instead of 6 in E2M1 (Cook et al. 2025, "Four
 Over Six")."""
 
@@ -29,8 +29,8 @@ Over Six")."""
 def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
     """Return the parameters of each row whose clipping thresholds have the smallest squared error.
 
-    A symmetric scheme shrinks both thresholds alike, or, for floats and exponents, widens them; an asymmetric one then
-    moves the upper, and then the lower.
+    First, both thresholds shrink by the same factor; for floats and power-of-two scales they may also grow. With an
+    asymmetric scheme, the upper threshold then moves alone, and then the lower threshold.
 
     Args:
         x: Tensor of shape (channels, values), finite.
@@ -44,7 +44,7 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
     """
     x = x.detach().float()
     low, high = x.amin(1).clamp(max=0), x.amax(1).clamp(min=0)
-    # Once: a share above 1 may overflow, but its error is then not smaller, so it is not chosen.
+    # Checked once: a share above 1 may overflow, but its error is then not smaller, so it is not chosen.
     require_range(low, high)
     share = _best_share(x, scheme, lambda share: (low * share, high * share), torch.ones_like(low))
     low, high = low * share, high * share
@@ -57,7 +57,7 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
 
 
 def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor) -> Tensor:
-    """Return, per row, the share of the range with the smallest error; the whole range where none is smaller."""
+    """Return, per row, the share of the range with the smallest error, or `best` if no share has a smaller error."""
     error = _squared_error(x, scheme, *thresholds(best))
     if scheme.scale.rule:
         for power in _EXPONENTS:

@@ -22,8 +22,8 @@ from quark_fx.system.names import unknown
 class Distribution(HistogramObserver):
     """Scale at which data and float format have the same standard deviation; for floats of 4 to 8 bits.
 
-    E4M3 then covers 4.5 standard deviations and larger values saturate, so it suits values around zero. A tensor with a
-    single distinct value has zero deviation and gets the scale of `MinMax`.
+    E4M3 then covers 4.5 standard deviations, and larger values saturate, which suits values around zero. A tensor with
+    a single distinct value has zero deviation and gets the scale of `MinMax`.
 
     Args:
         scenario: Source of the deviation: `"same"` uses the values, `"p3"` their cube roots, which suits a format whose
@@ -60,7 +60,7 @@ class Distribution(HistogramObserver):
         if scheme.format.is_integer or not scheme.format.needs_scale:
             raise ValueError(f"a distribution is fitted to floats of 4 to 8 bits, not to {scheme.format}")
         bins = self.collected()
-        # The peer's centers, roots and squares are float32, its sums are not.
+        # As in the tool that the grid comes from, centers, roots, and squares are float32, and sums are not.
         values = bins.centers if GRIDS[self.grid].exact else bins.centers.float()
         if self.scenario == "p3":
             values = values.sign() * values.abs().pow(1 / 3)
@@ -76,7 +76,7 @@ class Distribution(HistogramObserver):
 
 @cache
 def deviation_of(fmt: Format) -> float:
-    """Return the standard deviation of all finite codes of a format, both zeros among them.
+    """Return the standard deviation of all finite codes of a format, with both zeros counted.
 
     >>> from quark_fx.numbers.formats import FP8_E4M3
     >>> round(deviation_of(FP8_E4M3), 4)

@@ -1,4 +1,4 @@
-"""Ranges after which the quantized distribution differs least from the observed one (Kullback-Leibler)."""
+"""Ranges with which the quantized distribution diverges least from the observed distribution (Kullback-Leibler)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from quark_fx.system.registry import Registry
 @observer
 @dataclass(frozen=True, kw_only=True)
 class Entropy(HistogramObserver):
-    """The threshold at which clipping and merging bins lose the least information.
+    """Threshold at which clipping and merging bins lose the least information.
 
     Args:
-        method: Key of `METHODS`: `"modelopt"` compares magnitudes; one that compares signed values needs a grid with
-            zero in its middle.
+        method: Key of `METHODS`: `"modelopt"` compares magnitudes; a method that compares signed values needs a grid
+            with zero in its middle.
         quantized_bins: Number of bins of the quantized distribution; by default the format's number of codes on one
             side of zero (both sides for `"onnxruntime"`).
         stride: Number of bins between candidates.
         start_bin: Number of bins inside the first candidate, by default `quantized_bins`.
 
-    ONNX Runtime's own defaults, `bins=128, quantized_bins=128`, have a single candidate, which is `MinMax`.
+    ONNX Runtime's defaults, `bins=128, quantized_bins=128`, leave a single candidate, the range of `MinMax`.
 
     Raises:
         ConfigError: For an unknown method or a number out of range.
@@ -86,7 +86,7 @@ def modelopt_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor,
     Args:
         bins: Bins of one row.
         levels: Number of quantized bins.
-        inside: Candidate thresholds: increasing numbers of bins inside them.
+        inside: Number of bins inside each candidate threshold, in increasing order.
 
     For a threshold with `n` bins inside, cell `c` starts at bin `ceil(c * n / levels)`. In a cell with count `A` and
     `N` non-empty bins, `sum p log q` over the bins is `A log(A / N)`, so prefix sums replace the loop over bins.
@@ -115,11 +115,11 @@ def modelopt_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor,
 
 
 class Method(NamedTuple):
-    """A method of `Entropy`.
+    """Method by which `Entropy` chooses a range.
 
     Attributes:
         threshold: Function with the arguments of `modelopt_threshold` that returns both ends of the range, scalars.
-        signed: Whether it compares signed values instead of magnitudes.
+        signed: Whether the method compares signed values instead of magnitudes.
     """
 
     threshold: Callable[[Bins, int, Tensor], tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""Grids of histogram bins: the dyadic grid, and those that `register_grid` adds."""
+"""Grids of histogram bins: the dyadic grid, and grids that `register_grid` adds."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from quark_fx.system.registry import Registry
 
 
 class Grid(Protocol):
-    """Interface of a grid: counts values, and returns their bins."""
+    """Interface of a grid, which counts values and returns their bins."""
 
     @property
     def absolute(self) -> bool:
-        """True if it holds only magnitudes."""
+        """True if the grid holds only magnitudes."""
         ...
 
     @property
     def exact(self) -> bool:
-        """True if its bins depend on the values alone, and not on their order."""
+        """True if the bins depend only on the values, not on their order."""
         ...
 
     @property
     def centered(self) -> bool:
-        """True if its middle is zero."""
+        """True if zero is in the middle of the grid."""
         ...
 
     def ends(self, bins: Bins, percentile: float) -> tuple[Tensor, Tensor] | None:
-        """Return the ends, `(channels,)`, of a range at a percentile; `None`: the range is that of `Percentile`."""
+        """Return the ends, `(channels,)`, of the range at a percentile, or `None` to let `Percentile` find them."""
         ...
 
     def count(self, before: Any, x: Tensor, bins: int, *, skip_zeros: bool) -> Any:
@@ -37,17 +37,17 @@ class Grid(Protocol):
         ...
 
     def bins(self, histogram: Any, *, absolute: bool) -> Bins:
-        """Return the bins of the values, or of their magnitudes; raises `ValueError` if there are none."""
+        """Return the bins of the values, or of their magnitudes; raise `ValueError` if the grid has only the other."""
         ...
 
 
 class Dyadic:
-    """Bins of a power-of-two width: exact merge, any order of batches."""
+    """Grid whose bins have a power-of-two width: merging is exact, in any order of batches."""
 
     absolute, exact, centered = False, True, True
 
     def ends(self, bins: Bins, percentile: float) -> None:
-        """Return `None`."""
+        """Return `None`: `Percentile` finds the ends."""
 
     def count(self, before: Histogram | None, x: Tensor, bins: int, *, skip_zeros: bool) -> Histogram:
         """Return the histogram that also counts `x`."""

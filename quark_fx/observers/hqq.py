@@ -1,4 +1,4 @@
-"""Scales and zero points of weights that are robust to outliers; no data is needed."""
+"""Scales and zero points of weights that are robust to outliers, without data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Hqq(MinMax):
     returned.
 
     Args:
-        norm: Exponent, above 0, and below 1 for robustness.
+        norm: Exponent of the errors, above 0, and below 1 for robustness.
         penalty: Initial weight of the penalty.
         iterations: Maximum number of iterations; the search ends when the error no longer falls.
 

@@ -17,7 +17,7 @@ from quark_fx.system.options import Interval
 @observer
 @dataclass(frozen=True)
 class Placeholder(Observer):
-    """No statistics, for tensors that are cast to float16 or bfloat16."""
+    """Observer without statistics, for tensors that are cast to float16 or bfloat16."""
 
     def observe(self, x: Tensor) -> Self:
         return self
@@ -32,10 +32,10 @@ class Placeholder(Observer):
 @observer
 @dataclass(frozen=True)
 class MinMax(Observer):
-    """The smallest and largest observed value.
+    """Smallest and largest observed value.
 
-    The granularity (tensor, channel, group) is the caller's reshape, so this one class is the per-tensor,
-    per-channel and per-group min-max observer.
+    The caller reshapes tensors for the granularity, so this class is the min-max observer per tensor, per channel, and
+    per group.
     """
 
     low: Tensor | None = state()
@@ -44,7 +44,7 @@ class MinMax(Observer):
     def observe(self, x: Tensor) -> Self:
         if x.numel() == 0:
             return self
-        # Two reductions: torch.aminmax over a dimension is not vectorised and takes 25 times as long on a CPU.
+        # Two reductions: torch.aminmax over a dimension is not vectorized and takes 25 times as long on a CPU.
         return self.merge(replace(self, low=x.amin(1), high=x.amax(1)))
 
     def merge(self, other: Self) -> Self:
@@ -79,10 +79,10 @@ class MinMax(Observer):
 @observer
 @dataclass(frozen=True)
 class MovingAverage(Observer):
-    """The exponential moving average of each batch's smallest and largest value.
+    """Exponential moving average of each batch's smallest and largest value.
 
-    The average starts at the first batch's extremes; every later batch has weight `constant`. It depends on the
-    order of the batches, and `merge` keeps it.
+    The average starts at the first batch's extremes; every later batch has weight `constant`. The average depends on
+    the order of the batches, which `merge` preserves.
 
     Raises:
         ConfigError: If `constant` is not in (0, 1].

@@ -21,14 +21,15 @@ from quark_fx.system.options import NonNegativeInt, PositiveInt
 @observer
 @dataclass(frozen=True, kw_only=True)
 class Mse(HistogramObserver):
-    """The clipping thresholds with the smallest mean squared error.
+    """Clipping thresholds with the smallest mean squared error.
 
-    Every `stride`-th bin from `start_bin` on is a candidate: its outer edge on the dyadic grid, whose last one is
-    the exact extreme, its center on a peer's. A symmetric scheme tries them all. An asymmetric one first shrinks
-    the whole range, then tries every candidate for the upper end, then every one for the lower.
+    Every `stride`-th bin from `start_bin` on gives a candidate: its outer edge on the dyadic grid, which also has the
+    exact extreme as a candidate, or its center on a grid of another tool. A symmetric scheme tries all candidates for
+    both ends at once. An asymmetric scheme first shrinks the whole range, then tries every candidate for the upper end,
+    then every candidate for the lower end.
 
     Raises:
-        ConfigError: If `stride` is not positive or `start_bin` not below `bins`.
+        ConfigError: If `stride` is not positive, or `start_bin` is not below `bins`.
 
     Source:
         ModelOpt `compute_amax("mse")` as intended; Quark `PerTensorMSEObserver` as intended.
@@ -56,7 +57,7 @@ class Mse(HistogramObserver):
         return best_low, best_high
 
     def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
-        """Measure the error instead of estimating it on a histogram, where no option asks for the histogram."""
+        """Measure the error instead of estimating it on a histogram, if all options have their defaults."""
         return smallest_error_qparams(x, scheme) if self == Mse() else super().of_constant(x, scheme)
 
     def _candidates(self, bins: Bins, low: Tensor, high: Tensor) -> Tensor:
@@ -72,16 +73,16 @@ class Mse(HistogramObserver):
 @observer
 @dataclass(frozen=True, kw_only=True)
 class HistogramL2(HistogramObserver):
-    """The pair of clipping thresholds with the smallest squared error, of all pairs of a coarse grid.
+    """Pair of clipping thresholds with the smallest squared error, of all pairs of a coarse grid.
 
-    Both ends take each of `candidates` equal fractions of their extreme independently (a symmetric scheme: both the
-    same one), so that outliers on both sides are found together.
+    Each end is tried at `candidates` evenly spaced fractions of its extreme, in every combination (for a symmetric
+    scheme, both ends at the same fraction), so that outliers on both sides are found together.
 
     Raises:
         ConfigError: If `candidates` is not positive.
 
     Source:
-        `torch.ao.quantization.HistogramObserver`, whose greedy walk this replaces by the minimum.
+        `torch.ao.quantization.HistogramObserver`, with the minimum over all pairs instead of its greedy walk.
     """
 
     candidates: PositiveInt = 64

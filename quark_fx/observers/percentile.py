@@ -18,12 +18,12 @@ from quark_fx.observers.reading import HistogramObserver
 @observer
 @dataclass(frozen=True, kw_only=True)
 class Percentile(HistogramObserver):
-    """The range that holds `percentile` per cent of the values.
+    """Range that holds `percentile` percent of the values.
 
-    A symmetric scheme takes the percentile of the magnitudes, an asymmetric one leaves out half of the rest on each
-    side. On the dyadic grid the range ends at the outer edge of the bin that reaches the percentile, so that 100
-    is `MinMax`; on a peer's grid at its left edge as theirs does, and the grid, not the scheme, decides
-    between magnitudes and values.
+    A symmetric scheme takes the percentile of the magnitudes; an asymmetric scheme leaves out half of the remaining
+    values on each side. On the dyadic grid, the range ends at the outer edge of the bin that reaches the percentile, so
+    that 100 gives the range of `MinMax`. On a grid of another tool, it ends at the left edge of the bin, like in that
+    tool, and the grid, not the scheme, decides between magnitudes and values.
 
     Raises:
         ConfigError: If `percentile` is not in (1, 100]: a fraction would clip nearly all values.

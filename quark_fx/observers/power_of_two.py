@@ -1,4 +1,4 @@
-"""Power-of-two scales: from the extremes, or the one with the smallest squared error."""
+"""Power-of-two scales, from the extremes or with the smallest squared error."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from quark_fx.system.options import Interval, NonNegativeInt
 @observer
 @dataclass(frozen=True)
 class NonOverflow(MinMax):
-    """The power-of-two scale for the smallest and largest observed value.
+    """Power-of-two scale for the smallest and largest observed value.
 
     Args:
         rounding: Direction of rounding in the log domain: `"ceil"` never overflows; `"nearest"`, which Quark's method
             of this name uses, overflows by up to sqrt(2).
 
     Raises:
-        ConfigError: For another rounding.
+        ConfigError: For an unknown rounding.
     """
 
     rounding: str = "ceil"
@@ -52,7 +52,8 @@ class NonOverflow(MinMax):
 def nearest_exponent(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """Return the exponent of the power of two nearest to the float scale, and the float scale's zero point (int32).
 
-    The zero point follows from the float scale; the widened minimum `(qmin - zp) * 2**exponent` has the same one.
+    The zero point is computed from the float scale; the widened minimum `(qmin - zp) * 2**exponent` leads to the same
+    zero point.
     """
     scheme = replace(scheme, scale=FLOAT32)
     if scheme.symmetric:
@@ -66,7 +67,7 @@ def nearest_exponent(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor,
 @observer
 @dataclass(frozen=True, kw_only=True)
 class PowerOfTwoMinMse(Observer):
-    """The power-of-two scale with the smallest squared error.
+    """Power-of-two scale with the smallest squared error.
 
     Candidates are `2**(e - offset)`, where `2**e` is the power nearest to the scale of the extremes; ties go to the
     larger scale. The zero point follows from the extremes. Sums for the error are stored per bin of a dyadic histogram.
@@ -117,7 +118,7 @@ class PowerOfTwoMinMse(Observer):
             return self
         if self.bins:
             return replace(self, histogram=GRIDS["quark"].count(self.histogram, x, self.bins, skip_zeros=False))
-        # 9 bits from the range to the scale of an 8-bit format, 1 for the nearest rounding and half a cell.
+        # Bits of the bins: 9 from the range to the scale of an 8-bit format, 1 for rounding to nearest and half a cell.
         coarse = self.histogram.exponent if isinstance(self.histogram, Histogram) else None
         batch = Histogram.of(x, 1 << (10 + max(0, *self.offsets)), sums=True, coarse=coarse)
         if self.mode == "most_common":
@@ -211,7 +212,7 @@ def _outermost(counts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 def _search(
     moments: Moments, low: Tensor, high: Tensor, scheme: Scheme, offsets: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the best exponent and the zero point, int32 `(channels,)`, without synchronizing a symmetric search."""
+    """Return the best exponent and the zero point, int32 `(channels,)`; a symmetric search does not synchronize."""
     start, zero_point = nearest_exponent(low, high, scheme)
     tried = torch.stack([start - offset for offset in offsets], 1).clamp(-126, 127)
     qparams = QParams(power_of_two(tried), zero_point[:, None].expand_as(tried))

@@ -58,7 +58,7 @@ class HistogramObserver(Observer):
         return replace(self, histogram=self.histogram.merge(other.histogram))
 
     def reading(self, seen: Observer) -> Self | None:
-        """Read the histogram that another reading collected, if it has the same bins."""
+        """Return this observer with the histogram of `seen`, or `None` if that histogram has other bins."""
         if not (isinstance(seen, HistogramObserver) and self.counts_as_all and seen.counts_as_all):
             return super().reading(seen)
         same = (self.bins, self.grid, self.skip_zeros) == (seen.bins, seen.grid, seen.skip_zeros)
@@ -69,17 +69,18 @@ class HistogramObserver(Observer):
         low, high = finite_range(*((None, None) if histogram is None else (histogram.low, histogram.high)))
         threshold_low, threshold_high = self.read(low.double(), high.double(), scheme)
         low, high = torch.maximum(threshold_low.float(), low), torch.minimum(threshold_high.float(), high)
-        # Thresholds can cross if all values are in one bin. The one farther from zero decides: the range contains zero.
+        # Thresholds can cross if all values are in one bin. Since the range also contains zero, the upper threshold
+        # decides for positive values, the lower for others.
         crossed = low > high
         return torch.where(crossed & (low > 0), high, low), torch.where(crossed & (low <= 0), low, high)
 
     @abstractmethod
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-        """Return the range the histogram suggests; `low` and `high` are the exact extremes, `(channels,)`."""
+        """Return the range that the histogram suggests; `low` and `high` are the exact extremes, `(channels,)`."""
 
     @property
     def counts_as_all(self) -> bool:
-        """True if no subclass changes the counting of values."""
+        """True if the class does not override how values are counted."""
         return type(self).observe is HistogramObserver.observe
 
     @property
@@ -91,7 +92,7 @@ class HistogramObserver(Observer):
         """Return the bins of the values, or of their magnitudes.
 
         Raises:
-            ValueError: If nothing was observed, or magnitudes are requested from a peer's grid of signed values.
+            ValueError: If nothing was observed, or magnitudes are requested from another tool's grid of signed values.
         """
         if self.histogram is None:
             raise ValueError("nothing was observed")

@@ -1,4 +1,4 @@
-"""The squared error of quantizing a histogram, for all candidate ranges at once."""
+"""Squared error of quantizing a histogram, for all candidate ranges at once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
 from quark_fx.observers.histogram import Bins
 
 _AT_ONCE = 1 << 20
-"""Cells (candidates times levels times channels) held in memory together."""
+"""Largest number of cells (candidates times levels times channels) that are in memory together."""
 
 
 def best_range(bins: Bins, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Return the first pair with the smallest squared error in each row.
+    """Return, for each row, the first pair of ends with the smallest squared error.
 
     Args:
-        bins: `(channels, n)` bins; each stands for its center.
+        bins: Bins, `(channels, n)`; the values in a bin count as its center.
         low: Candidates for the lower end, `(channels, k)` or `(channels, 1)`.
         high: Candidates for the upper end, of the same shapes.
         scheme: Scheme of the quantized values.
 
     Returns:
-        Two tensors `(channels,)`.
+        Lower and upper end, `(channels,)` each.
     """
     count = max(low.shape[1], high.shape[1])
     low, high = low.expand(-1, count), high.expand(-1, count)
@@ -65,8 +65,8 @@ def squared_error(moments: Moments, qparams: QParams, scheme: Scheme) -> Tensor:
     """Return the summed squared error, `(channels, k)`, of quantizing with each of the `(channels, k)` parameters.
 
     Within the cell of one level `v` the sum of `(x - v)**2` is `sum x**2 - 2 v sum x + n v**2`: prefix sums at the
-    borders between cells give it for every candidate without visiting the bins. Where the levels outnumber the bins,
-    these say nothing about rounding, and each value inside the range costs `scale**2 / 12`.
+    borders between cells give it for every candidate without visiting the bins. If there are more levels than bins, the
+    bins say nothing about rounding, and each value inside the range costs `scale**2 / 12`.
     """
     scale, zero_point = qparams.scale.double(), qparams.zero_point
     count, first, second, start, width = moments
@@ -92,7 +92,7 @@ def squared_error(moments: Moments, qparams: QParams, scheme: Scheme) -> Tensor:
     passed = borders.mul_(_pick(count, cells).view_as(borders)).sub_(_pick(first, cells).view_as(borders))
     top = (levels[-1] - zero_point) * scale
     moved = top * (top * count[:, -1:] - 2 * first[:, -1:]) - 2 * scale * (passed @ levels.diff())
-    return second[:, -1:] + moved  # added last: equal errors of power-of-two scales, exact so far, stay equal
+    return second[:, -1:] + moved  # added last: equal errors of power-of-two scales are exact until here
 
 
 def _pick(table: Tensor, index: Tensor) -> Tensor:
