@@ -168,7 +168,7 @@ class ActivationCache:
                 self._arriving[key] = self._transfers.to_device(value)
 
     def _receive(self, *keys: Hashable) -> None:
-        """Release values that are being copied to the device."""
+        """Complete the copies of `keys` that `prefetch` started, and drop them."""
         for key in keys:
             if (arriving := self._arriving.pop(key, None)) is not None and self._transfers is not None:
                 self._transfers.received(arriving)

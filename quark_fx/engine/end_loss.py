@@ -125,7 +125,7 @@ def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
 
 
 def _moves_rows(node: Node) -> bool:
-    """Return whether a node that keeps the size of the last dimension moves data and leaves that dimension last."""
+    """Return whether a node moves data and leaves the last dimension last, provided that its size does not change."""
     if motion(node) not in _MOVING_ROWS:
         return False
     (source,), order = moved_inputs(node), permutation(node)

@@ -28,7 +28,7 @@ _ENOUGH = 8
 infinite data."""
 
 _TOGETHER = 1024
-"""Largest run of output channels whose errors are combined; runs have the largest size that divides the channels."""
+"""Largest size of a run of output channels, whose errors are combined; the size divides the number of channels."""
 
 _SMALLEST = 1e-18
 """Lower limit of the norm that a row's gradient is divided by; squares of smaller values are 0 in float32."""
@@ -49,9 +49,9 @@ class Guidance:
     few rows does not generalize. Therefore, the mean square is raised to the largest power, up to the root, at which
     the effective number of rows, `(sum of w)**2 / sum of w**2`, is large enough for the number of inputs.
 
-    `outputs` describes which channels' errors add up and which cancel. It is the sum of `g g'` over rows, whose
-    gradients `g` are normalized so that a few rows cannot dominate. The end loss from errors `E` in a weight is about
-    `tr(outputs E h E')`, where `h` is the Hessian of the inputs.
+    `outputs` describes which channels' errors add up and which cancel. It is based on the sum of `g g'` over rows,
+    whose gradients `g` are normalized so that a few rows cannot dominate. The end loss from errors `E` in a weight is
+    about `tr(outputs E h E')`, where `h` is the Hessian of the inputs.
 
     Attributes:
         weights: Row weights by the name of the operator's node and index of the batch, float32, in the shape of the
@@ -132,7 +132,7 @@ class Guidance:
         return self.reasons.get(linear.node.name, "")
 
     def together(self, linear: Linear) -> Tensor:
-        """Return the `outputs` of an operator; raise `Declined` if it has none."""
+        """Return the `outputs` of an operator; raise `Declined` if they are missing."""
         sums = (self.outputs or {}).get(linear.node.name)
         if sums is None:
             raise Declined(self.alone.get(linear.node.name, "it has several matrices"))

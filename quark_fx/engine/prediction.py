@@ -85,7 +85,7 @@ class Prediction:
         return self.before + (0 if self.resident else held_bytes) + _peak(moments, cache)
 
     def room_for_cache(self, memory: int) -> int:
-        """Return the bytes of cached activations that fit into `memory`; negative if the run exceeds it without any."""
+        """Return the bytes of cached activations that fit into `memory`; negative if all else alone exceeds it."""
         return memory - self.within(0)
 
     def __str__(self) -> str:

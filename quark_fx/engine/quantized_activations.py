@@ -98,7 +98,7 @@ def scale_limits(
 ) -> dict[str, tuple[float, float]]:
     """Return the lower and upper limit of each activation scale, at its current zero point.
 
-    Below the lower limit, an int32 bias of some operator would overflow; above the upper one, saturation would no
+    Below the lower limit, an int32 bias of some operator would overflow; above the upper limit, saturation would no
     longer perform a dropped clamp.
 
     Args:

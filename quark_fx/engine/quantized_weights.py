@@ -214,7 +214,7 @@ class QuantizedWeight:
 
     @property
     def input_scale(self) -> str | None:
-        """Name of the scale of the operator's activation, if that scale is a constant."""
+        """Name of the scale of the operator's input, if that scale is a constant."""
         source = self.linear.activation
         scale = source.args[1] if target_name(source) == DEQUANTIZE else None
         return str(scale.target) if isinstance(scale, Node) and scale.op == "get_attr" else None

@@ -33,7 +33,7 @@ class Ranks:
     Attributes:
         index: Index of this process, from 0.
         count: Number of processes.
-        gpu: GPU for tensors that NCCL exchanges. Default: the current one.
+        gpu: GPU for tensors that NCCL exchanges. Default: the current GPU.
     """
 
     index: int = 0
@@ -124,7 +124,7 @@ class Ranks:
         return reduce(merge, self.gather(value))
 
     def require_same(self, values: Mapping[str, str]) -> None:
-        """Raise `ConfigError` if the processes have different values; the message says which."""
+        """Raise `ConfigError` if the processes have different values; the message names the values."""
         by_rank = self.gather(dict(values))
         if differ := [what for what in values if len({other.get(what) for other in by_rank}) > 1]:
             raise ConfigError(
@@ -172,7 +172,7 @@ class Ranks:
             if not self.alone:
                 with suppress(RuntimeError):  # the process with the store is gone
                     message = f"rank {self.index} of {self.count} failed: {type(error).__name__}: {error}"
-                    if not _store().check([_key()]):  # another one failed first
+                    if not _store().check([_key()]):  # this process is the first to fail
                         _store().set(_key(), message)
                 _DONE.update(collectives=0, failures=_DONE["failures"] + 1)
             raise

@@ -37,7 +37,7 @@ class Adjusted(Observer):
     ratio: Annotated[float, Interval("(0, 1]")] = 1.0
     eps: NonNegativeFloat = 0.0
     collected: Observer | None = state()
-    """The wrapped observer with its data."""
+    """Wrapped observer with its data."""
 
     def __post_init__(self) -> None:
         if isinstance(self.observer, Placeholder):

@@ -37,7 +37,7 @@ class Grid(Protocol):
         ...
 
     def bins(self, histogram: Any, *, absolute: bool) -> Bins:
-        """Return the bins of the values, or of their magnitudes; raise `ValueError` if the grid has only the other."""
+        """Return the bins of the values, or of their magnitudes; raise `ValueError` if the grid cannot provide them."""
         ...
 
 

@@ -84,7 +84,7 @@ class PowerOfTwoMinMse(Observer):
         bins: 0 for the exact error; otherwise, the number of bins whose centers give the error (Quark 0.13 uses 2048).
             Symmetric formats only; the first batch fixes the grid.
         vote: Format for which the batches of `"most_common"` choose scales.
-        vote_symmetry: Symmetry of that format, `"symmetric"` or `"symmetric_full"`.
+        vote_symmetry: Symmetry of the format `vote`, `"symmetric"` or `"symmetric_full"`.
 
     Raises:
         ConfigError: For an unknown mode, empty offsets, or `bins` with another mode than `"all"`.

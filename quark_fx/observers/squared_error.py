@@ -92,7 +92,7 @@ def squared_error(moments: Moments, qparams: QParams, scheme: Scheme) -> Tensor:
     passed = borders.mul_(_pick(count, cells).view_as(borders)).sub_(_pick(first, cells).view_as(borders))
     top = (levels[-1] - zero_point) * scale
     moved = top * (top * count[:, -1:] - 2 * first[:, -1:]) - 2 * scale * (passed @ levels.diff())
-    return second[:, -1:] + moved  # added last: equal errors of power-of-two scales are exact until here
+    return second[:, -1:] + moved  # added last, so that equal errors of power-of-two scales stay equal
 
 
 def _pick(table: Tensor, index: Tensor) -> Tensor:

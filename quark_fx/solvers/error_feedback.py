@@ -5,7 +5,7 @@ follow the paper:
 
 1. Damping, column order, and Cholesky: `factor`. The paper factors the inverse of `H`. Here, `H` itself is
    factored as `(I + F) D (I + F)'`, `F` strictly upper triangular, and never inverted. The error is then a sum over
-   columns: column `k` of `(W - Q) (I + F)`, squared, times `D_k`. A term depends only on errors of columns up to `k`.
+   columns: column `k` of `(W - Q) (I + F)`, squared, times `D_k`. Each term depends only on errors up to column `k`.
 2. Error feedback: `quantize_block` rounds `w_k` plus the errors of earlier columns times column `k` of `F`, which
    minimizes the error of that column. The paper passes on the errors of updated columns, times rows of its Cholesky
    factor; the values to round are the same.
@@ -228,7 +228,7 @@ def _permute(h: Tensor, order: Tensor, out: Tensor) -> None:
 
 
 def _reverse(x: Tensor) -> None:
-    """Reverse the elements along the last dimension in place, a few at a time."""
+    """Reverse the elements along the last dimension in place, a limited number at a time."""
     size, step = x.shape[-1], _ROWS << 10
     for first in range(0, size // 2, step):
         last = min(first + step, size // 2)

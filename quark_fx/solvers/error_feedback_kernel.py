@@ -14,10 +14,10 @@ from torch import Tensor
 from quark_fx.numbers.grid import Grid
 
 COLUMNS = 64
-"""Columns of a block; longer blocks do not fit into the registers."""
+"""Number of columns in a block; longer blocks do not fit into the registers."""
 
 _ROWS = 32
-"""Rows of the weight in one block; rows are independent."""
+"""Number of rows of the weight in one block; rows are independent."""
 
 OPTIONS: dict[str, Any] = {"columns": COLUMNS, "rows": _ROWS, "enable_fp_fusion": True}
 """Launch options. With fusion, a product and a sum are rounded once, like `torch.addcmul` on most processors."""

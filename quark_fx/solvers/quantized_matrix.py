@@ -1,4 +1,4 @@
-"""A quantized weight in the form of its operator's matrices; solvers read it and propose a new one."""
+"""A quantized weight in the form of its operator's matrices; solvers read it and propose a new weight."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class QuantizedMatrix:
         scheme: Scheme of the codes.
         mapping: Mapping from the operator to matrix products.
         movable: True if scales can change individually.
-        storable: Function that limits codes to ones that the target can store (`Coded.pairs`), in the shape of
+        storable: Function that limits codes to values that the target can store (`Coded.pairs`), in the shape of
             `stored`.
         ranges: Function that rounds two-level scales, or scales with offsets, to storable values, in the shape of the
             scales in `stored`; `None` for other scales.

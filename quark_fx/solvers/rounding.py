@@ -56,7 +56,7 @@ class QuadraticError:
 
     @classmethod
     def of(cls, columns: Tensor, outputs: Tensor) -> QuadraticError:
-        """Return the form of some rows, in the shapes that `LinearMap.rows` returns."""
+        """Return the form over some rows, given in the shapes that `LinearMap.rows` returns."""
         x, y = columns.float(), outputs.float()
         return cls(x @ x.mT, y @ x.mT, y.square().sum(), x.shape[-1])
 

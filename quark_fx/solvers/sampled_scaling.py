@@ -28,12 +28,11 @@ from quark_fx.solvers.samples import CALIBRATION, POSITIONS, VALIDATION, Sample,
 from quark_fx.solvers.scaling import Measured, MeasuredSite, ScaleOf, ScalingSolver
 
 _CHOICE = 2
-"""Index of the samples that scales are chosen by, some of the calibration samples; smaller indices are parts of the
-data."""
+"""Index of the samples that scales are chosen by, a subset of the calibration samples, after the parts of the data."""
 
 _FEW = 96
-"""Approximate number of positions in the samples that scales are chosen by; few are enough, because errors of good
-scales differ by less than each of them gains."""
+"""Approximate number of positions in the samples that scales are chosen by; few are enough, because the errors of good
+scales differ little compared with the error that each of them removes."""
 
 _CODED_INPUT = Condition(
     # The rows that an expert reads depend on the data, so samples of its activation may not be its real input.

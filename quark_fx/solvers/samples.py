@@ -195,7 +195,7 @@ class Samples:
         return x
 
     def merge(self, other: Samples) -> Samples:
-        """Return the ranges and samples of both; the data of `other` comes second."""
+        """Return the ranges and samples of `self` and `other` together; the data of `other` comes second."""
         samples = tuple(ours + theirs for ours, theirs in zip(self.samples, other.samples, strict=True))
         folds = {**self.ranges, **other.ranges}
         ranges = {fold: self.ranges.get(fold, MinMax()).merge(other.ranges.get(fold, MinMax())) for fold in folds}

@@ -200,7 +200,7 @@ class ScalingSolver(Selective, ABC):
             _search(errors, [len(axis) for axis in axes], table, rounds=_ROUNDS)
         flags = [condition.to(table.dtype).view(1) for condition, _ in checks]
         on_host = torch.cat([table, *flags]).cpu()  # one transfer: each one makes the host wait
-        is_valid = bool(on_host[len(table) :].all())  # otherwise the search may still avoid the point that fails
+        is_valid = bool(on_host[len(table) :].all())  # otherwise a search on the host may avoid the invalid point
         return on_host[: len(table)].double() if is_valid else None
 
 

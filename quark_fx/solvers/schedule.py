@@ -42,7 +42,7 @@ class Schedule(Selective):
     """
 
     patience: ClassVar[int] = 5
-    """Number of evaluations on validation batches, of about twenty, without improvement before learning stops."""
+    """Number of consecutive evaluations on validation batches without improvement after which learning can stop."""
 
     unit: Unit = Unit.OPERATOR
     iterations: NonNegativeInt = 250

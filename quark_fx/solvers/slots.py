@@ -76,7 +76,7 @@ class Activation:
             )
 
     def with_range(self, low: Tensor | float, high: Tensor | float) -> Activation:
-        """Return the activation with scale and zero point for the real range `[low, high]`, a number each."""
+        """Return the activation with the scale and zero point for the real range from `low` to `high`, two numbers."""
         like = self.qparams.scale.double()
         low, high = (like.new_tensor(float(end)).clamp(self.low, self.high) for end in (low, high))
         return replace(self, qparams=affine_qparams(low, high, self.scheme))

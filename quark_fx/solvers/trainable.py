@@ -59,7 +59,7 @@ class Trainable:
     """Block with its learned tensors as arguments.
 
     Attributes:
-        module: Module that takes the block's inputs, the drop rate and its generator, then weights, biases, and scales.
+        module: Module that takes the block's inputs, drop rate, random generator, weights, biases, and scales.
         made: Positions of the block's outputs (`Block.made`) among its results.
         dtypes: Dtypes of the weights.
         scales: Names of the activation scales that are arguments.
@@ -122,7 +122,7 @@ class Trainable:
         Args:
             inputs: Inputs of the block.
             weights: Dequantized or soft weights, one per learned weight.
-            biases: Biases of the weights that have one, if biases are learned.
+            biases: Biases, one for each learned weight that has a bias, if biases are learned.
             scales: Activation scales in the order of `scales`, shape `()`.
             drop: Probability that a value of an activation stays in float.
             generator: Generator of the dropped values; default: the global one.
