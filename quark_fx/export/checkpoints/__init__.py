@@ -1,1 +1,1 @@
-"""Graph to Hugging Face and GGUF checkpoints."""
+"""Export of quantized models as Hugging Face and GGUF checkpoints."""

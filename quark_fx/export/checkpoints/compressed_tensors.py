@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: the scheme of each layer, and its tensors."""
+"""Checkpoints in the format compressed-tensors: the quantization scheme and the tensors of each layer."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ from quark_fx.system.isolation import warn
 
 
 def decompress_to_bfloat16(config: Mapping[str, Any]) -> bool:
-    """Tell whether readers of a `quantization_config` decompress to bfloat16, the dtype of the whole model then."""
+    """Tell whether readers of a `quantization_config` decompress weights to bfloat16.
+
+    If they do, the whole model has this dtype.
+    """
     return any(group.get("format", "") in _BLOCK_FORMS for group in config.get("config_groups", {}).values())
 
 
 class Schemes:
-    """Schemes of compressed-tensors, and the layers of each.
+    """Quantization schemes in the format compressed-tensors, with the layers that use each scheme.
 
     Args:
-        layers: All layers that will be added.
+        layers: All layers that `add` will be called with.
     """
 
     def __init__(self, layers: Iterable[Layer]) -> None:
@@ -52,14 +55,14 @@ class Schemes:
         self._members: dict[str, list[Layer]] = {}
 
     def add(self, layer: Layer) -> dict[str, Any]:
-        """Return the scheme of a layer, and list the layer.
+        """Return the scheme of a layer, and record that the layer uses it.
 
         Raises:
-            ExportError: If compressed-tensors lacks a scheme for it.
+            ExportError: If compressed-tensors does not support the layer's quantization.
         """
         scheme, size = _scheme(layer), None
         if scheme["weights"]["strategy"] == "channel" and layer.stack:
-            size = self._of_experts  # transformers reads all experts with one scheme; a row of one group fits any
+            size = self._of_experts  # transformers reads all experts with one scheme, so all need the same group size
         elif scheme["weights"]["strategy"] == "channel" and scheme["format"] == "pack-quantized":
             size = row_or_group(layer.weight, self._sizes)
         if size is not None and size > 0:
@@ -75,9 +78,9 @@ class Schemes:
 
         Args:
             ignore: Names and patterns of the modules that stay in float.
-            head: Module that projects to the vocabulary; empty if the model has none.
-            left_experts: Modules of experts that stay in float.
-            others: Further entries.
+            head: Name of the module that projects to the vocabulary; empty if there is none.
+            left_experts: Names of the modules of experts that stay in float.
+            others: Additional entries.
         """
         schemes, members = self._schemes, self._members
         experts = {layer.name for layers in members.values() for layer in layers if layer.stack}
@@ -85,11 +88,11 @@ class Schemes:
         common = Counter(
             key for key, layers in members.items() for layer in layers if isinstance(layer.module, nn.Linear)
         )
-        # Readers that fuse layers need the class name; transformers uses the first group with it for all layers but
-        # experts (`get_dense_scheme`).
+        # Readers that fuse layers need the class name as a target; transformers uses the first group with this target
+        # for all layers but experts (`get_dense_scheme`).
         usual = [key for key, _ in common.most_common(1)]
         for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
-            # In vLLM, a head is not a linear layer, so it needs its name.
+            # In vLLM, the head is not a linear layer, so the target "Linear" misses it.
             rest = [x for x in members[key] if key not in usual or not x.is_linear or x.name == head]
             targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
             mine = [layer.name for layer in rest if layer.stack]
@@ -111,9 +114,9 @@ class Schemes:
         }
 
     def require_readable(self) -> None:
-        """Raise if transformers would misread some codes.
+        """Raise `ExportError` if transformers would misread some codes.
 
-        It reads all experts with one scheme, and all other layers with one if it dequantizes them.
+        It reads all experts with one scheme. If it dequantizes the other layers, it reads them with one scheme, too.
         """
         shown = ("num_bits", "strategy", "group_size")
         kinds = {
@@ -133,7 +136,11 @@ class Schemes:
 
 
 def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
-    """Write https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
+    """Return tensors and configuration in the format compressed-tensors, with one config group per scheme.
+
+    Source:
+        https://github.com/vllm-project/compressed-tensors
+    """
     schemes = Schemes(checkpoint.layers)
     tensors = each_layer(checkpoint.layers, lambda layer: parts(layer, schemes.add(layer)), shelf)
     for message in dict.fromkeys(filter(None, map(_measured_otherwise, checkpoint.layers))):
@@ -155,10 +162,10 @@ def compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 
 def _transforms(checkpoint: Checkpoint) -> Written:
-    """Return the matrices that rotate activations at run time, and the configuration of their transforms.
+    """Return the matrices that rotate activations at run time, and the configuration of the transforms.
 
-    All layers of a transform share a matrix in vLLM. It treats orthogonal matrices as Hadamard matrices and divides by
-    the square root of their size, so they are stored multiplied by it.
+    In vLLM, all layers of a transform share one matrix. vLLM treats the matrix as an unnormalized Hadamard matrix: it
+    divides by the square root of the size, so a stored matrix is the orthogonal matrix times this square root.
     """
     saved = as_saved(checkpoint.shell, {f"{path}.weight": m for path, m in checkpoint.rotations.items()})
     if other := [path for path in checkpoint.rotations if f"{path}.weight" not in saved]:
@@ -186,24 +193,24 @@ def _transforms(checkpoint: Checkpoint) -> Written:
 
 
 _CACHES = tuple(f"{fmt} per {shared}" for fmt in (FP8_E4M3, INT8) for shared in ("tensor", "head"))
-"""Keys and values that `kv_cache_scheme` describes."""
+"""Kinds of caches (results of `_kind_of_cache`) that `kv_cache_scheme` can describe."""
 
 NVFP4_CACHE = "fp4_e2m1 in groups of 16 under a calibrated scale"
-"""Keys and values in NVFP4, in the words of `_kind_of_cache`."""
+"""Result of `_kind_of_cache` for keys and values in NVFP4."""
 
 
 def cache_of(checkpoint: Checkpoint, kinds: Sequence[str] = _CACHES) -> tuple[dict[str, Tensor], str]:
-    """Return the scales of keys and values under their names in vLLM and compressed-tensors, and the common kind.
+    """Return the scales of keys and values, named as in vLLM and compressed-tensors, and the kind of all caches.
 
     A scale per tensor has the shape (1,), scales per head (heads, 1, 1); the scale of an NVFP4 cache multiplies its
     E4M3 scales. Without quantized caches, the kind is empty.
 
     Args:
         checkpoint: Contents of the checkpoint.
-        kinds: Kinds of caches that the format holds.
+        kinds: Kinds of caches that the format supports.
 
     Raises:
-        ExportError: If the format does not hold a cache; every attention is listed.
+        ExportError: If the format does not support a cache; every such attention is listed.
     """
     if not checkpoint.caches:
         return {}, ""
@@ -233,13 +240,13 @@ def cache_of(checkpoint: Checkpoint, kinds: Sequence[str] = _CACHES) -> tuple[di
 
 
 def _unheld(activation: Activation, size: Size, kind: str, kinds: Sequence[str], config: Mapping[str, Any]) -> str:
-    """Return why a checkpoint cannot hold the scales of keys or values; empty if it can.
+    """Return the reason why a checkpoint cannot hold the scales of keys or values; empty if it can.
 
     Args:
-        activation: Their rounding.
-        size: Heads and channels.
-        kind: Result of `_kind_of_cache`.
-        kinds: Kinds of caches that the format holds.
+        activation: Rounding of the keys or values.
+        size: Numbers of heads and of channels per head.
+        kind: Result of `_kind_of_cache` for `activation`.
+        kinds: Kinds of caches that the format supports.
         config: Configuration of the text model.
     """
     heads, channels = size
@@ -265,13 +272,13 @@ def _unheld(activation: Activation, size: Size, kind: str, kinds: Sequence[str],
 
 
 def cache_scheme(kind: str) -> dict[str, Any] | None:
-    """Return the `kv_cache_scheme` of a kind of cache in 8 bits; `None` if it is empty."""
+    """Return the `kv_cache_scheme` of a kind of 8-bit cache; `None` if `kind` is empty."""
     fmt, _, shared = kind.partition(" per ")
     return _arguments(parse_format(fmt), True, "attn_head" if shared == "head" else shared) if kind else None
 
 
 def _kind_of_cache(activation: Activation) -> str:
-    """Return the format and the granularity of keys or values."""
+    """Describe the format and the granularity of keys or values."""
     name, scale = activation.format or str(activation.cast), activation.scale
     if scale is None:
         in_groups = activation.format == str(FP4_E2M1) and activation.block_size == 16
@@ -289,7 +296,7 @@ _VERSIONS = {
     ("nvfp4-pack-quantized", 4): "0.14.0",
     **{("pack-quantized", bits): "0.18.0" for bits in (3, 5, 6, 7)},
 }
-"""Oldest versions of compressed-tensors that decompress a form with so many bits, if later than `_OLDEST`."""
+"""First version of compressed-tensors that reads a layout, if it is later than `_OLDEST`; keys are layout and bits."""
 
 _OLDEST = "0.13.0"
 
@@ -309,7 +316,10 @@ def _has_zero_points(schemes: Mapping[str, dict[str, Any]]) -> bool:
 
 
 def _measured_otherwise(layer: Layer) -> str:
-    """Return how transformers measures the scales of a layer's activations, if it does so differently."""
+    """Describe the difference between how transformers and this model measure the scales of a layer's activations.
+
+    The text is empty if they measure them the same way.
+    """
     activation = layer.input
     if activation is None or activation.scale is not None or activation.cast is not None:
         return ""
@@ -374,7 +384,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
 
 
 def _inputs(activation: Activation, channels: int) -> dict[str, Any]:
-    """Return the arguments of an activation with so many channels."""
+    """Return the compressed-tensors arguments of an activation with `channels` channels."""
     fmt = parse_format(activation.format) if activation.format else None
     if fmt is None or not (str(fmt) in _FLOATS or (fmt.is_integer and fmt.bits <= 8 and not fmt.sign_magnitude)):
         raise ExportError(
@@ -400,7 +410,7 @@ def _inputs(activation: Activation, channels: int) -> dict[str, Any]:
 
 
 _LOCAL = {"strategy": "tensor_group", "dynamic": "local", "scale_dtype": str(torch.float8_e4m3fn)}
-"""Description of the activations of NVFP4: their scales are measured, the scale of these is calibrated."""
+"""Arguments of NVFP4 activations: the scale of each group is measured at run time, the global scale is calibrated."""
 
 
 _MXFP8 = "mxfp8-quantized"
@@ -412,14 +422,14 @@ _MICROSCALING = {
     str(FP6_E2M3): "mxfp6-pack-quantized",
     str(FP8_E4M3): _MXFP8,
 }
-"""The form of each format in groups of 32 with E8M0 scales."""
+"""Name of the layout of each format in groups of 32 with E8M0 scales."""
 
 _NVFP4 = "nvfp4-pack-quantized"
 _BLOCK_FORMS = {*_MICROSCALING.values(), _NVFP4}
 
 
 def _block_weights(layer: Layer, weights: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the weight arguments and the name of the layout for weights in groups of 4-, 6-, or 8-bit floats."""
+    """Return the weight arguments and the name of the layout for 4-, 6-, or 8-bit floats in groups."""
     weight = layer.weight
     if not layer.is_linear:
         raise ExportError(f"{weight.format} in groups, which it holds for linear layers; exclude it")
@@ -438,7 +448,13 @@ def _block_weights(layer: Layer, weights: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def _blocks(weight: QuantizedTensor, form: str, unit: float | None) -> dict[str, Tensor]:
-    """Return the tensors of small floats in groups; `unit` is the scale of all scales, if it is known."""
+    """Return the tensors of a weight in grouped 4-, 6-, or 8-bit floats.
+
+    Args:
+        weight: Quantized weight.
+        form: Name of its layout.
+        unit: Global scale of an NVFP4 weight; `None` to compute it from the scales.
+    """
     if form == _MXFP8:
         return {"weight": weight.codes, "weight_scale": exponents(weight)}
     bits = weight.format.bits
@@ -453,10 +469,13 @@ def _blocks(weight: QuantizedTensor, form: str, unit: float | None) -> dict[str,
 
 
 def share_global_scales(tensors: dict[str, Tensor]) -> None:
-    """Give layers whose global scales (`parts`) differ by a power of two the largest of these.
+    """Replace global scales that differ by a power of two by the largest one, where this keeps all products exact.
 
-    Layers with the same input have a common global scale, because servers fuse them. Factoring their scales again may
-    return global scales that differ by a power of two.
+    Servers fuse layers with the same input, so these layers need a common global scale. Factoring the scales of each
+    layer again may return global scales that differ by a power of two.
+
+    Args:
+        tensors: Results of `parts` by full name, changed in place.
     """
     largest: dict[float, Tensor] = {}
     scales = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight_global_scale")}
@@ -476,17 +495,17 @@ def _arguments(fmt: Format, symmetric: bool, strategy: str, *, dynamic: bool = F
 
 
 def _divisors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as compressed-tensors stores them: it divides by global scales."""
+    """Return the tensors with reciprocal global scales, because compressed-tensors divides by global scales."""
     return {name: x.reciprocal() if name.endswith("_global_scale") else x for name, x in tensors.items()}
 
 
 def compressed(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a layer as compressed-tensors stores them, by the ends of their names."""
+    """Return the tensors of a layer as compressed-tensors stores them; keys are the last parts of their names."""
     return _divisors(parts(layer, scheme))
 
 
 def parts(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a layer in a scheme, by the ends of their names; all scales multiply."""
+    """Return the tensors of a layer in a scheme; keys are the last parts of their names, and all scales are factors."""
     weight, activation, kind = layer.weight, layer.input, scheme["format"]
     unit = None if activation is None else scale_format(activation.scale_type).unit
     whole = {} if unit is None else {"input_global_scale": torch.tensor([unit], dtype=torch.float32)}
@@ -513,12 +532,12 @@ def parts(layer: Layer, scheme: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def groups_of(layers: Iterable[Layer]) -> set[int]:
-    """Return the group sizes of integer layers with several groups in a row."""
+    """Return the group sizes of all integer layers that have several groups per row."""
     return {size for weight in (x.weight for x in layers) if weight.format.is_integer and (size := group_size(weight))}
 
 
 def row_or_group(weight: QuantizedTensor, groups: set[int]) -> int:
-    """Return the group size; for one scale per row, the row length if other layers have such groups, or else -1."""
+    """Return the group size of a weight; for one scale per row, the row length if it is in `groups`, or else -1."""
     inputs = weight.codes.shape[1]
     return group_size(weight) or (inputs if inputs in groups else -1)
 

@@ -1,4 +1,4 @@
-"""Weights of experts: stacks in the model, one matrix per projection of each expert in a checkpoint.
+"""Weights of experts: stacked tensors in the model, one matrix per expert and projection in a checkpoint.
 
 Codes and scales are split the way transformers splits a stack when it saves a model.
 """
@@ -23,7 +23,7 @@ _SUFFIX = ".weight"
 
 
 def as_saved(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a transformers model in the form of its checkpoints, with stacks split."""
+    """Return the tensors of a transformers model as its checkpoints store them, with stacks split into matrices."""
     models, loading = (importlib.import_module(f"transformers.{n}") for n in ("modeling_utils", "core_model_loading"))
     once = models.remove_tied_weights_from_state_dict(dict(tensors), model)
     saved: dict[str, Tensor] = loading.revert_weight_conversion(model, once)
@@ -31,7 +31,10 @@ def as_saved(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def taken_apart(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the matrices of a checkpoint for the stack `name`, by their modules; empty if it has none."""
+    """Return the matrices that a checkpoint stores for the tensor `name`, keyed by module.
+
+    The dictionary is empty if `tensor` is not a stack or checkpoints do not split it.
+    """
     if tensor.dim() != 3:
         return {}
     parts = as_saved(model, {name: tensor})
@@ -40,10 +43,10 @@ def taken_apart(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTensor]:
-    """Return the matrices of a quantized stack by their modules; empty if checkpoints do not split it.
+    """Return the matrices of a quantized stack, keyed by module; empty if checkpoints do not split the stack.
 
     Raises:
-        ExportError: If a checkpoint cannot represent them.
+        ExportError: If a checkpoint cannot represent the matrices.
     """
     stored = constant.quantized
     if stored is None:
@@ -66,7 +69,7 @@ def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTe
 
 
 def stacked_rows(constant: Constant) -> QuantizedTensor:
-    """Concatenate the rows of all matrices of a stack that `matrices` splits into one matrix."""
+    """Return one matrix with the rows of all matrices of a stack, which `matrices` is able to split."""
     stored = constant.quantized
     assert stored is not None
     codes, scale = stored.codes.flatten(0, 1), stored.scale.flatten(0, 1)
@@ -76,7 +79,7 @@ def stacked_rows(constant: Constant) -> QuantizedTensor:
 
 
 def _moves_rows(model: Any, name: str, stack: Tensor) -> bool:
-    """Tell whether splitting a stack moves whole rows of any length, so that codes and scales stay together."""
+    """Tell whether splitting a stack only moves whole rows, so that each row of codes keeps its scales."""
     experts, outputs, _ = stack.shape
     columns = torch.arange(3)
     rows = torch.arange(experts * outputs).reshape(experts, outputs, 1) * len(columns)
@@ -88,9 +91,10 @@ def _moves_rows(model: Any, name: str, stack: Tensor) -> bool:
 
 
 def name_patterns(names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
-    r"""Return regular expressions that match the beginning of the names of experts' modules, for any expert.
+    r"""Return regular expressions that match the names of experts' modules, with any number for the expert.
 
-    They end before the name of a projection, which servers rename, unless a name in `others` begins the same way.
+    A pattern ends before the name of the projection, which servers rename, unless a name in `others` begins the same
+    way.
 
     >>> print(*name_patterns(["layers.0.experts.0.up", "layers.0.experts.1.up"]))
     ^layers[.]0[.]experts[.]\d+[.]
@@ -107,7 +111,7 @@ def name_patterns(names: Iterable[str], others: Iterable[str] = ()) -> list[str]
 
 
 def common_paths(names: Iterable[str]) -> list[str]:
-    """Return the common beginnings of the names of experts' modules, up to the number of the expert.
+    """Return the distinct prefixes of the names of experts' modules, up to the number of the expert.
 
     >>> common_paths(["layers.0.experts.0.up", "layers.0.experts.1.down"])
     ['layers.0.experts']
@@ -116,7 +120,7 @@ def common_paths(names: Iterable[str]) -> list[str]:
 
 
 def literal(name: str) -> str:
-    """Return a regular expression that matches a name."""
+    """Return a regular expression that matches `name` literally."""
     return "[.]".join(map(re.escape, name.split(".")))
 
 

@@ -1,4 +1,4 @@
-"""Architectures that llama.cpp reads and transformers' GGUF reader does not: a row of keys and orders for each."""
+"""Architectures that llama.cpp reads and transformers' GGUF reader does not, with their keys and transforms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 
 _PAIRS, _EXPERTS = "LlamaTensorProcessor", "Qwen2MoeTensorProcessor"
-"""Classes of transformers' reader: rows of queries and keys in pairs, and stacks of experts."""
+"""Classes of transformers' GGUF reader that reorder the rows of queries and keys, and that stack experts."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Architecture:
     """An architecture of llama.cpp.
 
     Attributes:
-        name: Name in GGUF, whose names of tensors are in the package `gguf`.
-        fields: Fields of the configuration by key of the file.
-        steps: Classes of transformers' reader that transform its tensors.
+        name: Name in GGUF; the package `gguf` lists the names of its tensors.
+        fields: Names of configuration fields; keys are keys of the file.
+        steps: Names of the classes of transformers' GGUF reader that transform the tensors, in order.
         assumed: Values that llama.cpp assumes for fields without a key, where they differ from transformers' defaults.
     """
 
@@ -42,7 +42,7 @@ class Architecture:
     assumed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def processor(self, reading: Any, config: dict[str, Any]) -> Any:
-        """Return the steps as one processor of transformers' reader."""
+        """Return a tensor processor for transformers' GGUF reader that applies all steps in order."""
         steps = [getattr(reading, name)(config) for name in ("TensorProcessor", *self.steps)]
 
         def process(weights: Any, name: str, **options: Any) -> Any:
@@ -86,7 +86,7 @@ ARCHITECTURES = {
     "olmo2": Architecture("olmo2", {**_COMMON, **_RMS}),
     "smollm3": Architecture("smollm3", {**_COMMON, **_RMS}, (_PAIRS,)),
 }
-"""Architectures by the type of their configurations."""
+"""Architectures; keys are the `model_type` of configurations."""
 
 
 __all__ = ["ARCHITECTURES", "Architecture"]

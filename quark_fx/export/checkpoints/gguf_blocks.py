@@ -1,4 +1,4 @@
-"""The bytes of GGUF's blocks: codes with scales of one level or of two (K-quants)."""
+"""Bytes of GGUF's blocks: codes with one level of scales, or with two levels (K-quants)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.scales import ScaleFormat
 
 _BLOCK, _SUPER = 32, 256
-"""Number of inputs of a block whose scales have one level, and of a block whose scales have two."""
+"""Number of inputs in a block with one level of scales, and in a block with two levels."""
 
 _HELD = "int4, int5, int8, uint4 and uint5 in groups of 32, and the types of quark_fx.gguf_types"
 
@@ -22,8 +22,8 @@ _HELD = "int4, int5, int8, uint4 and uint5 in groups of 32, and the types of qua
 def blocks(weight: QuantizedTensor) -> tuple[Tensor, str]:
     """Return the blocks of a weight, uint8 of shape (outputs, bytes), and the name of their type.
 
-    The blocks represent the weight bit for bit, except for scales that float16 does not represent, and zero points: the
-    smallest value of a block of Q4_1 and Q5_1 is rounded to float16. Offsets are never rounded.
+    The blocks represent the weight exactly, with two exceptions: scales are rounded to float16, and so is the smallest
+    value of a block in Q4_1 and Q5_1, which stands for the zero point. Offsets are never rounded.
 
     Args:
         weight: Result of `matrix_of`.
@@ -51,10 +51,10 @@ def type_of(weight: QuantizedTensor) -> str:
 
 
 def blocks_of(weight: QuantizedTensor, kind: str) -> Tensor:
-    """Return the blocks of some rows of a weight of this type.
+    """Return the blocks of a weight, or of some of its rows, in the type `kind`; uint8 of shape (outputs, bytes).
 
     Raises:
-        ExportError: If the type does not support its scales.
+        ExportError: If the type does not support the weight's scales.
     """
     if kind not in _TWO_LEVELS:
         return _one_level(weight, group_size(weight) or weight.codes.shape[1], kind)
@@ -75,14 +75,14 @@ _SMALLER = {
     "Q5_K": "use Q5_1",
     "Q6_K": "use Q8_0",
 }
-"""Alternatives in llama.cpp for rows of other lengths."""
+"""Advice for rows whose length is not a multiple of 256; keys are names of types."""
 
 
 def _kind(weight: QuantizedTensor, group: int) -> str:
-    """Return the name of the type for codes in groups of this size.
+    """Return the name of the type for the format of a weight in groups of `group` inputs.
 
     Raises:
-        ExportError: If no type supports them.
+        ExportError: If no type supports this format and group size.
     """
     fmt, kind_name = weight.format, None
     if fmt.is_integer and not fmt.sign_magnitude:
@@ -122,9 +122,9 @@ def _one_level(weight: QuantizedTensor, group: int, kind: str) -> Tensor:
 
 
 def _levels(weight: QuantizedTensor, kind: ScaleFormat) -> list[Tensor]:
-    """Return the float16 factors and integer multiples of the scales and, if there are any, of the negated offsets.
+    """Return the float16 factors and the integer multiples of the scales and, if there are any, of the negated offsets.
 
-    Shapes (outputs, groups, 1) and (outputs, groups, sub-groups).
+    Their shapes are (outputs, blocks, 1) and (outputs, blocks, groups per block).
 
     Raises:
         ValueError: If no factors and multiples represent the values.
@@ -173,13 +173,17 @@ _K_BLOCKS: dict[str, Callable[..., Tensor]] = {
 
 
 def _six_bits(scale: Tensor, offset: Tensor) -> Tensor:
-    """Return twelve bytes of eight scales and eight offsets: the first four of each whole, then halves of the rest."""
+    """Return the twelve bytes that hold eight 6-bit scales and eight 6-bit offsets.
+
+    Four bytes hold the first four scales and, in their top two bits, the high bits of the last four scales; four bytes
+    hold the offsets in the same way; and four bytes hold the low four bits of the last four scales and offsets.
+    """
     whole = [p[..., :4] | p[..., 4:] >> 4 << 6 for p in (scale, offset)]
     return torch.cat([*whole, scale[..., 4:] & 15 | (offset[..., 4:] & 15) << 4], -1).to(torch.uint8)
 
 
 def _packed(values: Tensor, runs: int, parts: int, size: int, *, bits: int) -> Tensor:
-    """Return bytes of `parts` values each, at a distance of `size`, the first in the lowest bits.
+    """Pack `parts` values into each byte; the values are `size` positions apart, and the first is in the lowest bits.
 
     Args:
         values: Unsigned integers of `bits` bits, shape (outputs, values), block by block.
@@ -197,7 +201,7 @@ def _packed(values: Tensor, runs: int, parts: int, size: int, *, bits: int) -> T
 
 
 def _joined(*parts: Tensor) -> Tensor:
-    """Return the bytes of the parts of each block, shape (outputs, bytes)."""
+    """Concatenate the bytes of the parts of each block; the result has the shape (outputs, bytes)."""
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1).flatten(1)
 
 

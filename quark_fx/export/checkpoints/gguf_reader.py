@@ -1,4 +1,4 @@
-"""The knowledge of transformers' GGUF reader about an architecture: names, fields, and inverses of its transforms."""
+"""Names, configuration keys, and inverse transforms of an architecture, taken from transformers' GGUF reader."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Array = np.ndarray[Any, Any]
 _WEIGHT, _BIAS = ".weight", ".bias"
 
 _MARK = 2.0**40
-"""Offset added to element indices, so that they cannot be confused with padding zeros; float64 holds the sums."""
+"""Offset that distinguishes element indices from padding zeros; float64 represents the sums exactly."""
 
 _IGNORED = (
-    # Names, tokens, training, and options of results.
+    # Names, token ids, training options, and output options.
     *("_*", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "initializer_*", "is_encoder_decoder"),
     *("label2id", "model_type", "output_*", "pretraining_tp", "problem_type", "quantization_config", "return_dict"),
     *(
@@ -37,32 +37,33 @@ _IGNORED = (
         "transformers_version",
         "use_cache",
     ),
-    # Already in layer_types, or not read by positions without scaling.
+    # Already contained in layer_types, or not read if positions are not scaled.
     *("max_window_layers", "original_max_position_embeddings"),
-    # Derived from the tensors of a file.
+    # Derived from the tensors of the file.
     *("tie_word_embeddings", "use_parallel_residual", "use_qkv_bias"),
-    # Sizes of tensors: transformers raises if they differ, and llama.cpp has keys for them.
+    # Sizes of tensors: transformers raises an error if they differ, and llama.cpp has keys for them.
     *("head_dim", "*intermediate_size", "vocab_size"),
 )
-"""Patterns of configuration fields that do not change the results of a reader, or not without an error."""
+"""Patterns of configuration fields whose values cannot silently change the results of a reader."""
 
 _REQUIRED = ("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count")
-"""Keys without which llama.cpp does not open a file."""
+"""Keys that llama.cpp needs to open a file."""
 
 _EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
-"""Keys from which llama.cpp needs one."""
+"""Alternative keys; llama.cpp needs at least one."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the file, and its rows in the model's tensor.
+    """A tensor of the file, and the rows of the model's tensor that it contains.
 
     Attributes:
         name: Name in the file.
         shape: Shape in the file, outermost dimension first.
-        width: Number of elements of a row.
-        rows: Rows of the model's tensor, cut into rows of this width, in the order of the file.
-        shift: Value that reading adds.
+        width: Number of elements in a row.
+        rows: Indices of the rows that the file contains, in its order; the model's tensor is cut into rows of `width`
+            elements.
+        shift: Constant that readers add to all elements.
     """
 
     name: str
@@ -72,23 +73,31 @@ class Place:
     shift: float
 
     def values(self, tensor: Tensor, some: slice = slice(None)) -> Tensor:
-        """Return the values in the file for a tensor of the model: float32 of shape (rows, width), all rows or some."""
+        """Return the values that the file stores for a tensor of the model.
+
+        Args:
+            tensor: Tensor of the model.
+            some: Range of the rows to return.
+
+        Returns:
+            Values of shape (rows, width), float32.
+        """
         picked = tensor.detach().reshape(-1, self.width)[self.rows[some]].float()
         return picked - self.shift if self.shift else picked
 
 
 @dataclass(frozen=True)
 class Reader:
-    """The knowledge of transformers' GGUF reader about an architecture.
+    """Names, keys, and transforms of an architecture in transformers' GGUF reader.
 
     Attributes:
         architecture: Name of the architecture in GGUF.
         config: Configuration of the model.
-        keys: Fields of the configuration by key of the file.
-        names: Names of the model's tensors; keys are names in the file, without an ending for stacks.
-        processor: Object that transforms tensors when they are read.
-        extra: Values by key of the file that do not come from a field.
-        tensors: Tensors, keyed by name in the file, that no tensor of the model corresponds to.
+        keys: Names of configuration fields; keys are keys of the file.
+        names: Names of the model's tensors; keys are names in the file, without the ending `.weight` for stacks.
+        processor: Object that transforms the tensors of a file when transformers reads them.
+        extra: Values that do not come from a field of the configuration; keys are keys of the file.
+        tensors: Tensors of the file without a corresponding tensor in the model; keys are names in the file.
     """
 
     architecture: str
@@ -101,11 +110,15 @@ class Reader:
 
     @classmethod
     def of(cls, model: Any, package: Any) -> Reader:
-        """Look up the model's architecture.
+        """Return the names, keys, and transforms of the model's architecture.
+
+        Args:
+            model: Float model of transformers.
+            package: Module `gguf`.
 
         Raises:
-            ExportError: If it is unknown, lacks a value for a key that llama.cpp needs, or readers would build another
-                model.
+            ExportError: If the architecture is unknown, the configuration lacks a value for a key that llama.cpp needs,
+                or readers would build a different model.
         """
         reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
         config = model.config
@@ -144,14 +157,16 @@ class Reader:
                 yield f"{self.architecture}.{key}", value
 
     def places(self, name: str, shape: Sequence[int]) -> list[Place]:
-        """Return the tensors of the file for a tensor of the model: one each for the gates and ups of experts.
+        """Return the tensors of the file that hold a tensor of the model.
+
+        There are two for the gate and up projections of experts, and one for any other tensor.
 
         Args:
             name: Name in the model.
             shape: Shape in the model.
 
         Raises:
-            ExportError: If the file lacks a tensor for it, or readers do more than move elements or add a constant to
+            ExportError: If GGUF lacks a name for the tensor, or readers do more than move elements or add a constant to
                 all of them.
         """
         stems = [ours for ours, theirs in self.names.items() if theirs == name]
@@ -171,10 +186,10 @@ class Reader:
         return _rope(self.config).get(field, getattr(self.config, field, None))
 
     def _place(self, stem: str, shape: tuple[int, ...], parts: int) -> Place | None:
-        """Return the place of a tensor that the file has in so many parts; `None` if it cannot be found."""
-        # For a parameter without an ending in the model, the maps have none, either; llama.cpp's tensors do.
+        """Return the place of one of the `parts` tensors that hold a tensor of the model; `None` if none fits."""
+        # A name without an ending (.weight or .bias) in the model has none in `names`, either; llama.cpp's name has.
         names = [stem] if stem.endswith((_WEIGHT, _BIAS)) else [f"{stem}{_WEIGHT}", stem]
-        # Rows of two elements quickly show how whole rows move. Otherwise, each element is tracked.
+        # First try rows of two elements, which quickly show where whole rows move. If this fails, track each element.
         widths = [shape[-1], 1] if len(shape) > 1 else [1]
         for width in widths:
             probed = (*shape[:-1], 2) if width > 1 else shape
@@ -192,7 +207,7 @@ class Reader:
         return None
 
     def _moved(self, name: str, shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[Array, float] | None:
-        """Return the index in the model's tensor of each element of the file, and the constant that reading adds.
+        """Return the index in the model's tensor of each element of the file, and the constant that readers add.
 
         Args:
             name: Name in the file.
@@ -200,7 +215,8 @@ class Reader:
             stored: Shape in the file.
 
         Returns:
-            Indices, int64, one per element of the file; `None` if the reader returns anything else.
+            Flat indices, int64, one per element of the file, and the constant; `None` if the reader does not return one
+            tensor of this shape, or does more than move elements and add a constant.
         """
         size, into = math.prod(stored), dict[str, Any]()
         numbered = np.arange(size, dtype=np.float64).reshape(stored) + _MARK
@@ -208,7 +224,7 @@ class Reader:
             result = self.processor.process(
                 weights=numbered, name=name, tensor_key_mapping=self.names, parsed_parameters={"tensors": into}
             )
-        except Exception:  # any error of the reader's code for unexpected shapes
+        except Exception:  # the reader's code may raise any error for unexpected shapes
             return None
         if result.name in self.names:
             into[self.names[result.name]] = result.weights
@@ -240,7 +256,7 @@ class Reader:
             )
 
     def _require_alike(self, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
-        """Raise `ExportError` if readers assume another value than the model's for a field without a key."""
+        """Raise `ExportError` if readers assume a value for a field without a key, and the model's value differs."""
         values = {field: value for field in fields if (value := self._value(field)) is not None}
         mine, theirs = (config.to_dict() for config in (self.config, type(self.config)(**values, **defaults)))
         differ = [
@@ -257,7 +273,7 @@ class Reader:
 
 
 def _fields(package: Any) -> dict[str, str]:
-    """Return fields for which llama.cpp and transformers' reader have different defaults."""
+    """Return the configuration fields, by key of the file, for which llama.cpp and transformers assume other values."""
     keys = package.Keys
     named = {
         keys.Attention.KEY_LENGTH: "head_dim",
@@ -268,7 +284,7 @@ def _fields(package: Any) -> dict[str, str]:
 
 
 def _extra(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, Any]:
-    """Return the keys that llama.cpp reads and that transformers' GGUF reader ignores in favor of its defaults."""
+    """Return the values of keys that llama.cpp reads and transformers' GGUF reader ignores in favor of its defaults."""
     rope, both = package.Keys.Rope, _rope(config)
     theta, share = (both.get(name, getattr(config, name, None)) for name in ("rope_theta", "partial_rotary_factor"))
     values = {package.Keys.LLM.VOCAB_SIZE: config.vocab_size, rope.FREQ_BASE: theta}
@@ -276,23 +292,23 @@ def _extra(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, Any]
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         values[rope.DIMENSION_COUNT] = int(width * share)
     entries = {key.removeprefix("{arch}."): value for key, value in values.items()}
-    for key, other in (_EPSILONS, _EPSILONS[::-1]):  # the maps have one for all norms, llama.cpp one for each kind
+    for key, other in (_EPSILONS, _EPSILONS[::-1]):  # transformers has one key for all norms, llama.cpp one per kind
         if other in keys:
             entries[key] = getattr(config, keys[other], None)
     return {key: value for key, value in entries.items() if key not in keys}
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Return the position encoding; if layers differ, the encoding of the layers with full attention."""
+    """Return the parameters of rotary embeddings; if layers differ, the parameters of layers with full attention."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("full_attention") or parameters
 
 
 def _frequencies(config: Any, architecture: str) -> dict[str, Tensor]:
-    """Return divisors of the frequencies of scaled positions, which llama.cpp reads from a tensor.
+    """Return the tensor from which llama.cpp reads the divisors of rotary frequencies; empty without scaling.
 
     Raises:
-        ExportError: If positions are scaled otherwise than in Llama 3.
+        ExportError: If frequencies are scaled by another method than Llama 3's.
     """
     rope = _rope(config)
     kind = rope.get("rope_type", "default")
@@ -309,7 +325,10 @@ def _frequencies(config: Any, architecture: str) -> dict[str, Tensor]:
 
 
 def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dict[str, int]:
-    """Return the key with the input size of an expert's down projection, whose name varies between configurations."""
+    """Return the key and value of the input size of an expert's down projection.
+
+    The size comes from the weight, because its field has different names in different configurations.
+    """
     down = package.TENSOR_NAMES[package.MODEL_TENSOR.FFN_DOWN_EXP]
     stacks = (names.get(down.format(bid=layer)) for layer in range(model.config.num_hidden_layers))
     stack = next((model.get_parameter(name) for name in stacks if name), None)
@@ -318,14 +337,18 @@ def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dic
 
 
 def _gating(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, int]:
-    """Return the key with the function from scores to weights in routers, which is a number in the file."""
+    """Return the key and the number of the function that turns a router's scores into weights."""
     key = package.Keys.LLM.EXPERT_GATING_FUNC.removeprefix("{arch}.")
     name = getattr(config, keys[key], None) if key in keys else None
     return {} if name is None else {key: int(package.ExpertGatingFuncType[str(name).upper()])}
 
 
 def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
-    """Return possible shapes of a stored tensor: one of so many parts, reversed, or without sizes of 1."""
+    """Return the possible shapes in the file of one of the `parts` tensors that hold a tensor of this shape.
+
+    A single tensor may have the same shape, the reversed shape, or the shape without dimensions of size 1. Two or more
+    divide the second to last dimension equally.
+    """
     if parts > 1:
         return [(*shape[:-2], shape[-2] // parts, shape[-1])] if len(shape) > 2 and shape[-2] % parts == 0 else []
     return list(dict.fromkeys([shape, shape[::-1], tuple(size for size in shape if size != 1)]))

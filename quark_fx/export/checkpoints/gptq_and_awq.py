@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ and AWQ: integers of one width and one group size, packed in 32-bit words."""
+"""Checkpoints in the layouts of GPTQ and AWQ: integers of one bit width and one group size, in 32-bit words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from quark_fx.export.packing import group_size, half_scales, unsigned
 
 
 def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf) -> tuple[int, int]:
-    """Return the common bits and group size (-1: all inputs) of all layers."""
+    """Return the bit width and the group size that all layers have in common; -1 is a group of all inputs.
+
+    Raises:
+        ExportError: If a layer has another width or size, or the layout does not support it (all are listed).
+    """
     groups = groups_of(layers)
     weights = (layer.weight for layer in layers)
     counts = Counter((weight.format.bits, row_or_group(weight, groups)) for weight in weights)
@@ -49,7 +53,10 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
 
 
 def gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
-    """Write the layout of AutoGPTQ and GPTQModel; version 1 stores the zero point minus one."""
+    """Return tensors and configuration in the layout of AutoGPTQ and GPTQModel.
+
+    Version 1 stores zero points minus one.
+    """
     layers = checkpoint.layers
     require_weights_alone(checkpoint, "GPTQ")
     bits, group = _uniform(layers, (2, 4, 8), "GPTQ", shelf)
@@ -72,7 +79,7 @@ def gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
 
     head = checkpoint.head
     in_float = [f"^{re.escape(name)}$" for name in checkpoint.left if name != head]
-    # vLLM has one module for all experts of a layer, GPTQModel one per projection of each; the patterns match both.
+    # vLLM has one module for all experts of a layer, GPTQModel one per expert and projection; the patterns match both.
     experts = [rf"^{literal(path)}\b" for path in common_paths(checkpoint.left_experts)]
     return each_layer(layers, write, shelf), {
         "quant_method": "gptq",
@@ -93,7 +100,7 @@ def gptq_v2(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 
 def awq(checkpoint: Checkpoint, shelf: Shelf) -> Written:
-    """Write the GEMM layout of AutoAWQ."""
+    """Return tensors and configuration in the GEMM layout of AutoAWQ."""
     require_weights_alone(checkpoint, "AWQ")
     bits, group = _uniform(checkpoint.layers, (4,), "AWQ", shelf)
 

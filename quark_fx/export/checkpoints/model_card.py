@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: its recipe, the data, and the errors that were measured."""
+"""Model card of a checkpoint, with the recipe, the calibration data, and the measured errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.model.quantized_model import QuantizedModel
 
 CARD = "README.md"
-"""Name of the file, which model hubs show."""
+"""Name of the file that model hubs show as the model card."""
 
 _TAG = "quark_fx"
 
@@ -25,8 +25,8 @@ def model_card(qmodel: QuantizedModel, base: str, form: str) -> str:
 
     Args:
         qmodel: Quantized model.
-        base: Name or folder of the float model; a folder is not named.
-        form: Format of the checkpoint.
+        base: Name of the float model on the hub, or its folder; the card does not mention a folder.
+        form: Name of the checkpoint format.
 
     Source:
         https://huggingface.co/docs/hub/model-cards
@@ -62,12 +62,12 @@ def model_card(qmodel: QuantizedModel, base: str, form: str) -> str:
 def _recipe(config: QuantConfig) -> str:
     try:
         return config.to_yaml().rstrip()
-    except ConfigError as error:  # a pass with an option that is not plain data
+    except ConfigError as error:  # an option of a pass is not plain data
         return f"# {error}"
 
 
 def is_own(card: Path) -> bool:
-    """Tell whether `model_card` wrote a file. Other cards are not replaced."""
+    """Tell whether `model_card` wrote the file `card`."""
     try:
         head = card.read_text(encoding="utf-8").split("---")[1]
         return _TAG in (yaml.safe_load(head) or {}).get("tags", ())

@@ -28,27 +28,27 @@ _ALGORITHMS = {
     ("nvfp4-pack-quantized", "tensor_group", ""): "W4A16_NVFP4",
     ("mxfp8-quantized", "group", "group"): "MXFP8",
 }
-"""Algorithms, by format and by the strategies of weights and activations in compressed-tensors."""
+"""Names of algorithms; keys are the layout and the strategies of weights and activations in compressed-tensors."""
 
 _NAMES = {
     "weight_packed": "weight",
     "weight_global_scale": "weight_scale_2",
     "input_global_scale": "input_scale",
 }
-"""Names of tensors that differ from the names in compressed-tensors."""
+"""Names of tensors in ModelOpt that differ from compressed-tensors; keys are the names in compressed-tensors."""
 
 _IN_FLOAT = ("vision_tower", "vision_model", "visual")
-"""Parts of names of layers that vLLM never quantizes."""
+"""Substrings of names; vLLM leaves layers in float whose names contain one of them."""
 
 _BLOCK = 128
-"""Rows and columns of a block; readers support no other size."""
+"""Number of rows and of columns of a block; readers support only this size."""
 
 
 def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
-    """Write a checkpoint in ModelOpt's layout, which has one algorithm for all layers.
+    """Return tensors and configuration in ModelOpt's layout, which has one algorithm for all layers.
 
-    `weight_scale_2`, `input_scale`, and the scales of caches are factors; compressed-tensors divides by
-    its global scales.
+    `weight_scale_2`, `input_scale`, and the scales of caches are factors, unlike the global scales of
+    compressed-tensors, which are divisors.
 
     Source:
         vllm/model_executor/layers/quantization/modelopt.py of vLLM 0.32.
@@ -87,7 +87,7 @@ def modelopt(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 
 def _algorithm(layer: Layer, scheme: Mapping[str, Any]) -> str:
-    """Return the name of the scheme; raise `ExportError` if ModelOpt has none."""
+    """Return ModelOpt's name of a scheme; raise `ExportError` if ModelOpt does not support it for this layer."""
     weights, inputs = scheme["weights"], scheme["input_activations"] or {}
     key = scheme["format"], weights["strategy"], inputs.get("strategy", "")
     algorithm, other = _ALGORITHMS.get(key, ""), layer.stack or not layer.is_linear

@@ -1,4 +1,4 @@
-"""Check that a checkpoint can represent a model: readers build the class from its configuration and load weights."""
+"""Checks that readers of a checkpoint, who build the class from its configuration, would build the same model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from quark_fx.system.isolation import quiet
 
 _LISTED = 6
 _LIBRARIES = ("transformers", "transformers_modules")
-"""Packages whose classes readers find: transformers, and code from a repository that a checkpoint names."""
+"""Packages whose classes readers can import: transformers, and code from a repository that the checkpoint names."""
 
 _IMMATERIAL = ("training", "inplace", "padding_idx")
 """Attributes of modules that do not change their results in eval mode."""
 
 
 def require_reader(model: nn.Module) -> None:
-    """Raise `ExportError` unless readers of a checkpoint find the class of a model."""
+    """Raise `ExportError` unless readers of a checkpoint can find the class of a model."""
     kind: Any = type(model)
     name = kind.__name__
     if hasattr(model, "merge_and_unload"):
@@ -38,7 +38,7 @@ def require_reader(model: nn.Module) -> None:
     if kind.__module__.partition(".")[0] in _LIBRARIES or kind._auto_class is not None:
         return
     config: Any = model.config
-    if config.model_type not in transformers.CONFIG_MAPPING:  # only its own class reads the checkpoint
+    if config.model_type not in transformers.CONFIG_MAPPING:  # no auto class reads it, so users call the class itself
         return
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     mappings = [value for key, value in vars(auto).items() if key.endswith("_MAPPING")]
@@ -56,9 +56,9 @@ def require_plain(model: Any) -> None:
     name = type(model).__name__
     with quiet():
         try:
-            with torch.device("meta"):  # as in transformers' readers; a stack of experts may exhaust memory
+            with torch.device("meta"):  # as transformers does; real weights could exhaust memory
                 built = type(model)(copy.deepcopy(model.config))
-        except Exception as error:  # any error of the model's code
+        except Exception as error:  # the model's code may raise any error
             raise ExportError(
                 f"{name} cannot be built from its configuration by readers of a checkpoint: "
                 f"{type(error).__name__}: {error}; use qmodel.save(directory)"
@@ -74,9 +74,9 @@ def require_plain(model: Any) -> None:
 
 
 def _differences(model: nn.Module, built: nn.Module) -> Iterator[str]:
-    """Yield the differences between the modules of a model and of a reader's model."""
+    """Yield the differences between the modules of a model and the modules of the model that a reader builds."""
     ours, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (model, built))
-    # Parametrizations whose computed weight is stored are removed; others raise errors elsewhere.
+    # Skip parametrized modules: the export stores their computed weights, or raises an error elsewhere.
     parametrized = [name for names in (ours, theirs) for name, module in names.items() if computed_leaves(module)]
     for name, module in ours.items():
         if any(name == path or name.startswith(f"{path}.") for path in parametrized):
@@ -110,25 +110,25 @@ def _tensors(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 _UNSET = 77
-"""Value in memory that `_init_weights` has not written."""
+"""Value that marks the elements of a buffer that `_init_weights` does not write."""
 
 _BY_LENGTH = ("dynamic", "longrope")
-"""Types of rotary tables that depend on the length of the last batch."""
+"""Types of rotary embeddings whose tables depend on the length of the last batch."""
 
 
 def _other_tables(module: nn.Module, other: nn.Module, built: Any) -> Iterator[str]:
-    """Yield the buffers that are not in a checkpoint and hold other values than a reader computes.
+    """Yield the names of non-persistent buffers whose values differ from the values that a reader computes.
 
     Args:
-        module: Part of the model.
-        other: The same part of the model that a reader builds, on the meta device.
-        built: Model that a reader builds; its `_init_weights` computes buffers that no checkpoint stores.
+        module: Module of the exported model.
+        other: Corresponding module of the model that a reader builds, on the meta device.
+        built: Model that a reader builds; its `_init_weights` computes the non-persistent buffers.
     """
     names = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
     if not names or any(kind in str(vars(module).get("rope_type")) for kind in _BY_LENGTH):
         return
     computed = copy.deepcopy(other).to_empty(device="cpu", recurse=False)
-    with torch.no_grad(), suppress(Exception):  # any error of the model's code
+    with torch.no_grad(), suppress(Exception):  # the model's code may raise any error
         for buffer in computed.buffers(recurse=False):
             buffer.fill_(_UNSET)
         built._init_weights(computed)
@@ -149,7 +149,10 @@ def _named(module: nn.Module) -> str:
 
 
 def _other_numbers(module: nn.Module, other: nn.Module) -> Iterator[str]:
-    """Yield number attributes that differ, such as an epsilon; for torch's modules, other settings as well."""
+    """Yield the float attributes that differ, such as an epsilon.
+
+    In classes derived from torch's modules, integers, strings, tuples, and `None` are also compared.
+    """
     of_torch = any(kind.__module__.startswith("torch.nn.") and kind is not nn.Module for kind in type(module).__mro__)
     kinds = (float, int, str, tuple, type(None)) if of_torch else float
     for name, value in vars(other).items():

@@ -33,10 +33,10 @@ from quark_fx.system.options import checked_call
 from quark_fx.system.writable import new_file, replace_synced, require_possible, writing
 
 _AT_ONCE = 1 << 20
-"""Approximate number of values of a tensor that are packed and written at once, with tens of megabytes in memory."""
+"""Approximate number of values that are packed and written at once, which takes tens of megabytes of memory."""
 
 _FLOATS = ("freq_base", "epsilon", "scale", "scaling.factor", "softcapping")
-"""Parts of the names of keys that llama.cpp reads as float32; in configurations, their values may be integers."""
+"""Substrings of the keys that llama.cpp reads as float32, even if the configuration's value is an integer."""
 
 
 @checked_call
@@ -47,9 +47,9 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     Weights in one of `quark_fx.gguf_types` are stored as that type, and llama.cpp reads exactly the values of `qmodel`.
     Other weights of 4 bits become Q4_0, or Q4_1 with zero points; 5 bits become Q5_0 or Q5_1, and 8 bits Q8_0. These
     types have blocks of 32 inputs with a float16 scale, so groups must be 32, a multiple of 32, or the whole row. All
-    other tensors are stored in float32. The experts of a layer are one tensor per projection, in any of these types.
-    Names of tensors come from the `gguf` package. The file has the inverse of the transforms that transformers' reader
-    applies to tensors (llama.cpp orders the rows of queries and keys differently).
+    other tensors are stored in float32. The experts of a layer are stored as one tensor per projection, in any of these
+    types. Names of tensors come from the `gguf` package. Transforms that transformers' reader applies to tensors are
+    inverted in the file (llama.cpp orders the rows of queries and keys differently).
 
     Tensors are packed and written piece by piece: a model whose weights stay in files (`Resources(output_dir=...)`) is
     never in memory as a whole.
@@ -60,15 +60,16 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
         tokenizer: Fast tokenizer with byte-level merges to write into the file; llama.cpp needs it. The rule for
             splitting text before merging (`tokenizer.ggml.pre`) is written as "default", which llama.cpp may apply
             differently; a warning says so.
-        model: Float model of the same architecture, if `qmodel` was loaded.
+        model: Float model of the same architecture, if `qmodel` was loaded from a file.
 
     Returns:
         Path of the file.
 
     Raises:
-        ExportError: If GGUF does not support the quantization of an operator (all are listed), the architecture, or one
-            of its tensors; lacks a key that llama.cpp needs; or lacks a key for a field whose value differs from the
-            assumption of readers (all fields are listed). Or if the file cannot be written.
+        ExportError: If GGUF does not support the quantization of an operator (all such operators are listed), the
+            architecture, or one of its tensors; if the configuration lacks a value for a key that llama.cpp needs; if
+            GGUF lacks a key for a field whose value differs from the value that readers assume (all such fields are
+            listed); or if the file cannot be written.
 
     Source:
         https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and `ggml-quants.c` for the blocks.
@@ -120,11 +121,11 @@ class Stored:
     """A tensor of the file, whose data is computed when it is written.
 
     Attributes:
-        source: Name of its source: a tensor of the model, or a stack.
-        place: Place in the file, with its rows.
-        kind: Type of its blocks.
-        stored: Shape in the file, with rows in bytes.
-        open: Function that opens the tensor and returns a function from a row slice to bytes, uint8.
+        source: Name of the model's tensor, or stack of experts, that the data comes from.
+        place: Place in the file.
+        kind: GGUF type of the tensor.
+        stored: Shape in the file, with the last dimension in bytes.
+        open: Function that loads the data and returns a function from a slice of rows to their bytes, uint8.
     """
 
     source: str
@@ -146,7 +147,10 @@ class Stored:
 
 
 def _write(tensors: list[Stored], writer: Any) -> list[tuple[str, str]]:
-    """Write the data of all tensors after the header; return all errors, and write nothing after the first."""
+    """Write the data of all tensors after the header; stop writing at the first error, and return all errors.
+
+    An error is the name of a tensor's source and the message.
+    """
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
     errors = dict[tuple[str, str], None]()
@@ -162,7 +166,7 @@ def _write(tensors: list[Stored], writer: Any) -> list[tuple[str, str]]:
 
 
 def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list[Stored], list[tuple[str, str]]]:
-    """Return every tensor of the file, and the names and errors of tensors that GGUF does not support."""
+    """Return all tensors of the file, and the name and error of each tensor that GGUF does not support."""
     layers = {f"{layer.name}.weight": layer for layer in checkpoint.layers if not layer.stack}
     tied = checkpoint.shell.config.tie_word_embeddings
     repeats = dict(checkpoint.shell._tied_weights_keys or {})
@@ -187,14 +191,14 @@ def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list
 
 
 def _floats(name: str, tensor: Tensor, reader: Reader, package: Any) -> Iterator[Stored]:
-    """Yield the tensors of the file for a float tensor."""
+    """Yield the tensors of the file that hold a float tensor of the model."""
     for place in reader.places(name, tensor.shape):
         stored = (*place.shape[:-1], 4 * place.shape[-1]) if place.shape else (4,)
         yield Stored(name, place, package.GGMLQuantizationType.F32, stored, partial(_float_rows, tensor, place))
 
 
 def _extra(name: str, tensor: Tensor, package: Any) -> Stored:
-    """Return a tensor of the file that the model does not have."""
+    """Return the entry for a 1-D tensor of the file that the model does not have."""
     place = Place(name, tuple(tensor.shape), 1, torch.arange(len(tensor)), 0)
     stored = (4 * len(tensor),)
     return Stored(name, place, package.GGMLQuantizationType.F32, stored, partial(_float_rows, tensor, place))
@@ -207,19 +211,19 @@ def _float_rows(tensor: Tensor, place: Place) -> Callable[[slice], Tensor]:
 def _quantized(
     name: str, make: Callable[[], QuantizedTensor], shape: tuple[int, ...] | None, reader: Reader, package: Any
 ) -> Iterator[Stored]:
-    """Yield the tensors of the file for a quantized weight.
+    """Yield the tensors of the file that hold a quantized weight of the model.
 
     Args:
         name: Name in the model.
-        make: Function that returns the matrix of all its rows.
-        shape: Shape of the weight in the model; `None` for the shape of that matrix.
-        reader: Knowledge about the architecture.
+        make: Function that returns one matrix with all rows of the weight.
+        shape: Shape of the weight in the model; `None` if it is the shape of the matrix.
+        reader: Names and transforms of the architecture.
         package: Module `gguf`.
     """
     matrix = make()
     kind, (_, inputs) = type_of(matrix), matrix.codes.shape
     places = reader.places(name, matrix.codes.shape if shape is None else shape)
-    del matrix  # computed again when it is written
+    del matrix  # it is computed again for writing
     for place in places:
         if place.width != inputs or place.shape[-1] != inputs:
             raise ExportError("readers of GGUF take its rows apart, and blocks lie in rows; leave it in float")
@@ -234,7 +238,7 @@ def _block_rows(make: Callable[[], QuantizedTensor], place: Place, kind: str) ->
 
 
 def _rows(matrix: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
-    """Return selected rows of a matrix, in any order."""
+    """Return the matrix with the rows at the indices `rows`, in that order."""
     codes = matrix.codes[rows]
     scale, zero_point = (p[rows] if len(p) > 1 else p for p in (matrix.scale, matrix.zero_point))
     return replace(matrix, codes=codes, scale=scale, zero_point=zero_point, layout=matrix.layout.of_shape(codes.shape))
@@ -250,7 +254,7 @@ def _are_equal(layers: dict[str, Layer], one: str, other: str) -> bool:
 
 def _add(writer: Any, package: Any, key: str, value: Any) -> None:
     types = package.GGUFValueType
-    # llama.cpp raises for unexpected types: counts are unsigned, which the package would not guess.
+    # llama.cpp rejects unexpected types, and expects unsigned counts; the package would choose a signed type.
     if isinstance(value, int) and not isinstance(value, bool):
         is_float = any(part in key for part in _FLOATS)
         kind, value = (types.FLOAT32, float(value)) if is_float else (types.UINT32, value)
@@ -260,7 +264,7 @@ def _add(writer: Any, package: Any, key: str, value: Any) -> None:
 
 
 def _add_tokenizer(writer: Any, package: Any, tokenizer: Any, size: int) -> None:
-    """Write tokens, merges, and which tokens are special; up to `size` tokens."""
+    """Write `size` tokens with their types, the merges, and the ids of special tokens."""
     if len(tokenizer) > size:
         raise ExportError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {size}; pass the model's own tokenizer"

@@ -51,36 +51,37 @@ def huggingface(
 ) -> Path:
     """Write `qmodel`, a quantized Hugging Face model, as a checkpoint directory.
 
-    Scales stay float32 in compressed-tensors; GPTQ and AWQ store float16. For an activation whose range is measured at
-    run time, the checkpoint records only this fact: transformers divides the largest magnitude by 127.5
-    (`symmetry="symmetric_full"`), other readers by 127, and readers choose exponents of MXFP8 by `"e8m0_ceil"`. Small
-    floats in groups are read in bfloat16.
+    Scales stay in float32 in compressed-tensors; GPTQ and AWQ store them in float16. If the range of an activation is
+    measured at run time, the checkpoint does not record how: transformers divides the largest magnitude by 127.5
+    (`symmetry="symmetric_full"`), other readers by 127, and all readers choose exponents of MXFP8 by the rule
+    `"e8m0_ceil"`. Readers decompress 4-, 6-, and 8-bit floats in groups to bfloat16.
 
-    Weights of experts are stored separately, one matrix per projection of each; transformers 5.23 dequantizes them at
-    load time. Experts that stay in float are stored in their stacks, because transformers would not find them next to
-    quantized layers otherwise; with `target="vllm"` or `"sglang"`, they are stored separately, where servers find them.
+    Weights of experts are stored separately, one matrix per expert and projection; transformers 5.23 dequantizes them
+    at load time. Experts that stay in float are stored as stacks, because transformers would not find separate matrices
+    next to quantized layers; with `target="vllm"` or `"sglang"`, they are stored separately, where servers find them.
 
-    A model card (`README.md`) lists recipe, data, and measured errors; a card that somebody else wrote stays.
+    A model card (`README.md`) lists the recipe, the data, and the measured errors; a card that quark_fx did not write
+    is not replaced.
 
-    GPTQModel reads zero points from `"gptq_v2"`; from `"gptq"`, only if it wrote the file. Rotations at run time are
-    supported in compressed-tensors for `target="vllm"` only.
+    GPTQModel reads zero points correctly from `"gptq_v2"`, but from `"gptq"` only if GPTQModel wrote the file.
+    Rotations at run time are supported only in compressed-tensors with `target="vllm"`.
 
     Args:
         qmodel: Result of `quantize`.
         directory: Directory to write, created if needed; an earlier quantized checkpoint in it is replaced.
         format: `"compressed-tensors"` (integers up to 8 bits, FP8 E4M3 also in square blocks, NVFP4, MXFP4, MXFP6 E2M3,
-            and MXFP8 E4M3; activations in all of these), `"gptq"`, `"gptq_v2"`, or `"awq"` (integers, weights only, all
-            with one group size), or `"modelopt"` (FP8, FP8 blocks, NVFP4, or MXFP8, the same for all layers).
+            and MXFP8 E4M3; activations in all of these), `"gptq"`, `"gptq_v2"`, or `"awq"` (integer weights with one
+            group size, float activations), or `"modelopt"` (FP8, FP8 blocks, NVFP4, or MXFP8, the same for all layers).
         tokenizer: Tokenizer to save in the same directory.
-        model: Float model of the same architecture, if `qmodel` was loaded.
+        model: Float model of the same architecture, if `qmodel` was loaded from a file.
 
     Returns:
         Path of the directory.
 
     Raises:
-        ExportError: If the format does not support the quantization of an operator (all are listed), the target does
-            not read it, the model is not from transformers, the directory cannot be written or contains float weights,
-            or transformers does not load the checkpoint.
+        ExportError: If the format does not support the quantization of an operator (all such operators are listed), the
+            target does not read the format, the model is not from transformers, the directory cannot be written or
+            contains float weights, or transformers does not load the checkpoint.
     """
     if format not in _WRITERS:
         other = ", or use export.gguf" * (format == "gguf")
@@ -123,7 +124,7 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
     target = qmodel.config.target
     if refused := target.checkpoints.refuses(format, shell.config.quantization_config, checkpoint.left_experts):
         raise ExportError(f"target={str(target)!r} reads no {refused}")
-    apart = {layer.name for layer in checkpoint.layers if layer.stack}  # already named as in the checkpoint
+    apart = {layer.name for layer in checkpoint.layers if layer.stack}  # these already have their names in checkpoints
     whole = set(checkpoint.stacks) if format == _DEFAULT and target.checkpoints.stacks else set()
     every = checkpoint.tensors | stored
     final = {name for name in every if name in whole or name.rpartition(".")[0] in apart}
@@ -131,7 +132,7 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
     tensors = as_saved(shell, rest) | {name: every[name] for name in final}
     if decompress_to_bfloat16(shell.config.quantization_config):
         shell.to(torch.bfloat16)
-    vars(shell).pop("hf_quantizer", None)  # set by the reader of a float GGUF model; it would refuse to save
+    vars(shell).pop("hf_quantizer", None)  # set if the float model was read from GGUF; save_pretrained would refuse it
     generation = _without_invalid_generation(shell)
     try:
         tensors |= {name: read() for name, read in checkpoint.unread.items() if name not in tensors}
@@ -148,7 +149,7 @@ def _write(qmodel: QuantizedModel, checkpoint: Checkpoint, directory: Path, form
 
 
 def _without_invalid_generation(shell: Any) -> Any:
-    """Remove and return a generation configuration that transformers reads but refuses to save; otherwise `None`."""
+    """Remove and return the generation configuration if transformers refuses to save it; otherwise, return `None`."""
     generation = getattr(shell, "generation_config", None)
     if generation is None:
         return None
@@ -162,7 +163,7 @@ def _without_invalid_generation(shell: Any) -> Any:
 
 
 def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> None:
-    """Let transformers load a checkpoint without its data.
+    """Load a checkpoint with transformers, on the meta device.
 
     Raises:
         ExportError: If transformers does not find a weight, or fails.
@@ -172,7 +173,7 @@ def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> No
             info = type(shell).from_pretrained(directory, device_map="meta", output_loading_info=True)[1]
         except ImportError:
             return  # compressed-tensors or accelerate is missing, so transformers cannot load the checkpoint here
-        except Exception as error:  # any error of the reader's code
+        except Exception as error:  # the reader's code may raise any error
             why = f"{type(error).__name__}: {error}{_reader(error)}"
         else:
             missing = sorted(info["missing_keys"])
@@ -192,7 +193,7 @@ def _require_found(shell: Any, directory: Path, computed: Collection[str]) -> No
 
 
 def _reader(error: Exception) -> str:
-    """Name the modules whose code reads a weight that a quantized layer lacks, if the traceback shows it."""
+    """Name the modules whose code reads a weight that a quantized layer lacks, if the traceback shows them."""
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     models = [
         v
@@ -217,6 +218,6 @@ _WRITERS: Mapping[str, Callable[[Checkpoint, Shelf], Written]] = {
 }
 
 FORMATS = tuple(_WRITERS)
-"""Names of the formats, the default first."""
+"""Names of the checkpoint formats; the first is the default."""
 
 __all__ = ["FORMATS", "huggingface"]

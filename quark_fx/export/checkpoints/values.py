@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: the layers with quantized weights, and all other tensors."""
+"""Contents of a checkpoint: the layers with quantized weights, and all other tensors."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Layer:
         name: Name in the checkpoint.
         module: Module with the weight; for an expert, the module with all experts.
         matrix: Function that returns the quantized weight.
-        input: Rounding of the layer's input; `None` if it is not rounded.
+        input: Rounding of the layer's input; `None` if the input is not rounded.
         stack: Name of the stack that contains an expert's weight; empty for other layers.
-        unit: Scale of all E4M3 scales; default: found from the scales.
+        unit: Global scale, which multiplies all E4M3 scales; `None` to compute it from the scales.
     """
 
     name: str
@@ -70,12 +70,12 @@ class Layer:
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether the layer multiplies by a matrix; otherwise, it looks up rows."""
+        """Tell whether the layer is linear; otherwise, it is an embedding."""
         return bool(self.stack) or isinstance(self.module, nn.Linear)
 
 
 Written = tuple[dict[str, Tensor], dict[str, Any]]
-"""Tensors of the quantized layers, and the configuration."""
+"""Tensors of the quantized layers by their names, and the `quantization_config`."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,19 @@ class Checkpoint:
     Attributes:
         shell: Copy of the float model, for its configuration; its weights are not stored.
         layers: Layers with quantized weights.
-        tensors: All other tensors of the model's state, in float, under their names.
-        stacks: Names of the tensors that hold experts, and of the modules in a checkpoint that replace them.
-        rows: Functions that return the rows of a quantized stack's matrices in order; keys are names of stacks.
-        rotations: Matrices, by path of a linear layer, that rotate its input. The shape is (n, n), for each n
-            consecutive channels.
-        caches: Rounding of the keys and values of an attention, by path of its module.
-        float_caches: Names of modules whose attention has keys and values in float, if others do not.
+        tensors: All other tensors of the model's state, in float; keys are names.
+        stacks: Names of the modules that a checkpoint stores for each float stack of experts; keys are names of stacks.
+        rows: Functions that return one matrix with the rows of all experts of a quantized stack; keys are names of
+            stacks.
+        rotations: Matrices of shape (n, n) that rotate each n consecutive channels of a linear layer's input; keys are
+            paths of layers.
+        caches: Rounding of the keys and values of an attention; keys are paths of modules.
+        float_caches: Names of the attention modules whose keys and values stay in float; the report gives the reasons.
         fused: Value of `CheckpointFiles.fused`.
-        unread: Tensors in the source checkpoint that the class does not have, under their names; each is read when
-            called.
-        computed: Tensors that are left out because a stored, parametrized weight replaces them; keys are its names.
+        unread: Functions that load the tensors of the source checkpoint that the model's class does not have; keys are
+            names of tensors.
+        computed: Names of the tensors that are left out because the checkpoint stores the weight computed from them;
+            keys are names of such weights.
     """
 
     shell: Any
@@ -112,12 +114,12 @@ class Checkpoint:
 
     @property
     def head(self) -> str:
-        """The module that projects to the vocabulary; empty if the model has none."""
+        """The name of the module that projects to the vocabulary; empty if there is none."""
         return _head(self.shell)
 
     @property
     def left(self) -> list[str]:
-        """All names of the modules, except experts, that stay in float and may be linear layers to a reader."""
+        """The names of the modules, except experts, that stay in float and that a reader may treat as linear layers."""
         quantized, weights = {layer.name for layer in self.layers}, dict[str, Tensor]()
         for name, module in self.shell.named_modules():
             weight = self.tensors.get(f"{name}.weight")
@@ -131,19 +133,22 @@ class Checkpoint:
 
     @property
     def left_stacks(self) -> list[str]:
-        """The modules with float stacks (not kernels), and without quantized layers, that a checkpoint keeps whole."""
+        """The names of the modules with 3-D float parameters that a checkpoint does not split.
+
+        Parameters named `weight` (kernels of convolutions) and modules that contain quantized layers are not listed.
+        """
         stacks = (name.rpartition(".") for name, t in self.tensors.items() if t.dim() == 3 and name not in self.stacks)
         paths = dict.fromkeys(path for path, _, leaf in stacks if leaf != "weight")
         return [path for path in paths if not any(layer.name.startswith(f"{path}.") for layer in self.layers)]
 
     @property
     def experts(self) -> list[str]:
-        """The quantized modules of experts."""
+        """The names of the quantized modules of experts."""
         return [layer.name for layer in self.layers if layer.stack]
 
     @property
     def left_experts(self) -> list[str]:
-        """The modules of experts that stay in float."""
+        """The names of the modules of experts that stay in float."""
         return [name for names in self.stacks.values() for name in names]
 
 
@@ -152,11 +157,11 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
 
     Args:
         qmodel: Result of `quantize`.
-        model: Float model of the same architecture, if `qmodel` was loaded.
+        model: Float model of the same architecture, if `qmodel` was loaded from a file.
 
     Raises:
-        ExportError: If no checkpoint format supports the quantization of an operator (all are listed), or the model is
-            not from transformers.
+        ExportError: If no checkpoint format supports the quantization of an operator (all such operators are listed),
+            or the model is not from transformers.
     """
     try:
         float_model = qmodel.source if model is None else model
@@ -217,7 +222,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
 
 
 def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """Return tensors of the source that the class lacks; warn about lost ones."""
+    """Return functions that load the tensors of the source that the model's class lacks; warn if tensors are lost."""
     if (opened := unread_tensors(shell)) is not None:
         return {name: read for name, read in opened.items() if name not in state}
     directory = _directory_of(shell)
@@ -225,10 +230,11 @@ def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tens
         stored = stored_names(directory) if directory is not None else set[str]()
     except CheckpointError:
         return {}
-    once = {id(tensor): name for name, tensor in reversed(list(state.items()))}  # transformers rejects other ties
+    # Only the first name of each tensor: transformers rejects ties that a model does not declare.
+    once = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     saved = as_saved(shell, {name: state[name].detach().to("meta") for name in once.values()}).keys()
     unread = sorted(stored - saved - state.keys())
-    if unread and saved <= stored:  # otherwise, its tensors have other names
+    if unread and saved <= stored:  # otherwise, the file names the tensors differently
         warn(
             f"{directory} holds {len(unread)} tensors that {type(shell).__name__} does not read, and the output will "
             f"not have them: {some_of(unread)}; to keep them in a checkpoint, pass the directory itself to quantize"
@@ -237,7 +243,7 @@ def _unread(shell: Any, state: dict[str, Tensor]) -> dict[str, Callable[[], Tens
 
 
 def _directory_of(model: Any) -> Path | None:
-    """Return the directory that a model was loaded from; `None` if it is unknown or was removed."""
+    """Return the directory that a model was loaded from; `None` if the directory is unknown or no longer exists."""
     name = str(getattr(model, "name_or_path", "") or "")
     if name and not Path(name, "config.json").is_file():
         hub = importlib.import_module("huggingface_hub")
@@ -252,7 +258,7 @@ def require_no_hooks(qmodel: QuantizedModel, model: nn.Module | None) -> None:
 
     Args:
         qmodel: Result of `quantize`.
-        model: Float model passed to an export.
+        model: Float model that was passed to the export, if any.
     """
     hooks = [hook for source in (qmodel.source, model) if source is not None for hook in foreign_hooks(source)]
     if hooks:
@@ -265,7 +271,7 @@ def require_no_hooks(qmodel: QuantizedModel, model: nn.Module | None) -> None:
 
 
 def fused_names(names: Iterable[str], fused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return a server's names of layers that it fuses, if `names` contains all of their parts.
+    """Return the names of the server's fused layers whose parts are all in `names`.
 
     >>> fused_names(["layers.0.q", "layers.0.k", "layers.1.q"], {"qk": ("q", "k")})
     ['layers.0.qk']
@@ -289,7 +295,7 @@ def _head(model: Any) -> str:
 
 
 def require_weights_alone(checkpoint: Checkpoint, form: str) -> None:
-    """Raise `ExportError` if keys or values are rounded, or activations rotated: the format does not support it."""
+    """Raise `ExportError` if keys or values are rounded or activations are rotated, which `form` does not support."""
     errors = [f"{path}: {form} has no place for quantized keys and values" for path in checkpoint.caches]
     errors += [
         f"{path}: {form} has no place for a matrix that rotates its input; use format='compressed-tensors'"
@@ -300,24 +306,24 @@ def require_weights_alone(checkpoint: Checkpoint, form: str) -> None:
 
 
 def _whole(factor: Factor) -> Tensor:
-    """Return the matrix of a rotation, in float32."""
+    """Return the full matrix of a rotation, the Kronecker product of its two factors, in float32."""
     first, second = factor.tensors
     return torch.kron(first.float(), second.float())
 
 
 def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unrotated: Unrotated | None) -> list[Layer]:
-    """Return the modules with quantized weights; raise one error about all that no format supports.
+    """Return the modules with quantized weights; raise one error that lists all unsupported operators.
 
     Args:
         model: Original model.
-        correspondence: Constants and rounding of its modules.
-        head: Path of the module that projects to the vocabulary.
+        correspondence: Constants and rounding of the model's modules.
+        head: Path of the module that projects to the vocabulary; empty if there is none.
         unrotated: Value of `CheckpointFiles.unrotated`.
     """
     layers: list[Layer] = []
     errors, names = [], list[str]()
 
-    @lru_cache(maxsize=1)  # the matrices of a stack are copies, and are requested one after another
+    @lru_cache(maxsize=1)  # splitting copies a stack; its matrices are requested one after another
     def apart(name: str) -> dict[str, QuantizedTensor]:
         return matrices(model, name, correspondence.constants[name])
 
@@ -357,7 +363,7 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
                     "checkpoints hold only weights of nn.Linear and nn.Embedding with one input, and this is the "
                     f"parameter {leaf}, shape {shape}, of a {type(module).__name__}; leave it in float"
                 )
-            matrix_of(constant)  # raise early for weights that are not matrices
+            matrix_of(constant)  # raises now if the weight is unsupported
             read = correspondence.rounding.inputs.get(path)
             rounded = read if read is not None and read.rounds else None
             layers.append(Layer(path, module, partial(matrix_of, constant), rounded))
@@ -407,7 +413,7 @@ _UNROTATED = f"{UNROTATED}, or leave it out of that pass (only=)"
 
 
 def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated | None, *, is_head: bool) -> str:
-    """Return the reason why a checkpoint does not support the factors of a module's input; empty if it does."""
+    """Return the reason why a checkpoint does not support the rotations or scales of a module's input, or ""."""
     rotations = [factor for factor in activation.factors if factor.by_rows]
     if len(activation.factors) > len(rotations):
         return "a pass multiplies its input; quantize without explicit=True of that pass"
@@ -431,9 +437,15 @@ _EXCLUDE = "config.replace(exclude=(*config.exclude, {}))"
 def unholdable(
     errors: list[str], names: Iterable[str] = (), held: Sequence[str] = (), remedy: str = _EXCLUDE
 ) -> ExportError:
-    """Return the error that lists operators that a format does not support; patterns of `names` leave them in float.
+    """Return an error that lists the operators that a checkpoint format does not support, and the remedy.
 
-    Long lists have one line for all layers that differ only in numbers, with a pattern that matches none of `held`.
+    If there are many errors, layers whose names differ only in numbers share one line.
+
+    Args:
+        errors: Lines of the form "name: reason".
+        names: Names of the weights to exclude. Long lists become patterns that match no name in `held`.
+        held: Names of the layers that the format supports.
+        remedy: Call that leaves weights in float, with `{}` for their names.
     """
     names, lines = list(dict.fromkeys(names)), errors
     if len(errors) > _LISTED:
@@ -450,11 +462,11 @@ def unholdable(
 
 
 _LISTED = 16
-"""Largest number of error lines that name one layer each."""
+"""Largest number of error lines for which each line names one layer."""
 
 
 def _apart_unless_declared(shell: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory unless readers tie them, so that each name has its values."""
+    """Return the tensors, with copies of those that share memory although readers do not tie them."""
     ties = getattr(shell.config.get_text_config(), "tie_word_embeddings", False)
     declared = dict(shell.all_tied_weights_keys) if ties else {}
     tied, places, separate = {*declared, *declared.values()}, set[int](), dict[str, Tensor]()
@@ -466,14 +478,18 @@ def _apart_unless_declared(shell: Any, tensors: dict[str, Tensor]) -> dict[str, 
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """Return the paths of modules that share a weight with another one."""
+    """Return the paths of the modules that share a parameter with another module."""
     named = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
     counts = Counter(identity for _, identity in named)
     return {name.rpartition(".")[0] for name, identity in named if counts[identity] > 1}
 
 
 def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]], shelf: Shelf) -> dict[str, Tensor]:
-    """Return the tensors that `write` makes of the layers, on the shelf; raise one error about all that it refuses."""
+    """Return the tensors that `write` returns for all layers, put on the shelf, keyed by full name.
+
+    Raises:
+        ExportError: If `write` raises it for a layer; all such layers are listed.
+    """
     tensors: dict[str, Tensor] = {}
     errors: dict[str, None] = {}  # one per stack of experts
     for layer in layers:
