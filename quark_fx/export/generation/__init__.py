@@ -1,1 +1,1 @@
-"""ONNX graphs with a KV cache."""
+"""Export of ONNX graphs that generate text with a KV cache."""

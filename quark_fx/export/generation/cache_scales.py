@@ -1,4 +1,4 @@
-"""The scales of an int8 KV cache, static, per head and channel."""
+"""Static scales of an int8 KV cache, per head and channel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _SCALE = re.compile(r"(layers\.\d+\.(?:key|value)s)_scale")
-"""Names of the scales that `use_int8_cache` adds to a graph."""
+"""Pattern of the names of the scales that `use_int8_cache` adds to a graph."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class CacheScales:
 
     @classmethod
     def measure(cls, model: Any, batches: Iterable[Mapping[str, Tensor]]) -> CacheScales:
-        """Return the scales at which 127 represents the largest magnitude of a channel in `batches`.
+        """Return the scales for which code 127 represents the largest magnitude of each channel in `batches`.
 
         Args:
-            model: Model of `transformers` in the form to be exported.
-            batches: Keyword arguments of its forward, such as `input_ids`. Padding positions count as well.
+            model: Model of `transformers` that will be exported.
+            batches: Keyword arguments of the model's `forward`, such as `input_ids`, one mapping per batch. Padding
+                positions count as well.
 
         Raises:
             CalibrationError: If `batches` is empty, or values are not finite.
@@ -54,7 +55,7 @@ class CacheScales:
                 cache = returned_cache(model(**batch, use_cache=True, **_keeping_all(model)))
             for name, value in get_leaf_tensors(cache).items():
                 if not value.dim():
-                    continue  # the window of a layer
+                    continue  # a scalar is the window size of a layer
                 if value.dim() != 4 or not value.is_floating_point():
                     raise ExportError(f"{name} is not a cache of keys or values: {value.dtype}, {tuple(value.shape)}")
                 magnitudes = value.float().abs().amax((0, 2), keepdim=True)
@@ -67,11 +68,11 @@ class CacheScales:
 
     @classmethod
     def of(cls, model: Any) -> CacheScales:
-        """Return the scales of keys and values in a model from `eager()`.
+        """Return the scales with which a quantized model rounds its keys and values.
 
         Args:
-            model: Model quantized with `kv_cache=TensorSpec(format=INT8, granularity="channel")`, or `"head"`: all
-                channels of a head then have the same scale.
+            model: Result of `eager()`, quantized with `kv_cache=TensorSpec(format=INT8, granularity="channel")`, or
+                with `"head"`, so that all channels of a head have the same scale.
 
         Raises:
             ExportError: If the model does not round keys and values, or rounds them differently.
@@ -96,7 +97,7 @@ class CacheScales:
 
     @classmethod
     def written(cls, program: ir.Model) -> CacheScales:
-        """Read the scales from a graph that `GenerationQuantizer` wrote; empty for a float cache."""
+        """Read the scales from a graph that `GenerationQuantizer` wrote; the mapping is empty for a float cache."""
         from quark_fx.export.to_onnx.edit import array_of
 
         arrays = {_SCALE.fullmatch(name): array_of(value) for name, value in program.graph.initializers.items()}
@@ -104,10 +105,10 @@ class CacheScales:
         return cls(scales)
 
     def cache(self, *, prompt_in_float: bool = True) -> Any:
-        """Return a cache for a model in torch that rounds keys and values, and keeps all tokens.
+        """Return a `DynamicCache` for a torch model that rounds keys and values with these scales and keeps all tokens.
 
         Args:
-            prompt_in_float: Whether prompts attend to their keys and values before rounding, like a prefill graph.
+            prompt_in_float: Whether a prompt attends to its keys and values before rounding, like in a prefill graph.
         """
         from transformers import DynamicCache
 
@@ -123,22 +124,25 @@ class CacheScales:
         return Rounded()
 
     def quantize(self, name: str, x: Tensor) -> Tensor:
-        """Return the int8 codes of keys or values, shape `(batch, heads, tokens, channels)`."""
+        """Return the int8 codes of keys or values `x`, shape `(batch, heads, tokens, channels)`."""
         return (x / self.scales[name]).round().clamp(-128, 127).to(torch.int8)
 
     def round(self, name: str, x: Tensor) -> Tensor:
-        """Return the values that the codes of `x` represent."""
+        """Return `x` rounded to the values that its codes represent, same shape."""
         return self.quantize(name, x) * self.scales[name]
 
 
 def _keeping_all(model: Any) -> dict[str, Any]:
-    """Return a cache as an argument, for a model whose sliding layers would drop keys outside of their window."""
+    """Return a cache that keeps all tokens, as a keyword argument of the model.
+
+    The result is empty if the model does not have sliding layers, which would drop keys outside of their window.
+    """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     try:
         cache = DynamicCache(config=model.config)
-    except (AttributeError, KeyError, ValueError):  # another kind of model, or a model-specific cache class
+    except (AttributeError, KeyError, ValueError):  # not a text decoder, or a model with its own cache class
         return {}
     sliding = [type(layer) is DynamicSlidingWindowLayer for layer in cache.layers]
     if not any(sliding):
@@ -149,7 +153,7 @@ def _keeping_all(model: Any) -> dict[str, Any]:
 
 
 def _is_of_a_cache(rounding: Any) -> bool:
-    """Tell whether keys or values are only rounded to int8, with a scale per head and channel."""
+    """Tell whether keys or values are rounded to int8, with a 4-D scale and without rotations or zero points."""
     if rounding.format != str(INT8) or rounding.scale is None or rounding.scale.dim() != 4 or len(rounding.factors):
         return False
     return rounding.zero_point is None or not bool(rounding.zero_point.any())

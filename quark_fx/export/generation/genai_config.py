@@ -1,4 +1,4 @@
-"""The description of a graph with a KV cache for ONNX Runtime GenAI: `genai_config.json`.
+"""`genai_config.json`, which describes a graph with a KV cache to ONNX Runtime GenAI.
 
 Source: https://onnxruntime.ai/docs/genai/reference/config.html, and `src/config.cpp` of onnxruntime-genai for
 undocumented fields.
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _TRACED = re.compile(rf"(input|output)\.(?:{'|'.join(CACHE_NAMES)})\.layers\.(\d+)\.(key|value)s")
-"""Names in `transformers` of the inputs and outputs of a layer's cache."""
+"""Pattern of the names that `transformers` gives to the inputs and outputs of a layer's cache."""
 
 _CACHE = {"input": "past_key_values.%d.", "output": "present.%d."}
-"""Prefixes of the same in GenAI."""
+"""Prefixes of the names of the same inputs and outputs in GenAI; `%d` stands for the layer."""
 
 _FED = ("input_ids", "attention_mask", "position_ids")
-"""Inputs in addition to the cache that GenAI feeds if the graph reads them."""
+"""Inputs, in addition to the cache, that GenAI feeds to a graph that has them."""
 
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-"""Options of a `GenerationConfig` that GenAI reads under the same names."""
+"""Options of a `GenerationConfig` that have the same names in GenAI."""
 
 
 def name_cache(graph: ir.Graph) -> int:
-    """Rename the inputs and outputs of the cache to their names in GenAI; return the number of layers.
+    """Rename the inputs and outputs of the cache to their names in GenAI, and return the number of layers.
 
     Raises:
-        ExportError: If the graph has inputs that GenAI does not feed, or another cache than keys and values of one
-            size.
+        ExportError: If the graph has inputs that GenAI does not feed, or if its cache is anything but keys and values
+            of the same shape for each layer.
     """
     _drop_windows(graph)
     cut = cut_layers(graph)
@@ -66,7 +66,7 @@ def name_cache(graph: ir.Graph) -> int:
 
 
 def _drop_windows(graph: ir.Graph) -> None:
-    """Remove the sizes of windows, scalars that a graph only passes on."""
+    """Remove the sizes of attention windows: scalar inputs that the graph returns unchanged."""
     for output in list(graph.outputs):
         node = output.producer()
         source = node.inputs[0] if node is not None and node.op_type == "Identity" else None
@@ -79,7 +79,7 @@ def _drop_windows(graph: ir.Graph) -> None:
 
 
 def _with_sizes(value: ir.Value) -> ir.Shape:
-    """Return a shape with numbers for symbols whose name is a number: torch writes some fixed sizes this way."""
+    """Return the shape of a value, with symbols such as "64" as integers: torch writes some fixed sizes as symbols."""
     import onnx_ir as ir
 
     from quark_fx.export.to_onnx.edit import shape_of
@@ -89,18 +89,18 @@ def _with_sizes(value: ir.Value) -> ir.Shape:
 
 
 def _one_size(pair: dict[str, ir.Value]) -> bool:
-    """Tell whether keys and values exist and have one shape `(batch, heads, tokens, channels)`."""
+    """Tell whether keys and values exist and have the same shape `(batch, heads, tokens, channels)`."""
     shapes = [value.shape for value in pair.values()]
     return len(shapes) == 2 and shapes[0] is not None and len(shapes[0]) == 4 and shapes[0] == shapes[1]
 
 
 def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
-    """Return the configuration of a graph after `name_cache`.
+    """Return the content of `genai_config.json`.
 
     Args:
-        graph: Graph for one sequence.
+        graph: Graph for one sequence, after `name_cache`.
         filename: Name of the graph's file.
-        model: Model of `transformers`, whose configurations have the generation options.
+        model: Model of `transformers`; its configurations contain the generation options.
     """
     from quark_fx.export.to_onnx.edit import shape_of
 
@@ -112,13 +112,13 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
     context = require_context_length(model)
     return {
         "model": {
-            # The only type of GenAI without a specific architecture; some other types have special rules.
+            # GenAI's only type that is not specific to an architecture; some other types have special rules.
             "type": "decoder",
             "context_length": context,
             "vocab_size": shape_of(logits)[2],
             **{name: token for name, token in tokens.items() if token is not None},
-            # GenAI skips tokens of this number at the end of a prompt as padding. A single sequence is not padded, but
-            # may end in the tokenizer's padding token, which is often its end token.
+            # GenAI drops tokens with this id from the end of a prompt. A single sequence has only real tokens, but the
+            # last one may have the id of the padding token, which is often the end token.
             "pad_token_id": -1,
             "decoder": {
                 "filename": filename,
@@ -133,7 +133,7 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
             },
         },
         "search": {
-            # GenAI would mistake a cache allocated at full length for a full one.
+            # With a shared buffer, GenAI would allocate the cache at full length and treat it as full.
             "past_present_share_buffer": False,
             "max_length": context,
             **{name: value for name in _SAMPLING if (value := getattr(asked, name, None)) is not None},
@@ -142,7 +142,12 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
 
 
 def token_of(model: Any, name: str) -> Any:
-    """Return the begin or end token, or tokens, of a model; `None` if it has none."""
+    """Return the id, or the ids, of a special token of a model; `None` if the model does not have it.
+
+    Args:
+        model: Model of `transformers`.
+        name: Name of the entry in the configuration, such as `eos_token_id`.
+    """
     token = getattr(model.generation_config, name, None)
     return getattr(model.config.get_text_config(decoder=True), name, None) if token is None else token
 
@@ -151,7 +156,7 @@ def require_context_length(model: Any) -> int:
     """Return the largest number of tokens that a model reads.
 
     Raises:
-        ExportError: If its configuration does not contain it.
+        ExportError: If the model's configuration does not contain this number.
     """
     length = context_length(model.config)
     if length is None:
@@ -167,7 +172,7 @@ def _templates(prefix: str, side: str) -> dict[str, str]:
 
 
 def _session_options(graph: ir.Graph) -> dict[str, Any]:
-    """Return options with which ONNX Runtime keeps to the graph's arithmetic; see `runtime.session.session_options`."""
+    """Return options that preserve the graph's arithmetic in ONNX Runtime; see `runtime.session.session_options`."""
     options: dict[str, Any] = {"provider_options": [], "session.qdq_matmulnbits_accuracy_level": "0"}
     if not may_optimize(graph):
         options["graph_optimization_level"] = "ORT_DISABLE_ALL"

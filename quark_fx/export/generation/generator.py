@@ -1,4 +1,4 @@
-"""Run exported prefill and decode graphs in ONNX Runtime as a `transformers` model with `generate`."""
+"""`transformers` models with `generate` that run exported prefill and decode graphs in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def generator(exported: Any, *, threads: int | None = None) -> Any:
-    """Return a model of the exported class without weights, whose forward runs the graphs on the CPU.
+    """Return a model of the exported class, without weights, whose `forward` runs the graphs on the CPU.
 
         model = generator(ExportedModel.from_pretrained("folder"))
         model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64)
 
-    Its sessions preserve the arithmetic of the graphs: by default, ONNX Runtime would fuse weights in blocks into
+    The sessions preserve the arithmetic of the graphs: by default, ONNX Runtime would fuse block-quantized weights into
     kernels that round activations to int8.
 
     Args:
         exported: `ExportedModel` of `transformers` from `OnnxExporter().export_for_generation`.
-        threads: Number of threads of a session; default: one per core.
+        threads: Number of threads per session; default: one per core.
 
     Raises:
-        ExportError: If the graphs are other ones, their class does not exist in `transformers`, or they keep no cache
-            or drop tokens from it.
+        ExportError: If the export lacks a prefill or decode graph, `transformers` does not have the exported class, or
+            the graphs do not keep a cache or drop tokens from it.
     """
     import transformers
 
@@ -52,10 +52,10 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
 
         @property
         def device(self) -> torch.device:
-            """The device on which `generate` creates tensors; the parameters, which are never read, are on `meta`."""
+            """The device on which `generate` creates tensors. The parameters are on `meta`; nothing reads them."""
             return torch.device("cpu")
 
-        @functools.wraps(base.forward)  # `generate` prepares the arguments in the signature
+        @functools.wraps(base.forward)  # `generate` prepares the arguments that the signature lists
         def forward(self, **inputs: Any) -> Any:
             return _run(exported, {name: value for name, value in inputs.items() if value is not None})
 
@@ -73,7 +73,7 @@ def _run(exported: Any, inputs: dict[str, Any]) -> Any:
     past = cache.get_seq_length() if cache is not None else 0
     runner = exported.runners["decode" if past else "prefill"]
     shapes = {spec.name: spec.shape for spec in runner.session.get_inputs()}
-    if cache is not None:  # under every name that a graph may use
+    if cache is not None:  # pass it under every name that a graph may use
         inputs |= dict.fromkeys(CACHE_NAMES, cache)
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if tokens is None:
@@ -87,7 +87,7 @@ def _run(exported: Any, inputs: dict[str, Any]) -> Any:
         raise ExportError(
             "these graphs do not read an attention mask, and this batch is padded; export with a padded example"
         )
-    if mask is None:  # `generate` drops a mask of ones, but a graph with a mask reads it
+    if mask is None:  # `generate` drops a mask of ones, but the graph may need it
         inputs["attention_mask"] = tokens.new_ones(len(tokens), past + tokens.shape[1])
     output = runner(**inputs)
     _count_tokens(returned_cache(output), past + tokens.shape[1])
@@ -95,7 +95,7 @@ def _run(exported: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _require_whole_cache(exported: Any) -> None:
-    """Raise `ExportError` for graphs without a cache, or with a truncated one, for which masks are wrong."""
+    """Raise `ExportError` if the graphs do not keep a cache, or truncate it, so that their masks are wrong."""
     graph, runner = exported.components["decode"].program.graph, exported.runners["decode"]
     if not cache_of(graph.inputs):
         raise ExportError(
@@ -122,7 +122,7 @@ def _appends(past: ir.Value | None, output: ir.Value) -> bool:
     node = output.producer()
     if node is None or past is None:
         return False
-    if node.op_type == "GroupQueryAttention":  # keys and values are its inputs 3 and 4, and its outputs 1 and 2
+    if node.op_type == "GroupQueryAttention":  # cached keys and values are inputs 3 and 4, and outputs 1 and 2
         return node.inputs[2 + list(node.outputs).index(output)] is past
     return node.op_type == "Concat" and node.inputs[0] is past and node.attributes.get_int("axis", 0) in (2, -2)
 
@@ -131,16 +131,20 @@ _KEYS_OR_VALUES = re.compile(r"layers\.(\d+)\.(?:key|value)s")
 
 
 def _sliding_layers(cache: Any) -> list[tuple[int, Any]]:
-    """Return the layers of a cache that count their tokens in Python, with their indices."""
+    """Return the index and the layer for each layer of a cache that counts its tokens in Python."""
     layers = enumerate(getattr(cache, "layers", ()))
     return [(index, layer) for index, layer in layers if isinstance(getattr(layer, "cumulative_length", None), int)]
 
 
 def _count_tokens(cache: Any, length: int) -> None:
-    """Set the token counters of the sliding layers in a cache that a graph returned.
+    """Set the token counters of the sliding-window layers in a cache that a graph returned.
 
-    Graphs return only tensors, but these layers count in Python, so their counters come from the trace. The exporters
-    trace them as layers that keep all tokens; the window is in the mask.
+    Graphs return only tensors, but sliding-window layers count tokens in Python, so their counters still have the
+    values from the trace. The exporters trace these layers as layers that keep all tokens; the mask has the window.
+
+    Args:
+        cache: Cache that the graph returned.
+        length: Number of tokens in it.
     """
     for _, layer in _sliding_layers(cache):
         layer.cumulative_length = length

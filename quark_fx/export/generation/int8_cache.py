@@ -1,4 +1,4 @@
-"""The conversion of graphs to an int8 KV cache."""
+"""Conversion of graphs to an int8 KV cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from quark_fx.export.to_onnx.edit import add_array, operand, producer_of
 
 
 def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
-    """Let a graph read and return int8 codes instead of keys and values; return the number of tensors in the cache.
+    """Make a graph read and return int8 codes instead of keys and values; return the number of tensors in the cache.
 
-    Returned values are rounded. A graph that reads a cache also rounds the keys and values of its new tokens before
-    use; a graph that starts one uses them in float.
+    A graph that reads a cache rounds the keys and values of its new tokens before it attends to them. A graph without a
+    cache as input attends to them in float, and rounds only the keys and values that it returns.
+
+    Args:
+        model: Graph, changed in place.
+        cache: Scales of the keys and values of each layer.
 
     Raises:
-        ExportError: If the graph has another cache than the measured one, or does more than append to it.
+        ExportError: If the tensors of the graph's cache differ from the tensors in `cache`, or the graph does more than
+            append to its cache.
     """
     taken, returned = cache_of(model.graph.inputs), cache_of(model.graph.outputs)
     if unknown := sorted((taken.keys() | returned.keys()) ^ cache.scales.keys()):
@@ -45,12 +50,12 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
 
 
 def _appends(node: ir.Node) -> bool:
-    """Tell whether a concatenation of shape `(batch, heads, tokens, channels)` is along tokens."""
+    """Tell whether a concatenation of tensors of shape `(batch, heads, tokens, channels)` is along the tokens."""
     return node.attributes.get_int("axis") in (2, -2)
 
 
 def _attend_to_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Value) -> None:
-    """Let `GroupQueryAttention` read and append to codes, which its kernel supports."""
+    """Set the inputs and attributes with which `GroupQueryAttention` reads, appends, and returns codes."""
     which = list(node.outputs).index(output)  # 1: keys, 2: values
     if len(node.inputs) < 14:
         node.resize_inputs(14)
@@ -62,7 +67,7 @@ def _attend_to_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.
 
 
 def _append_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Value) -> None:
-    """Append codes to codes, and dequantize all for other readers."""
+    """Quantize the new keys or values, append them to the cached codes, and dequantize the result for other nodes."""
     codes = _codes(operand(node, 1), scale)
     real = [ir.node("Cast", [output], {"to": ir.DataType.FLOAT})]
     real.append(ir.node("Mul", [real[0].outputs[0], scale]))
@@ -78,7 +83,7 @@ def _append_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Val
 
 
 def _return_codes(model: ir.Model, output: ir.Value, scale: ir.Value) -> None:
-    """Return the codes of keys or values; readers inside of the graph still get floats."""
+    """Make the graph return the codes of keys or values; nodes inside the graph still read floats."""
     index, codes = list(model.graph.outputs).index(output), _codes(output, scale)
     producer_of(output).append(codes)
     result = codes[-1].outputs[0]

@@ -1,7 +1,7 @@
-"""Prefill and decode graphs with a KV cache: a quantizer for the exporters of `transformers`.
+"""A quantizer for the exporters of `transformers`, which write prefill and decode graphs with a KV cache.
 
-The exporters trace the calls of `generate` and handle the cache. They find weights and rounding in the model from
-`QuantizedModel.eager`, so both graphs have the same codes and need no matching of names.
+The exporters trace the calls of `generate` and handle the cache. The model from `QuantizedModel.eager` contains the
+codes and the rounding, so both graphs have the same codes, and names do not have to be matched.
 Source: https://huggingface.co/docs/transformers/main/en/exporters (`ExportQuantizer`).
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OPSET = 21
-"""The first opset with 4-bit codes and blocks; torch's default is older."""
+"""First opset with 4-bit types and block-wise scales; torch's default is older."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class GenerationQuantizer:
     Args:
         format: `"qdq"`, `"qoperator"`, or `"matmul_nbits"`.
         accuracy_level: Option of `"matmul_nbits"`: 0 to 3 compute in float; 4 rounds activations to int8 and is faster.
-        cache: Scales of an int8 KV cache from `CacheScales.measure`; default: keys and values in float.
+        cache: Scales of an int8 KV cache, from `CacheScales.measure` or `CacheScales.of`; default: keys and values stay
+            in float.
 
     Raises:
         ExportError: If ONNX Runtime does not have kernels for the format, the format does not have the option, or the
@@ -52,7 +53,7 @@ class GenerationQuantizer:
 
     quantizes_fx_graph: ClassVar[bool] = False
     calibration_dataset: ClassVar[None] = None
-    """The model is already calibrated."""
+    """`None`, because the model is already calibrated."""
 
     def __post_init__(self) -> None:
         if self.cache is not None and not isinstance(self.cache, CacheScales):
@@ -61,7 +62,7 @@ class GenerationQuantizer:
         self._chosen()
 
     def with_calibration(self, calibration_dataset: Any) -> GenerationQuantizer:
-        """Return the quantizer itself."""
+        """Return the quantizer itself, because the model is already calibrated."""
         return self
 
     def validate_environment(self, export_format: str) -> None:
@@ -70,10 +71,15 @@ class GenerationQuantizer:
             raise ExportError(f"GenerationQuantizer writes ONNX graphs, not {export_format}; use OnnxExporter")
 
     def quantize(self, model: ir.Model, sample_inputs: dict[str, Any], export_format: str) -> ir.Model:
-        """Convert a translated graph, whose weights are dequantized codes, to the format.
+        """Convert an exported graph, in which `DequantizeLinear` nodes compute the weights from codes, to the format.
+
+        Args:
+            model: Graph, changed in place and returned.
+            sample_inputs: Inputs of the trace; not used.
+            export_format: Name of the exporter's format; not used.
 
         Raises:
-            ExportError: If nothing in it is quantized, or the format or the opset does not support it.
+            ExportError: If nothing in the graph is quantized, or the format or the opset does not support the graph.
         """
         from quark_fx.export.generation.int8_cache import use_int8_cache
         from quark_fx.export.generation.traced_weights import PREPARATIONS, look_up_codes
@@ -109,7 +115,7 @@ class GenerationQuantizer:
 
 @functools.cache
 def _hook_into_transformers() -> None:
-    """Register the quantizer with the exporters of `transformers`, with lowerings for this package's operators."""
+    """Register the quantizer, and the lowerings of this package's operators, with the exporters of `transformers`."""
     try:
         import onnx_ir  # noqa: F401
         from transformers.exporters.quantizers.base import ExportQuantizer
@@ -124,7 +130,7 @@ def _hook_into_transformers() -> None:
 
 
 def _with_our_lowerings(export: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.onnx.export` with the lowerings of this package's operators, for programs that contain some."""
+    """Wrap `torch.onnx.export` to add the lowerings of this package's operators if a program contains any."""
 
     @functools.wraps(export)
     def patched(program: Any, *args: Any, **options: Any) -> Any:
@@ -134,7 +140,7 @@ def _with_our_lowerings(export: Callable[..., Any]) -> Callable[..., Any]:
                 **(options.get("custom_translation_table") or {}),
             }
             options["opset_version"] = options.get("opset_version") or _OPSET
-            options.setdefault("verbose", False)  # the default prints its steps
+            options.setdefault("verbose", False)  # by default, the export prints its steps
         return export(program, *args, **options)
 
     return patched

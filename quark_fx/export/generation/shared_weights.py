@@ -1,4 +1,4 @@
-"""Store equal weights of the graphs of an export once on disk."""
+"""Storage on disk of weights that several graphs of an export share."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _MANIFEST_LIMIT = 1 << 24
 """Largest size of `export.json`, in bytes."""
 
 Places = dict[bytes, "ir.ExternalTensor"]
-"""Tensors on disk by the digest of their bytes."""
+"""Tensors on disk; keys are SHA-256 digests of their bytes."""
 
 
 def share_weights(folder: str | os.PathLike[str]) -> int:
-    """Store the common tensors of the graphs of an export once; return the number of bytes saved.
+    """Store each tensor that several graphs of an export share only once, and return the number of bytes saved.
 
-    The first graph keeps its data file. The others read the tensors that they share with it from there, and keep files
-    for the rest. `ExportedModel.from_pretrained` reads the folder as before. Each graph is replaced with its data in
-    full or not at all.
+    The first graph keeps its data file. Each later graph reads the tensors that it shares with earlier graphs from
+    their files, and has a file for its other tensors. `ExportedModel.from_pretrained` reads the folder as before. A
+    graph and its data are replaced together or not at all.
 
     Args:
         folder: Folder that `ExportedModel.save_pretrained` wrote ONNX graphs to.
 
     Raises:
         ExportError: If the folder lacks ONNX graphs, a graph or its data is not a regular file, or a path is a link
-            or leads out of the folder.
+            or points outside of the folder.
     """
     from quark_fx.export.whole_files import require_regular
 
@@ -66,10 +66,10 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
 
 
 def _plain_name(name: object) -> str:
-    """Return the name of a file in a folder.
+    """Return `name`, checked to be the plain name of a file.
 
     Raises:
-        ValueError: If it leads out of the folder.
+        ValueError: If it is not a string, or it is a path that may point outside of the folder.
     """
     if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name or "\0" in name:
         raise ValueError(f"{brief(name)} is not a file in its folder")
@@ -77,7 +77,11 @@ def _plain_name(name: object) -> str:
 
 
 def _loaded(path: Path, data_files: set[str]) -> ir.Model:
-    """Return a graph; all its tensors must be in the data files of the export."""
+    """Load a graph whose external tensors are all in the data files of the export.
+
+    Raises:
+        ExportError: If the file is not a graph, or a tensor is in another file or beyond the end of its file.
+    """
     import onnx_ir as ir
 
     from quark_fx.export.whole_files import external_tensors
@@ -102,7 +106,11 @@ def _loaded(path: Path, data_files: set[str]) -> ir.Model:
 
 
 def _rewrite(path: Path, model: ir.Model, places: Places) -> int:
-    """Let a graph read the tensors in `places` from there, and add its others; return the bytes saved."""
+    """Make a graph read the tensors in `places` from their files; add its other tensors to `places`.
+
+    Returns:
+        Number of bytes saved.
+    """
     import onnx_ir as ir
 
     from quark_fx.export.whole_files import relocated
@@ -135,7 +143,7 @@ def _rewrite(path: Path, model: ir.Model, places: Places) -> int:
 
 
 def _save(model: ir.Model, path: Path, data: Path, values: list[ir.Value]) -> None:
-    """Write a graph, and its own tensors to `data`, which is created even if empty because readers require it."""
+    """Write a graph, and the tensors of `values` to `data`; readers need this file even if it is empty."""
     import onnx_ir as ir
 
     from quark_fx.export.whole_files import put_in_place, relocated

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CONFIG, GRAPH = "genai_config.json", "model.onnx"
 
 _PROMPT = 4
-"""Number of tokens of the traced prompt; the graph reads any number."""
+"""Number of tokens in the traced prompt; the graph reads prompts of any length."""
 
 
 @checked_call
@@ -44,24 +44,25 @@ def genai(
     """Write `qmodel`, a quantized Hugging Face language model, as a folder for `onnxruntime_genai.Model`.
 
     The folder has one graph for prompts and single tokens, with a growing KV cache, and `genai_config.json`. The graph
-    reads one sequence at a time, because ONNX Runtime's `GroupQueryAttention` reads several tokens only of a single
-    sequence.
+    reads one sequence at a time, because ONNX Runtime's `GroupQueryAttention` can read several new tokens only for a
+    single sequence.
 
     Args:
         qmodel: Result of `quantize`.
         directory: Directory to write, created if needed; an existing graph and configuration are replaced.
-        format: Format of `quark_fx.export.onnx`: `"matmul_nbits"`, `"qdq"`, or `"qoperator"`.
+        format: Name of a format of `quark_fx.export.onnx`: `"matmul_nbits"`, `"qdq"`, or `"qoperator"`.
         accuracy_level: Option of `"matmul_nbits"`: 0 to 3 compute in float; 4 rounds activations to int8 and is faster.
-        cache: Scales of an int8 KV cache from `CacheScales.measure`; default: keys and values in float.
-        tokenizer: Tokenizer to save in the folder; without one, pass tokens to `Generator.append_tokens`.
-        model: Float model of the same architecture, if `qmodel` was loaded.
+        cache: Scales of an int8 KV cache, from `CacheScales.measure` or `CacheScales.of`; default: keys and values stay
+            in float.
+        tokenizer: Tokenizer to save in the folder; without one, pass token ids to `Generator.append_tokens`.
+        model: Float model of the same architecture, if `qmodel` was loaded from a file.
 
     Returns:
         Path of the directory.
 
     Raises:
-        ExportError: If the model does not generate from tokens alone, its cache has more than keys and values
-            (recurrent states), the format does not support it, or the directory cannot be written.
+        ExportError: If the model needs inputs other than tokens, its cache has more than keys and values (such as
+            recurrent states), the format does not support the model, or the directory cannot be written.
     """
     directory = Path(directory)
     require_possible(directory)
@@ -82,7 +83,7 @@ def genai(
 
 
 def require_generator(model: nn.Module) -> None:
-    """Raise `ExportError` if, according to its configuration, GenAI cannot generate with a model."""
+    """Raise `ExportError` if, according to the model's configuration, GenAI cannot generate with the model."""
     from transformers import DynamicCache, PreTrainedModel
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     from transformers.exporters.utils import is_multimodal
@@ -105,7 +106,7 @@ def require_generator(model: nn.Module) -> None:
         raise ExportError(
             f"transformers does not tell which cache {name} uses ({error!r}); use GenerationQuantizer and generator"
         ) from error
-    # The exporters trace sliding layers as layers that keep all tokens; the window is in the mask.
+    # The exporters trace sliding-window layers as layers that keep all tokens; the mask has the window.
     supported = (DynamicLayer, DynamicSlidingWindowLayer)
     kinds = [type(layer).__name__ for layer in layers if type(layer) not in supported]
     if kinds or not layers:
@@ -117,7 +118,17 @@ def require_generator(model: nn.Module) -> None:
 
 
 def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | None, tokenizer: Any = None) -> Path:
-    """Write a model of transformers, with its graph in the format of `quantizer`, and return the folder."""
+    """Write the graph of a transformers model, its configuration, and its tokenizer to a folder for GenAI.
+
+    Args:
+        model: Model of transformers, such as the result of `eager()`.
+        directory: Folder to write, created if needed.
+        quantizer: Quantizer with the format of the graph; `None` for a float graph.
+        tokenizer: Tokenizer to save in the folder, if any.
+
+    Returns:
+        Path of the folder.
+    """
     import onnx_ir as ir
 
     from quark_fx.export.generation.genai_config import genai_config, name_cache
@@ -140,12 +151,12 @@ def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | N
 
 
 def _traced(model: Any, quantizer: GenerationQuantizer | None) -> ir.Model:
-    """Return one graph that reads any number of tokens of one sequence, after any number of earlier tokens."""
+    """Export one graph that reads any number of tokens of one sequence, after any number of cached tokens."""
     from transformers import GenerationConfig, exporters
     from transformers.exporters.utils import decompose_for_generation
 
     prompt = {"input_ids": torch.arange(1, 1 + _PROMPT)[None] % model.config.get_text_config(decoder=True).vocab_size}
-    # Models are configured to generate without a cache during calibration, and some to use beam search.
+    # The model's own configuration may turn off the cache, or ask for beam search.
     asked = {name: getattr(model.generation_config, name, None) for name in ("eos_token_id", "pad_token_id")}
     greedy = GenerationConfig(do_sample=False, num_beams=1, use_cache=True, **asked)
     with quiet():

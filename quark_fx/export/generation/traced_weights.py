@@ -1,4 +1,4 @@
-"""Edits around `DequantizeLinear` in graphs traced by `transformers`, before and after a format is written."""
+"""Rewrites of the nodes around `DequantizeLinear` in graphs from `transformers`, before and after the conversion."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import onnx_ir as ir
 from quark_fx.export.to_onnx.edit import add_array, array_of, erase_unread, made_by, operand, put_node, stored_array
 
 _SCALE = re.compile(r"(?:(.+)\.)?parametrizations\.(\w+)\.0\.scale")
-"""Names that `torch.nn.utils.parametrize` gives to the scale of a parameter."""
+"""Pattern of the names that `torch.nn.utils.parametrize` gives to the scale of a parameter."""
 
 
 def name_codes(model: ir.Model) -> int:
-    """Name the codes and scale of a weight after its parameter, the name that users know."""
+    """Name the codes and the scale of each weight after its parameter, and return the number of new names."""
     named = 0
     for node in model.graph:
         codes, scale = node.inputs[:2] if node.op_type == "DequantizeLinear" else (None, None)
@@ -31,26 +31,32 @@ def name_codes(model: ir.Model) -> int:
 
 
 def split_fused_products(model: ir.Model) -> int:
-    """Rewrite `FusedMatMul` (`com.microsoft`) with a quantized weight as standard operators."""
+    """Rewrite each `FusedMatMul` (`com.microsoft`) with a quantized weight as standard operators; return the count."""
     done = 0
     for node in list(model.graph):
         get = node.attributes.get_int
         weight = made_by(node.inputs[1], "DequantizeLinear") if node.op_type == "FusedMatMul" else None
         rank = _rank(weight.inputs[0]) if weight is not None else 0
         if rank < 2 or any(get(name, 0) for name in ("transA", "transBatchA", "transBatchB")):
-            continue  # a vector cannot be transposed
+            continue  # `_split` handles only `transB`, which a vector cannot have
         _split(model, node, rank)
         done += 1
     return done
 
 
 def _rank(value: ir.Value | None) -> int:
-    """Return the rank; 0 if it is unknown."""
+    """Return the rank of a value; 0 if the rank is unknown."""
     return value.shape.rank() if value is not None and value.shape is not None else 0
 
 
 def _split(model: ir.Model, node: ir.Node, rank: int) -> None:
-    """Replace `node`, whose weight has `rank` dimensions, by a `MatMul` and operators for its other effects."""
+    """Replace a `FusedMatMul` by `MatMul`, with `Transpose` for `transB` and `Mul` for `alpha` where needed.
+
+    Args:
+        model: Graph, changed in place.
+        node: Node to replace.
+        rank: Number of dimensions of its weight.
+    """
     x, weight = node.inputs[:2]
     steps = []
     if node.attributes.get_int("transB", 0):
@@ -69,11 +75,14 @@ def _split(model: ir.Model, node: ir.Node, rank: int) -> None:
 
 
 PREPARATIONS: tuple[Callable[[ir.Model], int], ...] = (name_codes, split_fused_products)
-"""Edits before a format is written, in order."""
+"""Rewrites to apply, in this order, before a graph is converted to a format."""
 
 
 def look_up_codes(model: ir.Model) -> int:
-    """Dequantize only the looked-up rows of an 8-bit matrix with one scale, or one per row, instead of all rows."""
+    """Make each `Gather` look up rows of 8-bit codes and dequantize only these rows, instead of the whole matrix.
+
+    This applies to matrices with one scale, or one scale per row. The function returns the number of rewrites.
+    """
     done = 0
     for node in list(model.graph):
         table = made_by(node.inputs[0], "DequantizeLinear") if node.op_type == "Gather" else None
@@ -91,7 +100,7 @@ def look_up_codes(model: ir.Model) -> int:
 
 
 def _look_up(model: ir.Model, gather: ir.Node, table: ir.Node) -> None:
-    """Replace `gather` by `(Cast(Gather(codes)) - zero_point) * scale` of the same rows."""
+    """Replace `gather` by `(Cast(Gather(codes)) - zero_point) * scale`, where `table` dequantizes the codes."""
     stored, index = operand(table), gather.inputs[1]
     codes = ir.node("Gather", [stored, index], {"axis": 0})
     steps = [codes, ir.node("Cast", [codes.outputs[0]], {"to": ir.DataType.FLOAT})]
