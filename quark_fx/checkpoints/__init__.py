@@ -1,1 +1,1 @@
-"""Checkpoints: files of weights, tensors that stay on disk, and models larger than memory."""
+"""Checkpoints: readers of weight files, tensors that stay on disk, and models larger than memory."""

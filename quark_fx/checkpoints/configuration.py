@@ -1,4 +1,4 @@
-"""`config.json` of a checkpoint: the class of its model, and whether its weights are codes."""
+"""Content of a checkpoint's `config.json`: the class of the model, and whether the weights are quantized."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from quark_fx.errors import CheckpointError
 from quark_fx.system.untrusted import read_json
 
 METHOD = "quark_fx"
-"""Name in `quantization_config` of the method that quantizes a float model while transformers loads it."""
+"""Value of `quant_method` in a `quantization_config` that makes transformers quantize float weights at load time."""
 
 CONFIG_LIMIT = 1 << 24
-"""Bytes of the largest configuration that is read."""
+"""Largest size of a configuration file, in bytes."""
 _WEIGHTS = frozenset({".safetensors", ".bin"})
-"""Suffixes of files with weights of transformers."""
+"""Suffixes of the files in which transformers stores weights."""
 NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
-"""Dtypes of weights, positions, and masks, in the spelling of safetensors."""
+"""Safetensors names of the dtypes of float weights, positions, and masks; other dtypes are codes."""
 
 
 def read_configuration(directory: Path) -> dict[str, Any]:
-    """Return the content of `config.json`, which must name a model and must not refer to files elsewhere.
+    """Return the content of `config.json`.
 
     Raises:
-        CheckpointError: If the file cannot be read, or breaks these rules.
+        CheckpointError: If the file cannot be read, does not name a class, or refers to other files or to code.
     """
     file = directory / "config.json"
     try:
@@ -45,18 +45,18 @@ def read_configuration(directory: Path) -> dict[str, Any]:
             f"{file} leaves the configuration to {files}; replace it with the file for your version of transformers"
         )
     if _on_load(config.get("quantization_config")):
-        del config["quantization_config"]  # or transformers would quantize the floats
-    config.pop("transformers_weights", None)  # the name of a file to read, but the files are already chosen
+        del config["quantization_config"]  # otherwise, transformers would quantize the float weights
+    config.pop("transformers_weights", None)  # name of a weight file; the files to read are already chosen
     return config  # type: ignore[no-any-return]
 
 
 def is_rotated(config: dict[str, Any]) -> bool:
-    """Tell whether a configuration has matrices that rotate activations, which transformers ignores."""
+    """Tell whether a configuration has transforms that rotate activations, which transformers ignores."""
     return any(key.rpartition(".")[2] == "transform_config" and bool(value) for key, value in entries(config))
 
 
 def require_unrotated(config: dict[str, Any], path: Path) -> None:
-    """Raise `CheckpointError` for a checkpoint with rotations, for which transformers computes wrong results."""
+    """Raise `CheckpointError` if a checkpoint rotates activations, because transformers would compute wrong results."""
     if is_rotated(config):
         raise CheckpointError(
             f"{path} rotates activations, which transformers ignores, so its results would be wrong; run it in vLLM, "
@@ -65,9 +65,9 @@ def require_unrotated(config: dict[str, Any], path: Path) -> None:
 
 
 def quantized_by(config: dict[str, Any]) -> str:
-    """Return the key under which a configuration says that its weights are codes; empty if they are floats.
+    """Return the key of the entry that says that the weights are codes, joined by dots; empty for float weights.
 
-    With `METHOD`, transformers quantizes float weights when it loads them.
+    Weights are also float if the method is `METHOD`, with which transformers quantizes weights while it loads them.
     """
     names = ("quantization_config", "compression_config")
     found = (key for key, value in entries(config) if key.rpartition(".")[2] in names and value and not _on_load(value))
@@ -79,7 +79,7 @@ def _on_load(settings: Any) -> bool:
 
 
 def without_codes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration that does not say that weights are quantized."""
+    """Return a copy of a configuration without the entries that say that weights are quantized."""
     config = json.loads(json.dumps(config))
     while key := quantized_by(config):
         owner: Any = config
@@ -91,10 +91,10 @@ def without_codes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_no_weights(directory: Path) -> None:
-    """Refuse to write a quantized checkpoint over weights that may be its float originals.
+    """Raise an error if a directory contains float weights, which a quantized checkpoint would overwrite.
 
     Raises:
-        CheckpointError: If the directory holds such weights.
+        CheckpointError: If the directory holds weights and its `config.json` does not say that they are quantized.
     """
     names = sorted(f.name for f in directory.iterdir() if f.suffix in _WEIGHTS) if directory.is_dir() else []
     if not names:
@@ -112,7 +112,7 @@ def require_no_weights(directory: Path) -> None:
 
 
 def entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every entry of nested JSON, with the keys that lead to it, joined by dots."""
+    """Yield all entries of a nested JSON object: the path of keys, joined by dots, and the value."""
     rest: list[tuple[str, Any]] = list(config.items())
     while rest:
         key, value = rest.pop()
@@ -123,6 +123,11 @@ def entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def class_of(config: dict[str, Any], directory: Path, transformers: Any) -> Any:
     """Return the class of transformers that a configuration names.
+
+    Args:
+        config: Content of `config.json`.
+        directory: Directory of the file, for messages.
+        transformers: Module `transformers`.
 
     Raises:
         CheckpointError: If this version of transformers does not have the class.

@@ -1,4 +1,4 @@
-"""The values of a checkpoint, whether it stores them or codes with scales."""
+"""Values of the tensors in a checkpoint, which stores either the values or codes with scales."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from quark_fx.errors import CheckpointError
 from quark_fx.system.untrusted import brief
 
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items() if is_float(dtype)}
-"""Names in safetensors of dtypes of values, by their names in configurations."""
+"""Safetensors names of float dtypes; keys are the names in configurations, such as `bfloat16`."""
 
 _SCALES = ("weight_scale", "weight_scale_inv")
-"""Names of scales; codes are multiplied by either."""
+"""Names of scales; both are factors of codes."""
 
 _BESIDE = ("weight_zero_point", "weight_shape", "weight_global_scale", "weight_scale_2", "weight_g_idx")
-"""Names of tensors that belong to codes with scales."""
+"""Names of the other tensors that belong to codes."""
 
 _UNUSED = ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "v_scale", "q_scale")
-"""Names of scales of activations in a quantized checkpoint, which its values do not need."""
+"""Names of the quantization parameters of activations, which are not needed to decode weights."""
 
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
-"""Ends of names of a stack of experts in MXFP4: pairs of codes, and exponents."""
+"""Endings of the names of a stack of experts in MXFP4: bytes with two codes each, and exponents."""
 
 _FLOATS = ("F16", "BF16", "F32")
 
@@ -57,13 +57,13 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "weight_global_scale": _FLOATS,
     "weight_scale_2": _FLOATS,
 }
-"""Dtypes of the tensors of codes, by the ends of their names."""
+"""Allowed dtypes of the tensors that make up quantized weights; keys are the last parts of their names."""
 
 _FORMS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"),
     *("mxfp4-pack-quantized", "nvfp4-pack-quantized"),
 )
-"""Forms of compressed-tensors that are decoded."""
+"""Names of the layouts of compressed-tensors that this module decodes."""
 
 _MODELOPT: Mapping[tuple[str, str], tuple[str, int]] = {
     ("U8", "F8_E4M3"): ("nvfp4-pack-quantized", 4),
@@ -71,29 +71,29 @@ _MODELOPT: Mapping[tuple[str, str], tuple[str, int]] = {
     ("F8_E4M3", "U8"): ("mxfp8-quantized", 8),
     **{("F8_E4M3", kind): ("fp8", 8) for kind in _FLOATS},
 }
-"""Forms and bits of codes of ModelOpt, by the dtypes of codes and scales."""
+"""Layout and bits of ModelOpt's codes; keys are the dtypes of codes and scales."""
 
 _WORDS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "gptq": ("gptq", (2, 3, 4, 8)),
     "gptq_v2": ("gptq", (2, 3, 4, 8)),
     "gemm": ("awq", (4,)),
 }
-"""Methods and numbers of bits of layouts of 32-bit words, by their names in configurations."""
+"""Method and supported bit widths of each layout of 32-bit words; keys are the names of layouts in configurations."""
 
 _BLOCK = 128
-"""Rows and columns of a block of ModelOpt."""
+"""Number of rows and of columns of a ModelOpt block."""
 
 _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Within:
-    """The place of a matrix in a stack.
+    """The place of an expert's matrix in a stack.
 
     Attributes:
-        index: Index of its expert.
-        rows: First row, and the row after the last.
-        transposed: Whether the stack holds its transpose.
+        index: Index of the expert.
+        rows: Index of the matrix's first row, and of the row after its last.
+        transposed: Whether the stack holds the transposed matrix.
     """
 
     index: int
@@ -103,17 +103,17 @@ class Within:
 
 @dataclass(frozen=True)
 class DecodedTensor:
-    """A tensor by its values.
+    """A tensor of values, which a checkpoint stores as values or as codes.
 
     Attributes:
         shape: Shape of the values.
-        dtype: Dtype of the values in safetensors' spelling; the dtype of the model if codes are stored.
-        parts: Names of the stored tensors, by the ends of their names.
-        bytes: Bytes of the stored tensors.
-        form: Layout of codes: a form of compressed-tensors, `"fp8"`, `"gptq"`, `"gptq_v2"`, `"gemm"` of AWQ, or
-            `"mxfp4"`; empty for values.
-        bits: Bits of a packed code.
-        block: Rows and columns that share a scale.
+        dtype: Safetensors name of the dtype of the values; for codes, the dtype of the model.
+        parts: Names of the stored tensors; keys are the last parts of these names.
+        bytes: Size of the stored tensors, in bytes.
+        form: Layout of the codes: a layout of compressed-tensors, `"fp8"`, `"gptq"`, `"gptq_v2"`, `"gemm"` of AWQ, or
+            `"mxfp4"`; empty if values are stored.
+        bits: Number of bits of a code.
+        block: Numbers of rows and columns that share a scale.
         within: Place of the matrix in a stack of experts; `None` for a whole tensor.
     """
 
@@ -128,24 +128,24 @@ class DecodedTensor:
 
     @property
     def is_float(self) -> bool:
-        """True if it holds floats of at least 16 bits."""
+        """True if the values are floats of at least 16 bits."""
         return self.dtype in _NAMES.values()
 
     @property
     def ranges(self) -> list[slice]:
-        """Ranges of rows, or of experts, that are decoded together."""
+        """Ranges of the first dimension (rows, or experts of a stack) that are decoded together."""
         count, step = self.shape[0], _ROWS if len(self.shape) == 2 else 1
         return [slice(first, min(first + step, count)) for first in range(0, count, step)]
 
 
 @dataclass(frozen=True)
 class DecodedFiles:
-    """The tensors of a checkpoint by their values.
+    """The tensors of a checkpoint, decoded to values when they are read.
 
     Attributes:
         files: Files of the checkpoint.
-        tensors: Tensors by name; a quantized layer has only its `weight`.
-        method: Name of the method that quantized the checkpoint; empty for floats.
+        tensors: Tensors; keys are names. A quantized layer has only a `weight`, without tensors for scales.
+        method: Name of the method that quantized the checkpoint; empty if it holds floats.
     """
 
     files: CheckpointFiles
@@ -154,10 +154,15 @@ class DecodedFiles:
 
     @classmethod
     def of(cls, files: CheckpointFiles, config: dict[str, Any]) -> DecodedFiles:
-        """Read headers and configuration, but no tensor.
+        """Read the headers of the files and the configuration, but not the tensors.
+
+        Args:
+            files: Files of the checkpoint.
+            config: Content of `config.json`.
 
         Raises:
-            CheckpointError: If codes are stored that this module does not decode, or do not match the configuration.
+            CheckpointError: If the files hold codes that this module does not decode or that do not match the
+                configuration.
         """
         key, quantization = quantized_by(config), config
         for step in key.split(".") if key else ():
@@ -199,7 +204,7 @@ class DecodedFiles:
             n for n, t in tensors.items() if n.endswith(".weight") and t.dtype not in NO_CODES and len(t.shape) > 1
         ]
         codes += [n for n in tensors if n.endswith((".weight_packed", ".qweight", _BLOCKS))]
-        if method:  # without one, a tensor may have these names
+        if method:  # in a float checkpoint, any tensor may have these names
             codes += [n for n in tensors if n.rpartition(".")[2] in _KINDS.keys() - {"weight"}]
             codes += [n for n, t in tensors.items() if n.endswith(_EXPONENTS) and t.dtype == "U8"]
         if codes:
@@ -214,11 +219,11 @@ class DecodedFiles:
         return cls(files, tensors, method)
 
     def read(self, name: str, files: MappedFiles) -> Tensor:
-        """Return the values of a tensor: memory-mapped if they are stored, otherwise float32.
+        """Return the values of a tensor: memory-mapped if the file stores values, or else decoded to float32.
 
         Args:
             name: Name of the tensor.
-            files: Open files; a tensor of values keeps the mapping of its file.
+            files: Open files; a memory-mapped result keeps the mapping of its file alive.
 
         Raises:
             CheckpointError: If a file cannot be read, or codes and scales contradict each other.
@@ -230,11 +235,17 @@ class DecodedFiles:
         return (values[0].t() if place.transposed else values[0])[slice(*place.rows)]
 
     def tensor(self, name: str) -> Tensor:
-        """Return the values of a tensor, in its dtype."""
+        """Return the values of a tensor in its own dtype."""
         return torch.cat(list(self.pieces(name, MappedFiles())))
 
     def pieces(self, name: str, files: MappedFiles, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """Yield the values of a tensor in consecutive pieces, in `dtype` or its own if they are decoded; see `read`."""
+        """Yield the values of a tensor in consecutive pieces along the first dimension.
+
+        Args:
+            name: Name of the tensor.
+            files: Open files; see `read`.
+            dtype: Dtype of decoded values; `None` for the dtype of the tensor. Stored values keep their dtype.
+        """
         tensor = self.tensors[name]
         whole = tensor.within is not None or not tensor.form
         for values in [self.read(name, files)] if whole else self._pieces(name, files, tensor.ranges):
@@ -276,7 +287,7 @@ class DecodedFiles:
         return CheckpointFiles(self.files.path, files)
 
     def _pieces(self, name: str, files: MappedFiles, ranges: Sequence[slice] | None) -> Iterator[Tensor]:
-        """Yield the values in ranges of the first dimension; `None` for all of them at once."""
+        """Yield the values of a tensor in ranges of the first dimension, or all at once if `ranges` is `None`."""
         tensor = self.tensors[name]
         parts = {leaf: files.tensor(self.files.files[stored], stored) for leaf, stored in tensor.parts.items()}
         try:
@@ -297,18 +308,18 @@ class DecodedFiles:
 
 
 _Leaves = Mapping[str, str]
-"""Names of the tensors of a layer, by the ends of their names."""
+"""Full names of the tensors of a layer; keys are the last parts of these names."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint whose codes are looked up.
+    """A quantized checkpoint, with methods that find the tensors of each layer's codes and scales.
 
     Attributes:
-        files: Its files.
-        method: Name of the method that quantized it.
+        files: Files of the checkpoint.
+        method: Name of the method that quantized the checkpoint.
         quantization: Configuration of the method.
-        dtype: Dtype of its values, in the spelling of safetensors.
+        dtype: Safetensors name of the dtype of the model.
     """
 
     files: CheckpointFiles
@@ -317,7 +328,7 @@ class _Source:
     dtype: str
 
     def scaled(self, layer: str, leaves: _Leaves) -> Iterator[tuple[str, DecodedTensor]]:
-        """Yield the matrix of a layer with codes and scales, in FP8 or a form of compressed-tensors."""
+        """Yield `"weight"` and the matrix of a layer with codes and scales (FP8, compressed-tensors, or ModelOpt)."""
         if not any(scale in leaves for scale in _SCALES):
             return
         headers, quantization = self.files.headers, self.quantization
@@ -329,11 +340,11 @@ class _Source:
         if self.method.startswith("modelopt"):
             form, bits = self._of_modelopt(layer, leaves)
             columns *= 8 // bits
-            if len(shape) > 2:  # two dimensions of blocks, with dimensions of 1 for their rows and columns
+            if len(shape) > 2:  # scales per block, of shape (row blocks, 1, column blocks, 1)
                 block = (_BLOCK, _BLOCK)
             elif len(shape) == 2:
                 block = (1, columns // shape[1])
-            if bits == 4:  # its name in the form
+            if bits == 4:  # the name in compressed-tensors' layout
                 parts["weight_packed"] = parts.pop("weight")
         elif self.method != "fp8":
             scheme = group_of(layer, quantization)
@@ -350,7 +361,7 @@ class _Source:
             if weights["strategy"] in ("group", "tensor_group"):
                 block = (1, int(weights["group_size"]))
         elif "weight_scale" in leaves:
-            block = None  # one scale for the matrix, or one per row
+            block = None  # one scale for the matrix, or one scale per row
         if block is None:
             block = (rows, columns) if math.prod(shape) == 1 else (1, columns)
         high, wide = int(block[0]), int(block[1])
@@ -367,7 +378,7 @@ class _Source:
         yield "weight", self._tensor((rows, columns), parts, form, bits, (high, wide))
 
     def _of_modelopt(self, layer: str, leaves: _Leaves) -> tuple[str, int]:
-        """Return the form and the bits of a layer of ModelOpt."""
+        """Return the layout and the bits of the codes of a ModelOpt layer."""
         kind, scale = (self.files.headers[leaves[leaf]][0] for leaf in ("weight", "weight_scale"))
         if (kind, scale) not in _MODELOPT or "pre_quant_scale" in leaves:
             raise CheckpointError(
@@ -378,7 +389,7 @@ class _Source:
         return _MODELOPT[kind, scale]
 
     def words(self, layer: str, leaves: _Leaves) -> Iterator[tuple[str, DecodedTensor]]:
-        """Yield the matrix of a layer of integers in 32-bit words, stored as (inputs, outputs)."""
+        """Yield `"weight"` and the matrix of a GPTQ or AWQ layer: 32-bit words, stored as (inputs, outputs)."""
         if "qweight" not in leaves:
             return
         overrides = [
@@ -416,7 +427,7 @@ class _Source:
         yield "weight", self._tensor((outputs, inputs), parts, form, bits, (1, wide))
 
     def stacks(self, layer: str, leaves: _Leaves) -> Iterator[tuple[str, DecodedTensor]]:
-        """Yield the stacks of experts in MXFP4, which store (experts, outputs, inputs) and hold the transpose."""
+        """Yield the names and the stacks of MXFP4 experts: codes (experts, outputs, inputs), values transposed."""
         for leaf in leaves:
             stem = leaf.removesuffix(_BLOCKS)
             if stem != leaf:
@@ -448,7 +459,7 @@ _MATRICES: Mapping[str, Callable[[_Source, str, _Leaves], Iterator[tuple[str, De
     "awq": _Source.words,
     "mxfp4": _Source.stacks,
 }
-"""Functions from a layer to its matrices, by method."""
+"""Functions that yield the name and matrix of each weight of a layer; keys are names of methods."""
 
 _DECODED = ", ".join(_MATRICES)
 
@@ -459,7 +470,7 @@ def _require_groups(layer: str, inputs: int, size: int) -> None:
 
 
 def group_of(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the group in a configuration of compressed-tensors that contains a layer.
+    """Return the config group of compressed-tensors that applies to a layer.
 
     >>> targets = {"any": ["Linear"], "pattern": ["re:.*up"], "name": ["a.up"]}
     >>> groups = {"config_groups": {name: {"targets": part, "format": name} for name, part in targets.items()}}
@@ -480,20 +491,20 @@ def names_layer(target: Any, layer: str) -> bool:
 
 
 _SHARD = 5 * 10**9
-"""Bytes of a file of values."""
+"""Approximate size of a file with decoded values, in bytes."""
 
 _ROWS = 64
-"""Rows that are decoded together, a multiple of the channels in a word of AWQ."""
+"""Number of rows that are decoded together, a multiple of the eight channels in an AWQ word."""
 
 
 def _matrix(tensor: DecodedTensor, parts: Mapping[str, Tensor]) -> Callable[[slice], Tensor]:
-    """Return a function from rows of a matrix to their values, float32."""
+    """Return a function from a range of rows of a matrix to their values, float32."""
     (rows, columns), (high, wide) = tensor.shape, tensor.block
     zero: Tensor | None
     if "qweight" in parts:
         scale, words = parts["scales"].float().t(), parts["qzeros"]
         zero = unpack_awq(words) if tensor.form == "gemm" else unpack(words, tensor.bits, rows)
-        zero = zero.t().float().add_(int(tensor.form == "gptq"))  # which stores the zero point minus one
+        zero = zero.t().float().add_(int(tensor.form == "gptq"))  # "gptq" stores zero points minus one
     else:
         scale = next(parts[leaf] for leaf in _SCALES if leaf in parts)
         scale = _powers(scale) if scale.dtype == torch.uint8 else scale.float()
@@ -522,7 +533,7 @@ def _matrix(tensor: DecodedTensor, parts: Mapping[str, Tensor]) -> Callable[[sli
 
 
 def _codes(tensor: DecodedTensor, parts: Mapping[str, Tensor], rows: slice, columns: int) -> Tensor:
-    """Return some rows of codes, float32."""
+    """Return a range of rows of codes, float32 of shape (rows, columns)."""
     if tensor.form == "gemm":
         return unpack_awq(parts["qweight"][:, rows.start // 8 : -(-rows.stop // 8)]).t().float()
     if "qweight" in parts:
@@ -536,13 +547,13 @@ def _codes(tensor: DecodedTensor, parts: Mapping[str, Tensor], rows: slice, colu
 
 
 def _stack(parts: Mapping[str, Tensor]) -> Callable[[slice], Tensor]:
-    """Return a function from experts of a stack in MXFP4 to their values, float32."""
+    """Return a function from a range of experts of an MXFP4 stack to their values, float32."""
     blocks, scales = parts[_BLOCKS], parts[_EXPONENTS]
     return lambda some: _nibbles(blocks[some]).mul_(_powers(scales[some]).unsqueeze(-1)).flatten(-2).mT
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Return floats in E2M1, two to a byte."""
+    """Return the values of packed FP4 E2M1 codes, two per byte; float32."""
     return torch.cat([_E2M1, -_E2M1])[unpack(packed, 4, 2 * packed.shape[-1]).int()]
 
 

@@ -1,4 +1,4 @@
-"""Safetensors files from untrusted sources: nothing is unpickled, and no path leaves the directory."""
+"""Safetensors files from untrusted sources, read without unpickling and without leaving the directory."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _OTHERS = {
     ".gguf": "weights for llama.cpp; pass the result of transformers' from_pretrained(directory, gguf_file=name)",
     ".py": "Python code; pass the nn.Module that it creates (on the command line: package.module:name)",
 }
-"""Files that are often passed in place of a checkpoint, and what to pass instead."""
+"""Messages about files that users often pass instead of a checkpoint, with the right argument; keys are suffixes."""
 _INDEX_LIMIT = 1 << 27
-"""Bytes of the largest index that is read."""
+"""Largest size of an index, in bytes."""
 GRAPH_FILE = "graph.json"
 """Name of the file that `QuantizedModel.save` writes next to its tensors."""
 
 
 def link_or_copy(source: Path, place: Path) -> None:
-    """Link `place` to a file, or copy the file where links are not allowed (Windows requires a privilege).
+    """Create a link `place` to a file, or a copy where links are not allowed (Windows requires a privilege).
 
     Raises:
         OSError: If the disk is too full for a copy, or the folder cannot be written.
@@ -60,7 +60,7 @@ class CheckpointFiles:
 
     Attributes:
         path: File or directory that the user passed.
-        files: File of each tensor, by tensor name.
+        files: File of each tensor; keys are names of tensors.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class CheckpointFiles:
 
     @property
     def directory(self) -> Path:
-        """The directory of the files, their index, and the configuration."""
+        """The directory that contains the files, their index, and the configuration."""
         return self.path.parent if self.path.is_file() else self.path
 
     @classmethod
@@ -76,12 +76,12 @@ class CheckpointFiles:
         """Read the index and the headers of a checkpoint, but not its weights.
 
         Args:
-            path: Safetensors file, which is read alone, or directory with `model.safetensors`, with
-                `model.safetensors.index.json` and the shards it names, or with any safetensors files.
+            path: Safetensors file, which is read without its neighbors, or directory with `model.safetensors`, with
+                `model.safetensors.index.json` and the shards that it lists, or with any safetensors files.
 
         Raises:
             CheckpointError: If a file is missing, truncated, or damaged, the index points outside of the directory or
-                contradicts the shards, all weights are pickled, or quark_fx wrote the directory.
+                contradicts the shards, all weights are pickled, or `QuantizedModel.save` wrote the directory.
         """
         path = Path(path)
         if not os.path.exists(path):  # Path.exists raises an error for names that are too long
@@ -96,7 +96,7 @@ class CheckpointFiles:
                 f"{path} holds {GRAPH_FILE}, so quark_fx has quantized this model; read it with qfx.load, or pass the "
                 "directory of its float checkpoint"
             )
-        if (path / _INDEX).exists() and not (path / _WHOLE).exists():  # the order of transformers
+        if (path / _INDEX).exists() and not (path / _WHOLE).exists():  # transformers has the same precedence
             return cls(path, _indexed(path))
         shards = [path / _WHOLE] if (path / _WHOLE).exists() else sorted(path.glob("*.safetensors"))
         if not shards:
@@ -108,7 +108,13 @@ class CheckpointFiles:
         return cls(path, files)
 
     def lacking(self, missing: Sequence[str], total: int, model: str) -> CheckpointError:
-        """Return the error for tensors of a model that the checkpoint lacks, with the likely remedy."""
+        """Return an error that lists tensors of a model that the checkpoint lacks and suggests a remedy.
+
+        Args:
+            missing: Names of these tensors.
+            total: Number of all tensors of the model.
+            model: Name of the model's class.
+        """
         if self.path.is_file():
             remedy = f"if it is one file of several, pass the directory of all, {self.directory}"
         elif (self.path / _WHOLE).exists() and (self.path / _INDEX).exists():
@@ -120,13 +126,13 @@ class CheckpointFiles:
         )
 
     def link(self, folder: Path) -> None:
-        """Fill a directory with links to these files alone, and with an index that transformers reads.
+        """Fill a directory with links to these files, and with an index for transformers.
 
         Raises:
-            OSError: If links and copies are impossible.
+            OSError: If neither a link nor a copy can be created.
         """
         shards = list(dict.fromkeys(self.files.values()))
-        # New names are safe: transformers unpickles a file with another suffix.
+        # The links have new names, because transformers unpickles files whose suffix is not .safetensors.
         links = {file: f"model-{i:05}-of-{len(shards):05}.safetensors" for i, file in enumerate(shards, 1)}
         for file, link in links.items():
             link_or_copy(file.absolute(), folder / link)
@@ -135,7 +141,7 @@ class CheckpointFiles:
 
     @cached_property
     def headers(self) -> dict[str, tuple[str, list[int]]]:
-        """The dtype of each tensor, in the spelling of safetensors, and its shape."""
+        """The safetensors name of the dtype and the shape of each tensor; keys are names of tensors."""
         headers: dict[str, tuple[str, list[int]]] = {}
         for file in dict.fromkeys(self.files.values()):
             with safe_open(file, "pt") as stored:
@@ -144,11 +150,11 @@ class CheckpointFiles:
         return headers
 
     def dtypes(self, names: Collection[str]) -> dict[str, str]:
-        """Return the dtypes of the tensors called `names`, in the spelling of safetensors."""
+        """Return the safetensors names of the dtypes of the tensors `names`."""
         return {name: self.headers[name][0] for name in names}
 
     def tensor(self, name: str) -> Tensor:
-        """Return a memory-mapped tensor: its values are read when they are used."""
+        """Return a memory-mapped tensor, whose values are read when they are used."""
         return self._reader.tensor(self.files[name], name)
 
     @cached_property
@@ -177,22 +183,29 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""Dtypes by their names in safetensors."""
+"""Torch dtypes; keys are their names in safetensors."""
 TORCH_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
-"""Names in safetensors of dtypes."""
+"""Safetensors names of dtypes; keys are torch dtypes."""
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}
 
 Shapes = Mapping[str, tuple[str, Sequence[int]]]
-"""Dtype, by its name in safetensors, and shape of each tensor; keys are names."""
+"""Safetensors name of the dtype, and the shape, of each tensor; keys are names of tensors."""
 
 
 def stored_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor, from the name of its dtype in safetensors."""
+    """Return the size in bytes of a tensor, from the safetensors name of its dtype and its shape."""
     return math.prod(shape) * _BITS.get(dtype, 8) // 8
 
 
 def header_of(tensors: Shapes, metadata: Mapping[str, str]) -> bytes:
-    """Return the beginning of a safetensors file whose tensors follow each other; its size is a multiple of 8 bytes."""
+    """Return the header of a safetensors file, in which the tensors follow in order, without gaps.
+
+    The header has a multiple of 8 bytes.
+
+    Args:
+        tensors: Dtype and shape of each tensor, in the order of the file.
+        metadata: Entries of `__metadata__`.
+    """
     entries, start = dict[str, Any](), 0
     for name, (dtype, shape) in tensors.items():
         end = start + stored_bytes(dtype, shape)
@@ -205,21 +218,21 @@ def header_of(tensors: Shapes, metadata: Mapping[str, str]) -> bytes:
 
 
 def is_float(dtype: torch.dtype) -> bool:
-    """Tell whether tensors of a dtype hold values; floats of 8 bits or less are codes, which need a scale."""
+    """Tell whether a dtype is a float of at least 16 bits; smaller floats are codes, which need a scale."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 class MappedFiles:
-    """Safetensors files, each opened and mapped once, whose tensors are read when they are used.
+    """Safetensors files that are opened and mapped once each; the values of tensors are read when they are used.
 
-    Tensors keep the mapping of their file alive. The number of mappings is the number of files, not of tensors.
+    Tensors keep the mapping of their file alive. There is one mapping per file, not per tensor.
     """
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
 
     def __reduce__(self) -> tuple[type[MappedFiles], tuple[()]]:
-        """Copy without the mappings: a copy, or another process, opens the files again."""
+        """Leave out the mappings when copying or pickling; the copy opens the files again."""
         return MappedFiles, ()
 
     def tensor(self, file: Path, name: str) -> Tensor:
@@ -257,7 +270,7 @@ def _indexed(directory: Path) -> dict[str, Path]:
         ) from error
     files: dict[str, Path] = {}
     for shard in dict.fromkeys(named.values()):
-        # A link may lead out of the directory, for example in a cache of downloads; a name may not.
+        # A link may point outside of the directory, for example in the cache of the model hub; a name may not.
         plain = Path(shard).name == shard and not {"\\", "\0"} & set(shard) and len(shard) < 256
         if not plain or not shard.endswith(".safetensors"):
             raise CheckpointError(
@@ -282,7 +295,7 @@ def _add(files: dict[str, Path], names: set[str], file: Path) -> None:
 
 
 def _names(file: Path) -> set[str]:
-    """Return the tensors in a file whose header fits its size."""
+    """Return the names of the tensors in a file; safetensors checks that the header fits the file's size."""
     if not file.exists():
         raise CheckpointError(f"{file} is missing; fetch it again")
     try:
@@ -304,10 +317,10 @@ def stored_names(directory: Path) -> set[str]:
     """Return the names of all tensors in a checkpoint that transformers has loaded, in safetensors or pickled files.
 
     Raises:
-        CheckpointError: If they cannot be read.
+        CheckpointError: If the names cannot be read.
     """
     pickled = (directory / _PICKLED).exists() or (directory / _PICKLED_INDEX).exists()
-    if not pickled or (directory / _WHOLE).exists() or (directory / _INDEX).exists():  # the order of transformers
+    if not pickled or (directory / _WHOLE).exists() or (directory / _INDEX).exists():  # same precedence as transformers
         return set(CheckpointFiles.of(directory).files)
     try:
         if (directory / _PICKLED).exists():
@@ -318,7 +331,7 @@ def stored_names(directory: Path) -> set[str]:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first three names, shortened, and the number of the others, for a message."""
+    """Return text for a message: the first three names, shortened, and the number of remaining names."""
     return ", ".join(name[:200] for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 

@@ -1,4 +1,4 @@
-"""Files in llama.cpp's format, GGUF, read by the package gguf."""
+"""GGUF files, the format of llama.cpp: opened with the package gguf after a check of the header."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quark_fx.errors import CheckpointError
 from quark_fx.system.untrusted import require_regular
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a metadata value by type number; the size of strings and arrays varies."""
+"""Sizes of metadata values in bytes, by type number; the size of strings and arrays varies."""
 _STRING, _ARRAY = 8, 9
 _MOST_VALUES = 1 << 23
-"""Metadata values of the largest header that is read: the reader makes several objects for each value. A vocabulary of
-256,000 tokens takes fewer than 2 million."""
+"""Largest number of metadata values in a header. The reader creates several objects per value; a vocabulary of 256,000
+tokens takes fewer than 2 million values."""
 _MOST_DIMENSIONS = 8
 
 
@@ -33,16 +33,16 @@ def open_gguf(path: Path) -> Any:
     try:
         require_bounded(path)
         return package.GGUFReader(path)
-    except Exception as error:  # the package can raise anything about a damaged file
+    except Exception as error:  # the package may raise any error for a damaged file
         raise CheckpointError(f"{path} cannot be read as a GGUF file: {error}; copy or export it again") from error
 
 
 def require_bounded(path: Path) -> None:
-    """Check that the counts and lengths in the header of a GGUF file fit the file; readers loop over them unchecked.
+    """Check that the counts and lengths in the header of a GGUF file fit the file, because readers trust them.
 
     Raises:
-        OSError: If it is not a regular file.
-        ValueError: If it is not a GGUF file, or its header describes more than the file holds.
+        OSError: If `path` is not a regular file.
+        ValueError: If the file is not in GGUF, or its header describes more than the file holds.
     """
     require_regular(path)
     if path.stat().st_size < 24:
@@ -54,7 +54,7 @@ def require_bounded(path: Path) -> None:
 
 
 class _Header:
-    """A position in the header of a file, and the number of metadata values before it."""
+    """A reader that checks a header: its content, the current position, and the number of metadata values so far."""
 
     def __init__(self, content: mmap.mmap) -> None:
         little = struct.unpack_from("<I", content, 4)[0] & 0xFFFF != 0

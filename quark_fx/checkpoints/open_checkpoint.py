@@ -1,4 +1,4 @@
-"""`open_checkpoint`: a model whose weights stay in the files of a checkpoint until they are used."""
+"""`open_checkpoint`, which returns a model whose weights stay in the files of a checkpoint until they are used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from quark_fx.system.options import checked_call
 from quark_fx.system.untrusted import brief, read_json
 
 _CONVERTED = "converted"
-"""Folder of weights that transformers assembles from several tensors."""
+"""Name of the folder for weights that transformers assembles from several tensors."""
 
 
 @checked_call
@@ -52,22 +52,23 @@ def open_checkpoint(
     dtype: torch.dtype | None = None,
     scratch: str | Path | None = None,
 ) -> nn.Module:
-    """Return a model in eval mode whose weights are memory-mapped: read from files when they are used.
+    """Return a model in eval mode whose weights are memory-mapped: values are read from files when they are used.
 
     Codes of FP8 blocks, compressed-tensors, GPTQ, AWQ, MXFP4, and ModelOpt are decoded to files in `scratch`, tensor by
     tensor; reports of the quantized model then say that the source was rounded before.
 
     Args:
-        path: Safetensors file, which is read alone, or a directory of them; without `factory`, a checkpoint of
-            transformers with its `config.json`. Nothing is unpickled, and no code of the checkpoint runs.
+        path: Safetensors file, which is read without its neighbors, or directory with safetensors files; without
+            `factory`, a checkpoint of transformers with its `config.json`. Nothing is unpickled, and no code of the
+            checkpoint runs.
         factory: Function without arguments that returns the model; parameters do not take memory while it runs.
-        dtype: Dtype of floating-point weights; default: dtype in the configuration, or of the factory's model.
-        scratch: Directory on a disk with space for weights that files and model store in different forms (experts
-            stored one by one, another dtype); default: the system's temporary directory.
+        dtype: Dtype of floating-point weights; default: the dtype in the configuration, or of the factory's model.
+        scratch: Directory on a disk with space for weights that the model stores in another form than the files (stacks
+            of experts, another dtype); default: the system's temporary directory.
 
     Raises:
-        CheckpointError: If the files are damaged, hold codes that are not decoded, or belong to another model, or if
-            the factory does not return a model.
+        CheckpointError: If the files are damaged, hold codes that quark_fx does not decode, or belong to another model,
+            or if the factory does not return a model.
         ConfigError: If weights cannot have `dtype`.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and is_float(dtype)):
@@ -79,7 +80,7 @@ def open_checkpoint(
         coded, stored = None, files
         if quantized_by(config):
             coded, config = DecodedFiles.of(files, config), without_codes(config)
-            # Mappings outlive the folder.
+            # The folder can be removed at the end, because the mappings of its files stay valid.
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=shelf.directory))
             stored = coded.stored(Path(folder), dtype)
         if factory is None:
@@ -92,13 +93,13 @@ def open_checkpoint(
 
 
 ROUNDED_BY = "_quark_fx_rounded_by"
-"""Attribute of an opened model: the method that quantized its checkpoint, if there was one."""
+"""Name of an attribute of opened models with the method that quantized the checkpoint; float models do not have it."""
 
 
 def _configuration_of_codes(files: CheckpointFiles) -> dict[str, Any]:
-    """Return `config.json` next to tensors that may be codes of a factory's model; empty if there is none.
+    """Return the content of `config.json` for a factory's model if the tensors may be codes, or else an empty mapping.
 
-    Next to floats, it belongs to another file.
+    Next to float tensors, the file may describe something else, so it is not read.
     """
     if all(dtype in NO_CODES for dtype, _ in files.headers.values()):
         return {}
@@ -114,7 +115,7 @@ def _from_factory(
 ) -> nn.Module:
     model = _without_weights(factory)
     if dtype is not None:
-        model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # `to` makes complex numbers real
+        model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # `Module.to` casts complex, too
     stored = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     tied = {id(stored[name]): name for name in reversed(stored) if name in files.files}
     tensors = {name: files.tensor(tied[id(t)]) for name, t in stored.items() if id(t) in tied}
@@ -126,10 +127,10 @@ def _from_factory(
 
 
 def _without_weights(factory: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model of a factory, with parameters on the meta device.
+    """Return the model that a factory creates, with its parameters on the meta device.
 
     Raises:
-        CheckpointError: If the factory does not return a model, or reads parameters.
+        CheckpointError: If the factory does not return a model, or reads the values of parameters.
     """
     if isinstance(factory, nn.Module):
         name = type(factory).__name__
@@ -137,7 +138,7 @@ def _without_weights(factory: Callable[[], nn.Module]) -> nn.Module:
     try:
         with _parameters_on_meta():
             model = factory()
-    except Exception as error:  # torch can raise anything about tensors without values
+    except Exception as error:  # torch may raise any error for tensors without values
         if not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
             raise
         raise CheckpointError(
@@ -150,7 +151,10 @@ def _without_weights(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 class _MetaParameters:
-    """Replacement of `nn.Module.register_parameter` for the threads in which a factory runs."""
+    """Replacement of `nn.Module.register_parameter` that moves parameters to the meta device while a factory runs.
+
+    Other threads are not affected.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -158,7 +162,7 @@ class _MetaParameters:
         self.register: Callable[..., None] = nn.Module.register_parameter
 
     def begin(self) -> Any:
-        """Move this thread's parameters from now on; return the outer state, which `end` restores."""
+        """Start to move the parameters that this thread registers; return the earlier state, which `end` restores."""
         thread = threading.get_ident()
         with self.lock:
             if not self.moved:
@@ -173,7 +177,7 @@ class _MetaParameters:
         return outer
 
     def end(self, outer: Any) -> None:
-        """Undo one `begin`; the last call in the process restores torch's method."""
+        """Undo one call of `begin`; the last call in the process restores torch's method."""
         thread = threading.get_ident()
         with self.lock:
             if outer is not None:
@@ -188,7 +192,7 @@ class _MetaParameters:
         if moved is None or not isinstance(param, nn.Parameter) or param.is_meta:
             return param
         if param not in moved:
-            # A constructor would fail for subclasses with another signature.
+            # Do not call the constructor, because subclasses may have another signature.
             new = Tensor._make_subclass(type(param), param.detach().to("meta"), param.requires_grad)
             vars(new).update(vars(param))
             moved[param] = new
@@ -223,18 +227,18 @@ def _pretrained(
     dtype: torch.dtype | None,
     read: Callable[[str], Tensor],
 ) -> nn.Module:
-    """Return the model that a checkpoint's configuration names, converted by transformers piece by piece.
+    """Return the model that a checkpoint's configuration names, with weights that transformers converts one by one.
 
     Args:
-        files: Files of values.
+        files: Files of the checkpoint, with values instead of codes.
         config: Content of `config.json`.
         shelf: Storage of converted weights.
-        dtype: Dtype of weights; `None` for the dtype of the configuration.
-        read: Function that reads a tensor that the model lacks, by its name, when it is used.
+        dtype: Dtype of weights; `None` for the dtype in the configuration.
+        read: Function from the name of a tensor that the model lacks to its value.
     """
     transformers, accelerate = _library("transformers"), _library("accelerate")
     kind = class_of(config, files.directory, transformers)
-    # The folder holds links to the files and converted weights; mappings outlive both, so it is temporary.
+    # The folder holds links to the files, and converted weights. It is temporary, because mappings stay valid.
     with tempfile.TemporaryDirectory(dir=shelf.directory) as folder, quiet():
         checked, converted = Path(folder, "checked"), Path(folder, _CONVERTED)
         stage(files, config, checked)
@@ -250,7 +254,7 @@ def _pretrained(
                     trust_remote_code=False,
                     output_loading_info=True,
                 )
-        except Exception as error:  # transformers can raise anything about a checkpoint
+        except Exception as error:  # transformers may raise any error for a checkpoint
             why = str(error).replace(str(checked), str(files.path))
             raise CheckpointError(f"{files.path} is not a checkpoint of {kind.__name__}: {why}") from error
         index = _offloaded(model)
@@ -259,7 +263,7 @@ def _pretrained(
             raise files.lacking(missing, len(names), kind.__name__)
         _refuse_converted_codes(model, files, index, loading["unexpected_keys"])
         accelerate.hooks.remove_hook_from_submodules(model)
-        del model.hf_device_map  # nothing is on another device any more
+        del model.hf_device_map  # it would say that weights are on disk
         _rename(model, str(checked), str(files.directory))
         files_of = MappedFiles()
         tensors = {place: files_of.tensor(*place) for place in {index[name] for name in names}}
@@ -271,13 +275,18 @@ def _pretrained(
 
 
 _UNREAD = "_quark_fx_unread"
-"""Attribute of an opened model: functions that read tensors of its checkpoint that its class does not have."""
+"""Name of an attribute of opened models with functions that load the tensors that the model's class lacks."""
 
 
 def _sources(model: Any, files: CheckpointFiles, names: set[str]) -> set[str]:
-    """Return the stored tensors that transformers looked for in a model under `names`.
+    """Return the names of the stored tensors that transformers did not find in the model under `names`.
 
-    It stacks experts of draft layers before it misses the stack in the model.
+    The names may differ: transformers renames tensors, and stacks experts of draft layers, before it looks them up.
+
+    Args:
+        model: Model that transformers loaded.
+        files: Files of the checkpoint.
+        names: Names after renaming and stacking.
     """
     loading = _library("transformers.core_model_loading")
     kinds = loading.WeightRenaming, loading.WeightConverter
@@ -286,7 +295,7 @@ def _sources(model: Any, files: CheckpointFiles, names: set[str]) -> set[str]:
 
 
 def _skipped(model: Any, files: CheckpointFiles) -> set[str]:
-    """Return the tensors that the class of a model skips without a warning, such as tensors of draft layers."""
+    """Return the names of tensors that the model's class skips without a warning, such as tensors of draft layers."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     return {
         name for name in files.files.keys() - model.state_dict().keys() if any(re.search(p, name) for p in patterns)
@@ -294,11 +303,11 @@ def _skipped(model: Any, files: CheckpointFiles) -> set[str]:
 
 
 _FLOAT = frozenset({METHOD, "gguf"})
-"""Methods with which transformers loads float weights."""
+"""Values of `quant_method` for which a model that transformers has loaded holds float weights."""
 
 
 def method_of(model: nn.Module) -> str:
-    """Return the method that quantized the codes from which transformers loaded a model; empty for a float model."""
+    """Return the method that quantized the checkpoint from which transformers loaded a model; empty for floats."""
     for module in model.modules():
         settings = getattr(getattr(module, "config", None), "quantization_config", None)
         method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
@@ -309,24 +318,28 @@ def method_of(model: nn.Module) -> str:
 
 
 def unread_tensors(model: nn.Module) -> Mapping[str, Callable[[], Tensor]] | None:
-    """Return the tensors in the checkpoint of an opened model that its class lacks; `None` for other models."""
+    """Return functions that load the tensors that an opened model's class lacks; keys are names.
+
+    The result is `None` if `open_checkpoint` did not open the model.
+    """
     unread: Mapping[str, Callable[[], Tensor]] | None = getattr(model, _UNREAD, None)
     return unread
 
 
 @contextmanager
 def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
-    """Limit the modules and parameters that this thread creates to a multiple of the tensors in a checkpoint.
+    """Limit the number of modules and parameters that this thread creates, relative to the tensors in a checkpoint.
 
-    A configuration can ask for any number of layers; transformers creates all of them before it misses their weights.
+    A configuration can ask for any number of layers, and transformers creates all of them before it finds that their
+    weights are missing.
 
     Args:
-        config: Content of `config.json`. Numbers of layers are checked first, because configurations create lists of
-            that length.
+        config: Content of `config.json`. Its numbers of layers are checked first, because configurations create lists
+            of that length.
         tensors: Number of tensors in the checkpoint.
 
     Raises:
-        CheckpointError: When the limit is reached.
+        CheckpointError: If the limit is exceeded.
     """
     most, created, thread = 64 * tensors + 4096, 0, threading.get_ident()
     for key, value in entries(config):
@@ -353,13 +366,18 @@ def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
 
 
 def stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
-    """Create a directory with the checked files and nothing else.
+    """Create a directory with links to the checked files, the configurations, and nothing else.
 
-    transformers would also read other files of the original directory: an index, an adapter, files that `config.json`
-    names.
+    In the original directory, transformers would also read other files: an index, an adapter, or files that
+    `config.json` names.
+
+    Args:
+        files: Files of the checkpoint.
+        config: Content of `config.json` to write.
+        folder: Directory to create.
 
     Raises:
-        CheckpointError: If the directory cannot be written.
+        CheckpointError: If `generation_config.json` cannot be read, or the directory cannot be written.
     """
     generation = files.directory / "generation_config.json"
     try:
@@ -379,7 +397,7 @@ def stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
 
 
 def _offloaded(model: Any) -> dict[str, tuple[Path, str]]:
-    """Return the file, and the name in it, of each tensor that transformers left on disk."""
+    """Return the file of each tensor that transformers left on disk, and the tensor's name in this file."""
     index: dict[str, dict[str, str]] = {}
     for module in model.modules():
         weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
@@ -388,7 +406,7 @@ def _offloaded(model: Any) -> dict[str, tuple[Path, str]]:
 
 
 def _rename(model: Any, old: str, new: str) -> None:
-    """Replace the directory name that a model, its submodels, and their configurations store."""
+    """Replace the name of the directory `old` in a model, its submodels, and their configurations by `new`."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", module)):
             if getattr(owner, "name_or_path", None) == old:
@@ -401,7 +419,8 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
     Raises:
         CheckpointError: If the shape of a tensor differs, or the tensor holds codes for a float parameter.
     """
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensor: its id must not be reused
+    # Values are new and old tensors: the old ones must stay alive, so that their ids, the keys, are not reused.
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
     for name, tensor in tensors.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -431,13 +450,13 @@ def _codes(name: str, dtype: str, model: nn.Module) -> CheckpointError:
 def _refuse_converted_codes(
     model: nn.Module, files: CheckpointFiles, index: dict[str, tuple[Path, str]], unexpected: set[str]
 ) -> None:
-    """Refuse codes that transformers cast to floats when it assembled weights from several tensors.
+    """Raise an error if transformers assembled weights from several tensors that hold codes, which it cast to floats.
 
     Raises:
-        CheckpointError: If a tensor holds codes; the message names one.
+        CheckpointError: If a tensor holds codes; the message names one of them.
     """
     if not any(file.parent.name == _CONVERTED for file, _ in index.values()):
-        return  # other unused tensors are masks and positions of earlier versions
+        return  # without assembled weights, all unused tensors are masks and positions of earlier versions
     unconverted = {name for _, name in index.values()} | unexpected | {name for name, _ in model.named_buffers()}
     for name, dtype in files.dtypes(files.files.keys() - unconverted).items():
         if dtype not in NO_CODES:

@@ -1,4 +1,4 @@
-"""`Shelf`: tensors in files that are read when they are used, for graphs larger than memory."""
+"""`Shelf`: tensors backed by files that are read when the tensors are used, for graphs larger than memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from quark_fx.errors import CheckpointError
 
 _SMALL = 1 << 16
-"""Bytes below which a tensor stays in memory: a file takes whole pages and an entry of the kernel's tables."""
+"""Size in bytes below which a tensor stays in memory, because a file takes whole pages and a memory mapping."""
 
 
 class Shelf:
-    """Storage of tensors on disk: the system loads pages when they are read, and drops them if memory is short.
+    """Storage of tensors on disk: the system loads pages when they are read, and drops them when memory is short.
 
-    The files are unlinked before use, so their space is free again once the tensor is deleted or the process ends, even
-    by a crash.
+    Each file is deleted right after it is mapped, so that its space is free again as soon as the tensor is deleted or
+    the process ends, even by a crash.
 
     Args:
         directory: Directory on a disk with space for the tensors; created if it does not exist.
@@ -35,12 +35,12 @@ class Shelf:
             raise CheckpointError(f"{directory} cannot be created: {error}; choose another directory") from error
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy on the host, backed by a file unless it is small.
+        """Return a contiguous copy of a tensor on the CPU, backed by a file unless the tensor is small.
 
         Writing to the result changes memory, not the file.
 
         Raises:
-            CheckpointError: If the disk is full.
+            CheckpointError: If the file cannot be written, for example because the disk is full.
         """
         tensor = tensor.detach().cpu().contiguous()
         if tensor.nbytes < _SMALL:
@@ -50,7 +50,8 @@ class Shelf:
                 rest = tensor.flatten().view(torch.uint8).numpy().data
                 while rest:  # one call writes at most 2 GiB
                     rest = rest[file.write(rest) :]
-                # Unlike Python's mmap, torch's keeps no file open: a model has more tensors than a process has handles.
+                # Unlike Python's mmap, torch's does not keep the file open: a model may have more tensors than a
+                # process may have open files.
                 pages = torch.from_file(file.name, shared=False, size=tensor.nbytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Codes of a few bits packed into 32-bit words, in the layouts of checkpoints, and back."""
+"""Functions that pack codes of up to 8 bits into the 32-bit words of checkpoints, and that unpack them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Output channel, out of eight neighbors, in each nibble of a word."""
+"""Index of the output channel, within a group of eight, that each nibble of a word holds."""
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack the last dimension into int32 words: value `i` starts at bit `i * bits`; the last word is padded with 0.
+    """Pack the last dimension into int32 words: code `i` starts at bit `i * bits`; the last word is padded with 0.
 
     Args:
         codes: Non-negative integers below `2 ** bits`, shape `(..., n)`.
-        bits: Number of bits from 1 to 8; a code may cross words.
+        bits: Number of bits per code, from 1 to 8; a code may extend over two words.
 
     Returns:
         Words of shape `(..., ceil(n * bits / 32))`.
@@ -30,17 +30,17 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def pack_columns(codes: Tensor, bits: int) -> Tensor:
-    """Pack the first dimension of a matrix; see `pack`."""
+    """Pack the first dimension of a matrix like `pack`: from `(n, columns)` to `(ceil(n * bits / 32), columns)`."""
     return pack(codes.t().contiguous(), bits).t().contiguous()
 
 
 def pack_awq(codes: Tensor) -> Tensor:
-    """Pack the last dimension, 4 bits per code, in the order of AWQ's kernels; its size is a multiple of 8."""
+    """Pack the last dimension, whose size is a multiple of 8, with 4 bits per code in the order of AWQ's kernels."""
     return pack(codes.unflatten(-1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(-2), 4)
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return the first `count` codes that `pack` put into the last dimension, uint8."""
+    """Return the first `count` codes that `pack` put into the last dimension; uint8, shape `(..., count)`."""
     octets = words.contiguous().view(torch.uint8).unsqueeze(-1)
     if 8 % bits == 0:
         codes: Tensor = octets >> torch.arange(0, 8, bits, dtype=torch.uint8) & (1 << bits) - 1
@@ -52,7 +52,7 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """Return the codes that `pack_awq` put into the last dimension, uint8."""
+    """Return the codes that `pack_awq` put into the last dimension; uint8, eight per word."""
     nibbles = unpack(words, 4, 8 * words.shape[-1]).unflatten(-1, (-1, 8))
     ordered: Tensor = nibbles[..., sorted(range(8), key=_AWQ_ORDER.__getitem__)]
     return ordered.flatten(-2)
