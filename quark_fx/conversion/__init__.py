@@ -1,1 +1,1 @@
-"""Quantize a checkpoint file to file: no model is built, and no code of the checkpoint runs."""
+"""Quantization of a checkpoint file by file, without building the model or running code of the checkpoint."""

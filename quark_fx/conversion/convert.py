@@ -1,4 +1,4 @@
-"""`convert`: quantize a checkpoint tensor by tensor, in several processes; an interrupted call continues."""
+"""`convert`, which quantizes a checkpoint tensor by tensor, in several processes, and can continue after an abort."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ from quark_fx.system.writable import lock, require_possible, sync_directory, syn
 T = TypeVar("T")
 
 _LIMIT = 1 << 24
-"""Bytes of the largest `config.json` that is read."""
+"""Largest size of `config.json`, in bytes."""
 
 _SHARD = 5 * 10**9
-"""Bytes of tensors in a file of the result."""
+"""Largest size of the tensors in a file of the result, in bytes, unless one tensor is larger."""
 
 _UNIT = 1 << 26
-"""Bytes of the source that are finished together, unless fused layers are larger."""
+"""Largest size, in bytes, of the tensors of the source in a unit of work, unless a group of fused layers is larger."""
 
 _METADATA = {"format": "pt"}
-"""Metadata of a file of the result, which transformers requires."""
+"""Metadata that transformers requires in each safetensors file."""
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 _OTHER_FORMS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".tflite"})
-"""Suffixes of files that hold the weights in another form."""
+"""Suffixes of files that hold the same weights in another format; they are not copied."""
 
 _OTHER_WEIGHTS = re.compile(
     r"(consolidated.*|model(-\d+-of-\d+)?)[.]safetensors|.*[.]index[.]json|(hf_quant|quant|quantize)_config[.]json"
 )
-"""Paths of the same weights under names of another library, of files that the checkpoint does not use, and of
-descriptions of the codes of the source."""
+"""Pattern of the paths of other files that are not copied: weights in the layout of another library, safetensors files
+and indices that the checkpoint does not use, and descriptions of the source's quantization."""
 
 
 @checked_call
@@ -82,32 +82,34 @@ def convert(
     dry_run: bool = False,
     progress: bool = True,
 ) -> Conversion:
-    """Quantize a Hugging Face checkpoint file to file, to compressed-tensors; no model is built, no code of it runs.
+    """Quantize a Hugging Face checkpoint to compressed-tensors, without building the model or running code of it.
 
-    Matrices of floats called `*.weight` are rounded. Heads, embeddings, routers, and draft (MTP) layers stay in float,
-    because servers compute them in float; layers that servers fuse have one scheme and global scale. Every other tensor
-    and file is copied. Sources in FP8 blocks, compressed-tensors, GPTQ, AWQ, MXFP4, or
-    ModelOpt's layout are decoded tensor by tensor.
+    Float matrices whose names end in `.weight` are quantized. Heads, embeddings, routers, and draft (MTP) layers stay
+    in float, because servers compute them in float. Layers that servers fuse get the same scheme and global scale. All
+    other tensors and files are copied. Sources in FP8 blocks, compressed-tensors, GPTQ, AWQ, MXFP4, or ModelOpt's
+    layout are decoded tensor by tensor.
 
-    An interrupted call leaves `output` with the suffix `.unfinished`; the same call continues, and writes equal bytes.
+    An interrupted call leaves a directory with the name of `output` and the suffix `.unfinished`. The same call then
+    continues, and writes the same bytes as a call without an interruption.
 
     Args:
         source: Directory with safetensors files and `config.json`, of any architecture.
         scheme: Name of a preset that needs no data, such as `"fp8_block"` or `"w4a16"`, a `QuantConfig`, or its dict.
         output: Directory to create.
-        ignore: Further layers that stay in float: globs on names (`"*router*"`), or `"re:"` and a regular expression.
+        ignore: Patterns of additional layers that stay in float: globs on names (`"*router*"`), or `"re:"` and a
+            regular expression.
         processes: Number of processes. With several, a script needs `if __name__ == "__main__":` around the call.
-        dry_run: Return the plan, and write nothing.
-        progress: Show a progress bar.
+        dry_run: Whether to return the plan without writing anything.
+        progress: Whether to show a progress bar.
 
     Returns:
-        The plan, with the tensors of the result.
+        Plan of the conversion, which describes the tensors of the result.
 
     Raises:
         ConfigError: If the scheme needs data or a model, or nothing is left to quantize.
-        CheckpointError: If the source is damaged, or its codes are not decoded.
-        ExportError: If compressed-tensors cannot hold a layer, or matrices are stored as (inputs, outputs) (all are
-            listed), or the output cannot be written.
+        CheckpointError: If the source is damaged, or holds codes that quark_fx does not decode.
+        ExportError: If compressed-tensors does not support a layer, or matrices are stored as (inputs, outputs) (all
+            such layers are listed), or the output cannot be written.
     """
     if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
         raise ConfigError(f"ignore must be a list of patterns, such as ignore=['*router*'], not {ignore!r}")
@@ -141,7 +143,10 @@ def _configuration(directory: Path) -> dict[str, Any]:
 
 
 def _other_files(files: CheckpointFiles) -> tuple[dict[str, Path], list[str]]:
-    """Return the other files of a directory, by their paths in it, and the paths of files that are left out."""
+    """Return the files of a checkpoint's directory to copy, and the paths of the files that are left out.
+
+    Keys, like the paths, are relative to the directory. Neither contains the weights, their index, or `config.json`.
+    """
     weights, paths, left_out = {file.name for file in files.files.values()}, dict[str, Path](), list[str]()
     for folder, folders, names in os.walk(files.directory):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -167,7 +172,13 @@ def _require_place(source: Path, output: Path) -> None:
 
 
 def _batches(items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
-    """Return consecutive items in lists of at most `most` bytes, or of one item."""
+    """Divide items into lists of consecutive items that have at most `most` bytes each; a larger item is alone.
+
+    Args:
+        items: Items in order.
+        size: Function that returns the size of an item, in bytes.
+        most: Largest size of a list, in bytes.
+    """
     batches, filled = list[list[T]](), most
     for item in items:
         if filled + size(item) > most or not batches:
@@ -180,13 +191,13 @@ def _batches(items: Iterable[T], size: Callable[[T], int], most: int) -> list[li
 
 @dataclass(frozen=True)
 class _Job:
-    """The work of a conversion, in a form that other processes can have.
+    """The work of a conversion, which can be sent to other processes.
 
     Attributes:
-        conversion: Its plan.
+        conversion: Plan of the conversion.
         source: Tensors of the source.
-        units: Tensors that are finished together: fused layers are in one unit.
-        shards: Tensors of each file, in the order of their bytes, by the name of the file.
+        units: Lists of tensors that are finished together; fused layers are in the same list.
+        shards: Dtypes and shapes of the tensors of each file, in the order of the file; keys are names of files.
     """
 
     conversion: Conversion
@@ -209,18 +220,18 @@ class _Job:
 
     @property
     def unfinished(self) -> Path:
-        """The folder of a conversion that has not ended."""
+        """The folder of an unfinished conversion."""
         output = self.conversion.output
         return output.with_name(f"{output.name}.unfinished")
 
     @property
     def result(self) -> Path:
-        """The folder in it that becomes the output."""
+        """The folder in `unfinished` that becomes the output."""
         return self.unfinished / "result"
 
     @property
     def identity(self) -> str:
-        """Text that differs if anything else is to be written, or the source has changed."""
+        """A digest of the plan and of the source files' sizes and times: another conversion has another digest."""
         files = sorted(set(self.source.files.files.values()))
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         counts = [len(unit) for unit in self.units], {file: len(tensors) for file, tensors in self.shards.items()}
@@ -228,7 +239,7 @@ class _Job:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def places(self) -> dict[str, tuple[str, int, tuple[int, ...]]]:
-        """Return the file, the offset, and the shape of each tensor of the result."""
+        """Return the name of the file, the offset in bytes, and the shape of each tensor of the result."""
         places = {}
         for file, tensors in self.shards.items():
             position = len(header_of(tensors, _METADATA))
@@ -264,10 +275,11 @@ _DONE, _IDENTITY, _LOCK, _STOP = "done", "identity", "lock", "stop"
 
 @contextmanager
 def _taken(job: _Job) -> Iterator[set[int]]:
-    """Create or take over the unfinished folder, and yield the units that are done.
+    """Create the unfinished folder, or continue with an existing one, and yield the indices of finished units.
 
     Raises:
-        ExportError: If it belongs to another conversion, or another process writes to it.
+        ExportError: If the folder belongs to another conversion, another process writes to it, or the disk does not
+            have enough space.
     """
     folder, output = job.unfinished, job.conversion.output
     identity = folder / _IDENTITY
@@ -292,7 +304,7 @@ def _taken(job: _Job) -> Iterator[set[int]]:
         log.touch()
         (folder / _STOP).unlink(missing_ok=True)
         try:
-            *lines, _ = log.read_text().split("\n")  # the last line is empty, or cut off
+            *lines, _ = log.read_text().split("\n")  # the last line is empty or incomplete
             yield set(map(int, lines))
         except BaseException:
             if not log.stat().st_size:
@@ -301,10 +313,10 @@ def _taken(job: _Job) -> Iterator[set[int]]:
 
 
 def _fill_in_processes(job: _Job, units: Sequence[int], processes: int, progress: bool) -> None:
-    """Divide units among processes.
+    """Divide the units among processes, and wait until all are finished.
 
     Raises:
-        CheckpointError: If a process ends; finished units stay.
+        CheckpointError: If a process ends early; finished units are kept.
     """
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -320,11 +332,11 @@ def _fill_in_processes(job: _Job, units: Sequence[int], processes: int, progress
                 "it continues where this one stopped"
             ) from error
         finally:
-            (job.unfinished / _STOP).touch()  # other processes do not begin another unit
+            (job.unfinished / _STOP).touch()  # tells processes not to begin another unit
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it ends: nobody waits for the result, or gives it more work."""
+    """End this process as soon as its parent process ends, because its results are not needed then."""
 
     def wait() -> None:
         if (parent := multiprocessing.parent_process()) is not None:
@@ -335,11 +347,14 @@ def _end_with_parent() -> None:
 
 
 _MAPPED = 1 << 21
-"""Bytes that are read from open files before they are opened again: pages of a mapping count as memory once read."""
+"""Number of bytes to read from open files before they are closed and opened again.
+
+Pages of a mapping that have been read count as memory of the process until the mapping is closed.
+"""
 
 
 class _Reader:
-    """Reads tensors of a source; small ones share open files."""
+    """A reader of a source's tensors that reopens the files after every `_MAPPED` bytes."""
 
     def __init__(self, source: DecodedFiles) -> None:
         self.tensors = source.tensors
@@ -364,10 +379,10 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
     """Write the tensors of some units into the files of the result.
 
     Args:
-        job: The work.
-        units: Numbers of the units.
+        job: Work of the conversion.
+        units: Indices of the units.
         progress: Whether to show a progress bar.
-        processes: Number of processes that share the processor; 0 in the process of the caller.
+        processes: Number of processes that share the CPU; 0 in the caller's own process.
     """
     if processes:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
@@ -398,12 +413,13 @@ def _fill(job: _Job, units: Sequence[int], progress: bool, processes: int = 0) -
 def _converted(
     source: _Reader, tensor: PlannedTensor, sizes: dict[tuple[str, ...], Tensor]
 ) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """Yield the tensors of the result that one of the source becomes, each piece by piece.
+    """Yield the name and the pieces of each tensor of the result that comes from a tensor of the source.
 
     Args:
-        source: Tensors of the source.
-        tensor: The tensor of the source.
-        sizes: Largest magnitudes of layers that share a scale; it is added to.
+        source: Reader of the source.
+        tensor: Plan of the tensor.
+        sizes: Largest magnitude, shape (), of each group of layers with the same global scale; keys are names of all
+            tensors of a group. The function adds entries.
     """
     if tensor.weight is None or tensor.scheme is None:
         yield tensor.name, source.pieces(tensor.name)
@@ -429,7 +445,7 @@ def _converted(
 
 
 def _write_others(job: _Job, description: dict[str, Any], others: Mapping[str, Path]) -> None:
-    """Write the index, the configuration, and copies of all other files."""
+    """Write the index, the configuration, and copies of the files `others`, which are keyed by their relative paths."""
     for path, file in others.items():
         require_regular(file)
         (job.result / path).parent.mkdir(parents=True, exist_ok=True)
@@ -443,7 +459,7 @@ def _write_others(job: _Job, description: dict[str, Any], others: Mapping[str, P
 
 
 def _described(description: dict[str, Any], job: _Job) -> dict[str, Any]:
-    """Return the content of `config.json` of the result."""
+    """Return the content of the result's `config.json`."""
     description = without_codes(description)
     if decompress_to_bfloat16(job.conversion.configuration):
         description["dtype" if "dtype" in description else "torch_dtype"] = "bfloat16"

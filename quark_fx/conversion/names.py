@@ -1,4 +1,4 @@
-"""The parts of a model that the names and shapes of its tensors tell: heads, routers, draft layers, fused layers."""
+"""Rules that recognize heads, routers, draft layers, fused layers, and experts by the names and shapes of tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ EMBEDDING, DRAFT = "embedding", "draft"
 _HEADS = frozenset({"lm_head", "score", "qa_outputs", "classifier", "embed_out"})
 _EMBEDDINGS = re.compile(r"embed|^w[tp]e$|^shared$")
 _GATES = frozenset({"gate", "wg", "shared_expert_gate"})
-"""Names of routers next to experts; elsewhere, a gate is a layer like others."""
+"""Last parts of the names of routers, if the same module contains experts; elsewhere, these are ordinary layers."""
 
 _DRAFTS = re.compile(r"(mtp|nextn|draft|eagle|medusa)\w*")
 
 _DRAFT_LAYERS = re.compile(r"nextn\w*layers")
-"""Entry of a configuration whose draft layers follow the others, with numbers from `num_hidden_layers` on."""
+"""Pattern of a configuration key that says that draft layers are numbered from `num_hidden_layers` on."""
 
 _DEPTH = 4
 
@@ -29,16 +29,16 @@ _FUSED = (
     *(("w1", "w3"), ("wq", "wk", "wv"), ("query", "key", "value"), ("to_q", "to_k", "to_v")),
     *(("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkvz", "in_proj_ba"), ("wi_0", "wi_1")),
 )
-"""Names of layers that servers fuse."""
+"""Groups of layers that servers fuse, by the last parts of their names."""
 
 NUMBERED_EXPERT = re.compile(r"[.]experts[.]\d+[.]")
 
 
 def roles(shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the roles of layers that servers compute in float, by the names of their modules.
+    """Return the role of each layer that servers compute in float; keys are names of modules.
 
     Args:
-        shapes: Shapes of the weights, by the names of their modules.
+        shapes: Shapes of the weights; keys are names of modules.
         config: Content of `config.json`.
     """
     tables = list(_tables(config))
@@ -64,7 +64,13 @@ def roles(shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> dic
 
 
 def fused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
-    """Return the layers of each group that servers fuse, by the name of each: they have one owner, and equal inputs."""
+    """Return, for each layer that servers fuse, the names of all layers of its group.
+
+    The layers of a group have the same parent module and the same input size.
+
+    Args:
+        shapes: Shapes of the weights; keys are names of modules.
+    """
     groups: dict[str, tuple[str, ...]] = {}
     for name, shape in shapes.items():
         owner, dot, leaf = name.rpartition(".")
@@ -77,14 +83,15 @@ def fused(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
 
 
 def transposed(shapes: Mapping[str, Sequence[int]], biases: Mapping[str, int]) -> list[str]:
-    """Return the layers that store matrices as (inputs, outputs), as GPT-2's `Conv1D` does.
+    """Return the names of the layers that store matrices as (inputs, outputs), like GPT-2's `Conv1D`.
 
-    Their biases are as long as the matrices have columns. One name, such as `c_fc`, has one orientation in all layers,
-    also where a matrix is square. A single name may have another kind of bias; two names are evidence.
+    In such a layer, the length of the bias is the number of columns. The last part of a name, such as `c_fc`, decides
+    for all layers with this name, including square matrices. At least two such names are needed, because a single name
+    may have another kind of bias.
 
     Args:
-        shapes: Shapes of the weights, by the names of their modules.
-        biases: Lengths of the biases, by the names of their modules.
+        shapes: Shapes of the weights; keys are names of modules.
+        biases: Lengths of the biases; keys are names of modules.
     """
     evidence: dict[str, set[bool]] = {}
     for name, (rows, columns) in shapes.items():
@@ -95,9 +102,13 @@ def transposed(shapes: Mapping[str, Sequence[int]], biases: Mapping[str, int]) -
 
 
 def experts(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Within]]:
-    """Return the matrices in stacks of experts, by the names of the stacks, where shapes tell the layout.
+    """Return the matrices in each stack of experts; keys are names of stacks, and then names of matrices.
 
-    The stacks of one module are `gate_up_proj` and `down_proj`, gate before up. A module with biases interleaves them.
+    The stacks of a module are `gate_up_proj`, with gate before up, and `down_proj`. Stacks are left out if their shapes
+    leave the layout ambiguous, or if `gate_up_proj` has a bias, because such modules interleave gate and up.
+
+    Args:
+        shapes: Shapes of all tensors; keys are names.
     """
     stacks: dict[str, dict[str, Within]] = {}
     for name, shape in shapes.items():
@@ -119,7 +130,7 @@ def experts(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Within]]
 
 
 def _tables(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Yield a configuration and those it contains."""
+    """Yield a configuration and the nested configurations in it."""
     yield config
     for value in config.values() if depth < _DEPTH else ():
         if isinstance(value, dict):

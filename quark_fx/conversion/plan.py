@@ -1,4 +1,4 @@
-"""The plan of `convert`: names, shapes, and a configuration decide about each tensor before any is read."""
+"""Plan of `convert`, which depends on names, shapes, and a configuration, but not on the values of tensors."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from quark_fx.system.isolation import warn
 from quark_fx.system.memory import bytes_text
 
 _LINEAR = nn.Linear(1, 1, device="meta")
-"""Module in a `Layer` for every matrix."""
+"""Module in the `Layer` of every matrix, because no model is built."""
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the source, and its tensors in the result.
+    """A tensor of the source, and the tensors that replace it in the result.
 
     Attributes:
         name: Name in the source.
-        weight: Spec that rounds it; `None` if it is copied.
-        read: Spec of the input of its layer; `None` for float.
-        scheme: Its scheme in compressed-tensors.
-        reason: Why it is copied.
-        shared: Other tensors that share its global scale, because servers fuse the layers.
-        outputs: Tensors in the result.
-        bytes_before: Bytes in the source.
+        weight: Spec of the quantized tensor; `None` if the tensor is copied.
+        read: Spec of the input of the tensor's layer; `None` if it stays in float.
+        scheme: Scheme of the layer in compressed-tensors; `None` if the tensor is copied.
+        reason: Reason why the tensor is copied; empty if it is quantized.
+        shared: Names of other tensors with the same global scale, because servers fuse the layers.
+        outputs: Dtypes and shapes of the tensors in the result; keys are names.
+        bytes_before: Size in the source, in bytes.
     """
 
     name: str
@@ -67,7 +67,7 @@ class PlannedTensor:
 
     @property
     def bytes_after(self) -> int:
-        """Bytes in the result."""
+        """Size in the result, in bytes."""
         return sum(stored_bytes(*output) for output in self.outputs.values())
 
 
@@ -78,10 +78,10 @@ class Conversion:
     Attributes:
         source: Directory of the source.
         output: Directory of the result.
-        tensors: All tensors of the source.
+        tensors: Plans of all tensors of the source.
         configuration: The `quantization_config` of the result.
         notes: Facts about the source, such as that it was quantized before.
-        left_out: Files of the source that the result does not have.
+        left_out: Paths of files of the source that the result does not have.
     """
 
     source: Path
@@ -107,7 +107,7 @@ class Conversion:
         return tuples(f"{self.source} to {self.output}", header, rows)
 
     def summary(self) -> list[str]:
-        """Return the totals, and the notes."""
+        """Return lines with the total counts and sizes, and the notes."""
         before, after = (sum(getattr(t, f"bytes_{when}") for t in self.tensors) for when in ("before", "after"))
         count = sum(t.weight is not None for t in self.tensors)
         return [
@@ -117,7 +117,7 @@ class Conversion:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the plan as plain data for JSON."""
         return {
             "source": str(self.source),
             "output": str(self.output),
@@ -129,7 +129,12 @@ class Conversion:
 
 
 def require_data_free(config: QuantConfig, name: str) -> None:
-    """Raise `ConfigError` unless a configuration rounds each weight alone, and its inputs at run time."""
+    """Raise `ConfigError` unless a configuration can be applied to each weight by itself, without data or a model.
+
+    Args:
+        config: Configuration.
+        name: Name of the scheme, for messages.
+    """
     if why := _beyond_files(config):
         raise ConfigError(
             f"scheme {name} {why}, and convert runs no model; quantize the model, or choose a preset without data, "
@@ -138,7 +143,7 @@ def require_data_free(config: QuantConfig, name: str) -> None:
 
 
 def _beyond_files(config: QuantConfig) -> str:
-    """Return why a configuration needs the model; empty if it does not."""
+    """Return the reason why a configuration cannot be applied to files; empty if it can."""
     passes = [pass_name(p) for p in config.passes if p not in (fold_constants, fold_batch_norm)]
     if config.weight is None:
         return "rounds no weights"
@@ -152,9 +157,15 @@ def _beyond_files(config: QuantConfig) -> str:
 def unstacked(
     source: DecodedFiles, description: Mapping[str, Any], config: QuantConfig, ignore: Sequence[str]
 ) -> DecodedFiles:
-    """Return the tensors with stacks of experts replaced by one matrix per projection of each, as servers read them.
+    """Replace stacks of experts by one matrix per expert and projection, which is the form that servers read.
 
-    Stacks stay that a pattern or their role keeps in float, and those whose layout the shapes do not tell.
+    A stack remains if a pattern or its role keeps it in float, or if its layout is ambiguous.
+
+    Args:
+        source: Tensors of the checkpoint.
+        description: Content of its `config.json`.
+        config: Configuration.
+        ignore: Patterns of layers that stay in float.
     """
     tensors = dict(source.tensors)
     for name, matrices in experts({n: t.shape for n, t in tensors.items()}).items():
@@ -185,15 +196,17 @@ def plan(
     Args:
         source: Tensors of the checkpoint.
         description: Content of its `config.json`.
-        config: Data-free configuration.
+        config: Configuration that does not need data.
         ignore: Patterns of layers that stay in float.
         output: Directory of the result.
-        left_out: Files of the source that the result will not have.
+        left_out: Paths of files of the source that the result will not have.
 
     Raises:
-        ExportError: If compressed-tensors cannot hold a layer, or a layer stores its matrix transposed; all are listed.
-        CheckpointError: If a tensor has a name that the result needs, or none is a matrix of floats.
-        ConfigError: If no tensor is left to quantize, or a pattern is not a regular expression.
+        ExportError: If compressed-tensors does not support a layer, or a layer stores its matrix transposed (all such
+            layers are listed).
+        CheckpointError: If a tensor has a name that the result needs for codes or scales, or the source does not have a
+            matrix of floats.
+        ConfigError: If no tensor is left to quantize, or a pattern is not a valid regular expression.
     """
     shapes = {n.removesuffix(_WEIGHT): t.shape for n, t in source.tensors.items() if _is_matrix(n, t)}
     role_of, groups = roles(shapes, description), fused(shapes)
@@ -205,7 +218,7 @@ def plan(
         warn(f"no layer matches {', '.join(map(repr, unused))} of ignore")
     reasons, errors = _reasons(kinds, role_of, specs, config, ignore), dict[str, str]()
     floats = {name: [other for other in group if other in reasons] for name, group in groups.items()}
-    for name, group in groups.items():  # one kernel has one scheme
+    for name, group in groups.items():  # the kernel of a fused layer has one scheme
         if floats[name]:
             reasons.setdefault(name, f"fused with {floats[name][0]}, which stays in float")
         elif other := [n for n in group if specs[n] != specs[name]]:
@@ -272,7 +285,7 @@ def plan(
 _WEIGHT, _BIAS = ".weight", ".bias"
 
 _TIED_HEAD = r"(.*[.])?(\w*lm_head|embed_out|proj_out|decoder)$"
-"""Names of heads that are tied to the embedding: no tensor has such a name, and a reader builds a linear layer."""
+"""Pattern of the names of heads that are tied to the embedding: the files lack them, but readers build linear layers."""
 
 _TRANSPOSED = (
     "its matrix is stored as (inputs, outputs), as the biases of layers with this name show (Conv1D of GPT-2); servers "
@@ -287,7 +300,7 @@ def _reasons(
     config: QuantConfig,
     ignore: Sequence[str],
 ) -> dict[str, str]:
-    """Return why layers stay in float."""
+    """Return the reason why each layer stays in float; keys are names, and layers to quantize are left out."""
     reasons = dict[str, str]()
     for name, layer_kinds in kinds.items():
         patterns = [pattern for pattern in ignore if _ignores(pattern, name, layer_kinds)]
@@ -314,7 +327,14 @@ def _ignores(pattern: str, name: str, kinds: Sequence[str]) -> bool:
 
 
 def _left(left: Sequence[str], quantized: Iterable[str], source: DecodedFiles, config: QuantConfig) -> list[str]:
-    """Return the names and patterns of modules in float that may be linear layers to a reader."""
+    """Return names and patterns of the float modules that a reader may treat as linear layers.
+
+    Args:
+        left: Names of layers that stay in float.
+        quantized: Names of quantized layers, which the patterns must not match.
+        source: Tensors of the checkpoint.
+        config: Configuration, whose target lists fused layers.
+    """
     single = [name for name in left if not NUMBERED_EXPERT.search(name)]
     patterns = name_patterns(
         [name for name in left if NUMBERED_EXPERT.search(name)],
@@ -330,7 +350,14 @@ def _left(left: Sequence[str], quantized: Iterable[str], source: DecodedFiles, c
 
 
 def layer_of(name: str, matrix: QuantizedTensor, read: TensorSpec | None, unit: float | None = None) -> Layer:
-    """Return a layer with a result of `matrix_of`."""
+    """Return a layer for the export.
+
+    Args:
+        name: Name of the layer.
+        matrix: Quantized weight, a result of `rounded`.
+        read: Spec of the layer's input; `None` if it stays in float.
+        unit: Global scale of the weight, if it has one.
+    """
     return Layer(name, _LINEAR, lambda: matrix, None if read is None else _activation(read), unit=unit)
 
 
@@ -340,7 +367,13 @@ def _activation(spec: TensorSpec) -> Activation:
 
 
 def rounded(x: Tensor, spec: TensorSpec, amax: Tensor | None = None) -> QuantizedTensor:
-    """Return a matrix quantized as `quantize` does, a few rows at a time."""
+    """Quantize a matrix like `quantize`, but a few rows at a time.
+
+    Args:
+        x: Matrix, shape (outputs, inputs).
+        spec: Spec of the weight.
+        amax: Largest magnitude, shape (), of all layers with the same global scale; `None` to measure it in `x`.
+    """
     alone = Layout.of(tuple(x.shape), 0, spec.group_rows).pieces(_AT_ONCE)
     pieces = [...] if spec.granularity is Granularity.TENSOR else alone
     parts = [quantize_tensor(x[rows], spec, amax=amax) for rows in pieces]
@@ -356,12 +389,15 @@ _AT_ONCE = 4 * AT_ONCE
 
 
 def _together(spec: TensorSpec) -> int:
-    """Return the number of rows that outputs grow by: rows of a block, and zero points in words of 32 bits."""
+    """Return a number of rows for which blocks of rows are complete and packed zero points fill 32-bit words."""
     return max(spec.group_rows, 32)
 
 
 def _stand_in(spec: TensorSpec, rows: int, columns: int) -> QuantizedTensor:
-    """Return a small quantized matrix with the scheme of one with `rows` rows; writing it raises the same errors."""
+    """Return a small quantized matrix that stands for a matrix with `rows` rows.
+
+    It has the same scheme, and the export raises the same errors for it.
+    """
     step = _together(spec)
     height = rows if rows < 3 * step else rows % step + step
     values = torch.arange(height * columns).reshape(height, columns).sin().add_(0.3)
@@ -369,7 +405,10 @@ def _stand_in(spec: TensorSpec, rows: int, columns: int) -> QuantizedTensor:
 
 
 def _sizes(spec: TensorSpec, shape: tuple[int, ...], scheme: Mapping[str, Any]) -> Shapes:
-    """Return the tensors of a layer in a scheme: their first dimension grows with its rows."""
+    """Return the dtypes and shapes of a layer's tensors in a scheme, extrapolated from small matrices.
+
+    The first dimension of each tensor is a linear function of the number of rows.
+    """
     rows, columns = shape
     step, small = _together(spec), _stand_in(spec, rows, columns)
     height = len(small.codes)
