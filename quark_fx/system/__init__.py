@@ -1,1 +1,1 @@
-"""Foundations of all other packages: checked options, registries, locks, memory, devices, and untrusted files."""
+"""Utilities for all other packages: checked options, registries, locks, memory, devices, and untrusted files."""

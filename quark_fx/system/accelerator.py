@@ -14,27 +14,32 @@ import torch
 from torch import Tensor
 
 _STREAMING = ("cuda", "xpu")
-"""Kinds of devices whose copies can overlap with computation."""
+"""Device types whose copies can overlap with computation."""
 
 _SLAB = 64 << 20
-"""Bytes of pinned memory that are allocated together: the system call takes about as long for a kilobyte."""
+"""Size of a slab of pinned memory, in bytes; allocating a kilobyte would take about as long."""
 
 _ALIGNED = 512
 """Alignment of a tensor in a slab, in bytes."""
 
 
 _LEAVING = 2
-"""Values that are copied to the host while the device computes: it waits for more."""
+"""Largest number of unfinished copies to the host; before more begin, the device waits."""
 
 
 Check = tuple[Tensor, Callable[[], Exception]]
-"""A condition, shape (), bool, and the error to raise if it is false."""
+"""A condition, bool of shape (), and a function that returns the error to raise if it is false."""
 
 _LATER: ContextVar[list[Check] | None] = ContextVar("later", default=None)
 
 
 def require(condition: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise an error if a condition, shape (), is false; `checked_later` defers the check and the wait for it."""
+    """Raise an error if a condition is false; within `checked_later`, defer the check and the wait for the device.
+
+    Args:
+        condition: Tensor of shape (), bool, on any device.
+        error: Function that returns the error.
+    """
     later = _LATER.get()
     if later is not None:
         later.append((condition, error))
@@ -44,10 +49,11 @@ def require(condition: Tensor, error: Callable[[], Exception]) -> None:
 
 @contextmanager
 def checked_later() -> Iterator[list[Check]]:
-    """Collect the checks of `require` for a later call of `read`.
+    """Collect the checks of `require` in a list for a later call of `read`.
 
     Raises:
-        Exception: Error of the first check whose condition is false, if the code inside raises: its cause comes first.
+        Exception: Error of the first check whose condition is false, if the block raises an error, because the failed
+            check is probably the cause.
     """
     checks: list[Check] = []
     token = _LATER.set(checks)
@@ -61,7 +67,11 @@ def checked_later() -> Iterator[list[Check]]:
 
 
 def read(values: Sequence[Tensor], checks: Sequence[Check] = ()) -> list[float]:
-    """Return values, float32 of shape (), as Python numbers, with one wait for each device they are on.
+    """Return the values of tensors as Python numbers, and evaluate checks, with one wait per device.
+
+    Args:
+        values: Tensors of shape (), float32, on any devices.
+        checks: Results of `checked_later`.
 
     Raises:
         Exception: Error of the first check whose condition is false.
@@ -82,10 +92,12 @@ def read(values: Sequence[Tensor], checks: Sequence[Check] = ()) -> list[float]:
 
 @contextmanager
 def checked_together() -> Iterator[None]:
-    """Check what `require` is asked meanwhile at the end, waiting for a device once; within `checked_later`, later.
+    """Defer the checks of `require` to the end of the block, with one wait per device.
+
+    Within `checked_later`, the checks are deferred further, to the call of `read`.
 
     Raises:
-        Exception: Error of the first check whose condition is false, in the place of one that was raised meanwhile.
+        Exception: Error of the first check whose condition is false, even if the block raised another error.
     """
     if _LATER.get() is not None:
         yield
@@ -96,12 +108,12 @@ def checked_together() -> Iterator[None]:
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> list[Tensor]:
-    """Return tensors on a device; contiguous tensors on one other device are copied together.
+    """Move tensors to a device; contiguous tensors from the same device are copied together.
 
     Args:
         tensors: Tensors on any devices.
         device: Device of the results.
-        copy: Whether results share memory neither with `tensors` nor with each other.
+        copy: Whether to copy, so that results share memory neither with `tensors` nor with each other.
     """
     results = [x.to(device, copy=copy) if x.device == device else None for x in tensors]
     groups: dict[torch.device, list[int]] = {}
@@ -109,7 +121,7 @@ def moved(tensors: Sequence[Tensor], device: torch.device, *, copy: bool) -> lis
         if results[i] is None and x.is_contiguous():
             groups.setdefault(x.device, []).append(i)
     for group in groups.values():
-        group.sort(key=lambda i: -tensors[i].element_size())  # each begins at a multiple of its element size
+        group.sort(key=lambda i: -tensors[i].element_size())  # so that each begins at a multiple of its element size
         whole = torch.cat([tensors[i].detach().flatten().view(torch.uint8) for i in group]).to(device)
         for i, part in zip(group, whole.split([tensors[i].nbytes for i in group]), strict=True):
             view = part.view(tensors[i].dtype).view(tensors[i].shape)
@@ -122,7 +134,7 @@ _HALVINGS: ContextVar[int] = ContextVar("halvings", default=0)
 
 @contextmanager
 def smaller_pieces(halvings: int) -> Iterator[None]:
-    """Halve the result of `values_at_once` the given number of times."""
+    """Halve the results of `values_at_once` in the block, the given number of times."""
     token = _HALVINGS.set(halvings)
     try:
         yield
@@ -131,12 +143,12 @@ def smaller_pieces(halvings: int) -> Iterator[None]:
 
 
 def values_at_once(like: Tensor, on_cpu: int, doublings: int) -> int:
-    """Return the number of values to compute together.
+    """Return the number of values to compute at once.
 
     Args:
         like: Tensor on the device of the computation.
-        on_cpu: Result on a CPU, chosen for its caches.
-        doublings: Number of times to double the result on other devices.
+        on_cpu: Number for a CPU, chosen for its caches.
+        doublings: Number of times to double `on_cpu` for other devices.
     """
     return on_cpu if like.is_cpu else on_cpu << max(0, doublings - _HALVINGS.get())
 
@@ -160,7 +172,7 @@ def cuda_version() -> tuple[int, int]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether copies to and from `device` can run while it computes."""
+    """Tell whether copies to and from `device` can run while the device computes."""
     return device.type in _STREAMING
 
 
@@ -170,14 +182,14 @@ def new_stream(device: torch.device) -> Any:
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream that operators on `device` run on."""
+    """Return the stream on which operators on `device` run."""
     return torch.accelerator.current_stream(device)
 
 
 def pinned_bytes(count: int) -> Tensor | None:
-    """Return uninitialized host memory, uint8, that a device reads and writes while the host goes on.
+    """Return `count` bytes of uninitialized pinned host memory, uint8, which a device can access asynchronously.
 
-    `None` where the system has no more of it, for which CUDA raises a general error.
+    The result is `None` if the system cannot provide more pinned memory.
     """
     try:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
@@ -186,7 +198,7 @@ def pinned_bytes(count: int) -> Tensor | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of `device` that new tensors can use, including memory that torch caches; 0 if unknown."""
+    """Return the number of bytes for new tensors on `device`, including memory that torch caches; 0 if unknown."""
     if not has_streams(device):
         return 0
     free, _ = torch.accelerator.get_memory_info(device)
@@ -194,14 +206,14 @@ def free_bytes(device: torch.device) -> int:
 
 
 def return_unused(device: torch.device) -> None:
-    """Return cached memory to the device, so that large contiguous tensors fit."""
+    """Return the memory that torch caches to the device, so that large contiguous tensors fit."""
     if has_streams(device):
         torch.accelerator.empty_cache()
 
 
 @dataclass
 class PinnedSlabs:
-    """Pinned host memory for tensors, in large slabs; a slab is reused once all of its tensors are dropped."""
+    """Large slabs of pinned host memory for tensors; a slab is reused after all of its tensors are dropped."""
 
     _slabs: dict[int, Tensor] = field(default_factory=dict)
     _used: dict[int, int] = field(default_factory=dict)
@@ -209,13 +221,16 @@ class PinnedSlabs:
     _is_full: bool = False
 
     def empty_like(self, x: Tensor) -> Tensor | None:
-        """Return room for the values of `x`, with its strides, which must be dense; `None` if there is no more."""
+        """Return an uninitialized tensor in a slab with the dtype, shape, and strides of `x`, which must be dense.
+
+        The result is `None` if the system cannot provide more pinned memory.
+        """
         size = -(-x.nbytes // _ALIGNED) * _ALIGNED
         fits = (key for key, slab in self._slabs.items() if self._used[key] + size <= len(slab))
         if (key := next(fits, None)) is None:
             slab = None if self._is_full else pinned_bytes(max(_SLAB, size))
             if slab is None:
-                self._is_full = True  # the system is not asked again
+                self._is_full = True  # do not ask the system again
                 return None
             key = slab.data_ptr()
             self._slabs[key], self._used[key] = slab, 0
@@ -240,7 +255,7 @@ class Arriving:
 
     Attributes:
         value: Tensor on the device; call `Transfers.received` before reading it.
-        event: Event that the end of the copy records.
+        event: Event that is recorded when the copy ends.
     """
 
     value: Tensor
@@ -250,10 +265,10 @@ class Arriving:
 class Transfers:
     """Copies between a device and pinned host memory, on a separate stream.
 
-    Copies run in the order of the calls. No call waits for a copy, except `to_host` without pinned memory.
+    Copies run in the order of the calls. The host never waits for a copy, except in `to_host` without pinned memory.
 
-    Device memory belongs to the stream of the computation, which waits for the copies before it uses the memory again:
-    `record_stream` would free it only once the device is done, while the host asks for more and more of it.
+    Device memory belongs to the stream of the computation, which waits for the copies before it reuses the memory. With
+    `record_stream`, memory would be free only after the device finishes, while the host keeps allocating more.
 
     Args:
         device: Device with streams.
@@ -264,9 +279,9 @@ class Transfers:
         self._leaving: deque[Arriving] = deque()
 
     def to_host(self, value: Tensor) -> Tensor:
-        """Return room in pinned memory that `value`, dense, is being copied to: for `to_device`, not for the host.
+        """Start to copy a dense tensor to pinned memory; return the copy, which is for `to_device`, not for the host.
 
-        If the system has no more pinned memory, the host waits for the copy.
+        If the system cannot provide more pinned memory, the host waits for the copy.
         """
         room = self._slabs.empty_like(value)
         if room is None:
@@ -287,9 +302,9 @@ class Transfers:
             self.received(self._leaving.popleft())
 
     def to_device(self, room: Tensor) -> Arriving:
-        """Begin to copy a tensor of `to_host` back; call `received` even if the tensor is no longer needed.
+        """Start to copy a result of `to_host` back; call `received` even if the tensor is no longer needed.
 
-        The copy waits for earlier work of the device, and not for later work.
+        The copy waits for work that the device has already been given, but not for later work.
         """
         value = torch.empty_strided(room.shape, room.stride(), dtype=room.dtype, device=self._device)
         self._stream.wait_stream(current_stream(self._device))
@@ -298,12 +313,15 @@ class Transfers:
             return Arriving(value, self._stream.record_event())
 
     def received(self, arriving: Arriving) -> Tensor:
-        """Return a tensor that operators on the device may read from now on; the host does not wait."""
+        """Make the device wait for a copy, and return the tensor, which its operators may then read.
+
+        The host does not wait.
+        """
         current_stream(self._device).wait_event(arriving.event)
         return arriving.value
 
     def drop(self, room: Tensor) -> None:
-        """Free the memory of a tensor of `to_host`."""
+        """Free the pinned memory of a result of `to_host`."""
         self._slabs.drop(room)
 
 

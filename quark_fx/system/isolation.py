@@ -1,7 +1,7 @@
-"""Isolation of calls from the modes of torch, from other threads, and from logging.
+"""Isolation of calls from torch's modes, from other threads, and from logging.
 
-A call gives the same bits under autocast, `no_grad`, and `inference_mode`, with another default device, with float32
-products in fewer bits (TF32, bfloat16), and while other threads make calls.
+The results of a call are equal, bit for bit, under autocast, `no_grad`, and `inference_mode`, with another default
+device, with reduced precision of float32 products (TF32, bfloat16), and while other threads make calls.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ONE_CALL = threading.RLock()
-"""Lock of the thread whose call runs.
+"""Lock that only the thread with the running call holds.
 
-`torch.export`, fake tensors, `torch.onnx`, and the exporters of transformers store tracing modes in globals of the
-process. They also switch oneDNN and the default dtype while they trace, which changes the results of other threads.
+`torch.export`, fake tensors, `torch.onnx`, and the exporters of transformers store tracing modes in global variables.
+They also change settings of oneDNN and the default dtype while they trace, which affects the results of other threads.
 """
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Suppress warnings of runs that the user did not ask for."""
+    """Suppress all warnings, for internal runs of a model that the user did not ask for."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -45,18 +45,18 @@ _PRECISIONS = (
     *(("generic", "all"), ("cuda", "all"), ("mkldnn", "all")),
     *((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("conv", "rnn", "matmul")),
 )
-"""Backend and operator of each `fp32_precision` of `torch.backends`; a setting comes after those it inherits from.
+"""Backend and operator of each `fp32_precision` setting of `torch.backends`; settings follow those they inherit from.
 
-The setter of `torch.backends.mkldnn.fp32_precision` changes that of `torch.backends` instead.
+The public setters are not used, because `torch.backends.mkldnn.fp32_precision` changes the setting of `torch.backends`.
 """
 
 
 @dataclass(frozen=True)
 class Precisions:
-    """Settings of the process for the precision of float32 products.
+    """Settings for the precision of float32 products, which belong to the whole process.
 
     Attributes:
-        newer: Values of `_PRECISIONS`, `"none"` for an inherited one.
+        newer: Values of the settings `_PRECISIONS`, in order; `"none"` for an inherited value.
         matmul: Value of `torch.set_float32_matmul_precision`.
         cudnn: Value of `torch.backends.cudnn.allow_tf32`.
     """
@@ -67,10 +67,10 @@ class Precisions:
 
     @classmethod
     def current(cls) -> Precisions:
-        """Return the settings, also if older and newer ones disagree, for which torch's getters raise.
+        """Return the current settings, even if older and newer ones disagree, so that torch's getters would raise.
 
-        A getter returns the inherited value, or compares older settings with newer ones. Each is therefore read after
-        the settings it depends on are unset.
+        Torch's getters return inherited values, or compare older settings with newer ones. Therefore, each setting is
+        read after the settings that it depends on are unset; at the end, all are restored.
         """
         newer = []
         for place in _PRECISIONS:
@@ -78,22 +78,22 @@ class Precisions:
             torch._C._set_fp32_precision_setter(*place, "none")
         try:
             cudnn = torch._C._get_cudnn_allow_tf32()
-        except RuntimeError:  # it is not "none", either
+        except RuntimeError:  # the getter raises if this setting disagrees with the unset newer ones
             cudnn = True
         current = cls(tuple(newer), torch.get_float32_matmul_precision(), cudnn)
         current.set()
         return current
 
     def set(self) -> None:
-        """Make these the settings of the process."""
-        torch.set_float32_matmul_precision(self.matmul)  # this and the next change newer settings, too
+        """Apply these settings to the process."""
+        torch.set_float32_matmul_precision(self.matmul)  # this call and the next one change newer settings, too
         torch._C._set_cudnn_allow_tf32(self.cudnn)
         for place, precision in zip(_PRECISIONS, self.newer, strict=True):
             torch._C._set_fp32_precision_setter(*place, precision)
 
 
 _WHOLE = Precisions(("ieee", *["none"] * (len(_PRECISIONS) - 1)), "highest", False)
-"""Settings for products of all bits; `torch.export` requires that older and newer ones agree."""
+"""Settings for products in full float32 precision; `torch.export` requires that older and newer settings agree."""
 
 
 _CALLERS: ContextVar[Surroundings | None] = ContextVar("callers", default=None)
@@ -101,12 +101,12 @@ _CALLERS: ContextVar[Surroundings | None] = ContextVar("callers", default=None)
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The modes of torch in one thread, and how the process multiplies float32.
+    """Torch's modes in one thread, and the process's precision of float32 products.
 
     Attributes:
         grad: Whether gradients are recorded.
         inference: Whether inference mode is on.
-        autocast: Kind of device, whether autocast is on for it, and its dtype, for each kind.
+        autocast: Device type, whether autocast is on for it, and autocast's dtype, for each device type.
         device: Default device of new tensors; `None` if it was not set.
         precisions: Precision of float32 products.
     """
@@ -119,7 +119,7 @@ class Surroundings:
 
     @classmethod
     def current(cls) -> Surroundings:
-        """Return the modes of this thread."""
+        """Return the current modes of this thread."""
         accelerator = torch.accelerator.current_accelerator()
         kinds = {"cpu", accelerator.type if accelerator is not None else "cpu"}
         return cls(
@@ -132,9 +132,9 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Set these modes, and restore the current ones at the end."""
+        """Set these modes, and restore the current modes at the end."""
         now = Surroundings.current()
-        if now == self:  # entering a mode costs time
+        if now == self:  # entering modes takes time
             yield
             return
         with ExitStack() as stack:
@@ -152,12 +152,12 @@ class Surroundings:
             yield
 
     def plain(self) -> Surroundings:
-        """Return the modes of a new thread."""
+        """Return the modes that a new thread starts with, and full float32 precision."""
         off = tuple((kind, False, dtype) for kind, _, dtype in self.autocast)
         return Surroundings(True, False, off, None, _WHOLE)
 
     def during(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `items`; these modes are set while a generator, which is code of the caller, computes the next one."""
+        """Yield `items`, with these modes set only while the iterator, which is the caller's code, computes an item."""
         iterator, end = iter(items), object()
         while True:
             with self.restored():
@@ -168,18 +168,18 @@ class Surroundings:
 
 
 def isolated(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function without autocast, inference mode, default device, and TF32, one call at a time.
+    """Make a function run without autocast, inference mode, a default device, and TF32, and one call at a time.
 
-    It runs in a copy of the caller's context: variables of `contextvars` that the model's code sets stay as they were.
-    Calls of other threads wait until it returns. The precision of float32 products belongs to the whole process: until
-    then, other threads compute without TF32, too, and lose changes of these settings. The default dtype also belongs
-    to the process, and stays.
+    The function runs in a copy of the caller's context: if the model's code sets variables of `contextvars`, the caller
+    does not see the changes. Calls of other threads wait until it returns. The precision of float32 products belongs to
+    the whole process: until the function returns, other threads also compute without TF32, and their changes of these
+    settings are lost. The default dtype also belongs to the process; it does not change.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with _ONE_CALL:
-            caller = Surroundings.current()  # within the lock: another call changes settings of the process
+            caller = Surroundings.current()  # within the lock, because another call changes settings of the process
             token = _CALLERS.set(caller)
             try:
                 with caller.plain().restored():
@@ -191,11 +191,11 @@ def isolated(function: Callable[P, R]) -> Callable[P, R]:
 
 
 _INNER = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", str(contextlib.__file__))
-"""Start of the paths of files whose frames `warn` skips."""
+"""Prefixes of the paths of files whose stack frames `warn` skips."""
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the caller's code: skip the frames of this package and of torch."""
+    """Issue a warning at the line of the user's code, above the stack frames of this package and of torch."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
         frame, level = frame.f_back, level + 1
@@ -203,13 +203,13 @@ def warn(message: str) -> None:
 
 
 def as_called(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items`, computed under the modes of the caller of an `isolated` function."""
+    """Yield `items`, which are computed in the modes of the code that called the `isolated` function."""
     caller = _CALLERS.get()
     return iter(items) if caller is None else caller.during(items)
 
 
 class _OfThisThread(logging.Filter):
-    """Drop the log records of one thread, up to and including errors."""
+    """Log filter that drops the records of one thread up to the level of errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,13 +221,13 @@ class _OfThisThread(logging.Filter):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the logs of this thread: torch prints whole graphs for errors that our messages explain in a line."""
+    """Silence the logs of this thread: torch logs whole graphs for errors that our messages explain in one line."""
     loggers = [logging.root, *list(logging.root.manager.loggerDict.values())]
     handlers = {id(h): h for logger in loggers if isinstance(logger, logging.Logger) for h in logger.handlers}
     if logging.lastResort is not None:
         handlers[id(logging.lastResort)] = logging.lastResort
-    # A handler without a stream prints nothing. Torch's trace handler must see one record: it then turns traces off.
-    # Without it, torch composes a record for every comparison of sizes.
+    # Skip handlers without a stream, which print nothing. One of them, torch's trace handler, must get a record, so
+    # that it turns traces off; otherwise, torch would compose a record for every comparison of sizes.
     handlers = {key: h for key, h in handlers.items() if getattr(h, "stream", h) is not None}
     silence = _OfThisThread()
     for handler in handlers.values():

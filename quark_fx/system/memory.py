@@ -1,4 +1,4 @@
-"""Return unused memory to the system, and allocate small long-lived tensors without fragmentation."""
+"""Functions that return unused memory to the system, measure memory, and allocate small tensors compactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ except ImportError:  # Windows
 
 @dataclass
 class _Trim:
-    """Function of the C library that returns memory, and the earliest time of the next call."""
+    """A C library function that returns memory to the system, with a minimum pause between calls.
+
+    Attributes:
+        function: Function `malloc_trim`; `None` if the C library does not have it.
+        due: Earliest time of the next call, in seconds of `time.perf_counter`.
+    """
 
     function: Any
     due: float = field(default=0.0)
@@ -37,11 +42,11 @@ class _Trim:
 
 
 def give_back() -> None:
-    """Return free memory between live allocations to the system, if the C library keeps it (glibc).
+    """Return free memory between live allocations to the system, if the C library would keep it (glibc).
 
-    Temporaries of a few megabytes leave holes that would stay allocated until the process ends, which would increase
-    the memory of a run by half. Call it whenever memory becomes free. A call too soon after the last one does nothing,
-    so that all calls together take at most a hundredth of the time.
+    Temporary tensors of a few megabytes leave holes that would stay allocated until the process ends, which would
+    increase the memory of a run by half. Call this function whenever memory becomes free. A call too soon after the
+    previous one does nothing, so that all calls together take at most one percent of the time.
 
     Source:
         https://man7.org/linux/man-pages/man3/malloc_trim.3.html
@@ -51,14 +56,15 @@ def give_back() -> None:
 
 @contextmanager
 def short_memory(short: bool = True) -> Iterator[None]:
-    """Return blocks of a megabyte or more to the system as soon as they are free, if the C library keeps them (glibc).
+    """Return blocks of a megabyte or more to the system as soon as they are free, if the C library is glibc.
 
-    The cost is that the system zeroes the pages of each allocation. oneDNN also caches fewer kernels: it generates one
-    per shape, and matrix products of experts have new shapes in every batch. The cache does not shrink if the process
-    ran a model before: oneDNN reads the environment variables once. Variables that are already set do not change.
+    The cost is that the system zeroes the pages of each new allocation. oneDNN also caches fewer kernels: it generates
+    one per shape, and matrix products of experts have new shapes in every batch. The cache keeps its capacity if the
+    process has run a model before, because oneDNN reads the environment variables once. Environment variables that are
+    already set do not change.
 
     Args:
-        short: Whether to change anything.
+        short: Whether memory is short; if not, nothing changes.
 
     Source:
         https://man7.org/linux/man-pages/man3/mallopt.3.html;
@@ -80,16 +86,19 @@ def short_memory(short: bool = True) -> Iterator[None]:
 
 @dataclass
 class Slabs:
-    """Memory for small long-lived tensors, next to each other in large pieces.
+    """Large blocks of memory in which small long-lived tensors are placed next to each other.
 
-    Allocated among large temporaries, a small tensor takes the start of a block that one of them freed. The rest is too
-    small for another one, so each small tensor would cost the memory of a large one.
+    Without slabs, a small tensor would take the start of a block that a large temporary tensor has freed. The rest of
+    the block is too small for the next large tensor, so each small tensor would cost as much memory as a large one.
     """
 
     _free: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def empty_like(self, x: Tensor) -> Tensor:
-        """Return an uninitialized contiguous tensor like `x`; from a slab only on a CPU, where memory fragments."""
+        """Return an uninitialized contiguous tensor with the shape, dtype, and device of `x`.
+
+        It is in a slab only if it is small and on a CPU, where memory fragments.
+        """
         slab, size = _SLAB // x.element_size(), x.numel()
         if not x.is_cpu or size > slab // 2:
             return x.new_empty(x.shape)
@@ -106,7 +115,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def available() -> int | None:
-    """Return the bytes that this process can still allocate; `None` if the system does not say.
+    """Return the number of bytes that this process can still allocate; `None` if it is unknown.
 
     Source:
         https://docs.kernel.org/filesystems/proc.html (`MemAvailable`); https://docs.kernel.org/admin-guide/cgroup-v2.html
@@ -116,7 +125,7 @@ def available() -> int | None:
     for file in _CONTAINER_LIMITS:
         try:
             rooms.append(int(Path(file).read_text("ascii")) - occupied())
-        except (OSError, ValueError):  # no such group, or no limit ("max")
+        except (OSError, ValueError):  # the file does not exist, or says that memory is not limited ("max")
             continue
     if resource is not None:
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -127,7 +136,7 @@ def available() -> int | None:
 
 
 def _kilobytes(file: str, name: str) -> int | None:
-    """Return the value of a line such as `VmSize: 12 kB` of a system file, in bytes; `None` without file or line."""
+    """Return, in bytes, the value of a line such as `VmSize: 12 kB` in a system file; `None` without file or line."""
     try:
         lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -137,15 +146,15 @@ def _kilobytes(file: str, name: str) -> int | None:
 
 
 def occupied() -> int:
-    """Return the bytes of memory of this process, without mapped files; 0 if the system does not say."""
+    """Return the number of bytes of memory of this process, without mapped files; 0 if it is unknown."""
     return _kilobytes("/proc/self/status", "RssAnon:") or 0
 
 
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Files with the memory limit of a container, in both versions of cgroups."""
+"""Files with the memory limit of a container, for the two versions of cgroups."""
 
 _SLAB = 64 << 20
-"""Bytes of a slab: more than the largest block that glibc allocates from its heap (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
+"""Size of a slab in bytes, above the largest block that glibc puts on its heap (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 
 _ALIGNED = 64
 """Alignment of a tensor in a slab, in elements."""
@@ -153,30 +162,30 @@ _ALIGNED = 64
 _M_MMAP_THRESHOLD = -3
 
 _THRESHOLD = 32 << 20
-"""The threshold to restore: the largest one that glibc chooses by itself (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
+"""Threshold to restore: the largest value that glibc chooses automatically (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Environment variables with the capacities of the kernel caches of oneDNN and torch; both read them at first use."""
+"""Environment variables with the capacities of the kernel caches of oneDNN and torch, which are read at first use."""
 
 _KERNELS = 64
-"""Capacity of a kernel cache, instead of 1024 kernels of about half a megabyte each."""
+"""Capacity of a kernel cache; the default is 1024 kernels of about half a megabyte each."""
 
 
 def _function(name: str) -> Any:
     try:
         return getattr(ctypes.CDLL(None), name) if sys.platform == "linux" else None
-    except (OSError, AttributeError):  # another C library
+    except (OSError, AttributeError):  # another C library than glibc
         return None
 
 
 _PAUSE = 100
-"""Length of the pause after a call, as a multiple of the call's duration."""
+"""Length of the pause after a call of `_Trim`, as a multiple of the call's duration."""
 
 _trim = _Trim(_function("malloc_trim"))
 
 
 def bytes_text(count: float) -> str:
-    """Return a number of bytes in readable units.
+    """Return a number of bytes as text with a suitable unit.
 
     >>> bytes_text(999), bytes_text(1536), bytes_text(3 << 30)
     ('999 B', '1.5 KiB', '3.00 GiB')

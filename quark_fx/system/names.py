@@ -1,4 +1,4 @@
-"""Names that users and files write: the error for an unknown one, and entries that a stored model names."""
+"""Errors for unknown names, and placeholders for entries of a stored model that this process does not register."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def unknown(
     also: str = "",
     error: Callable[[str], Exception] = ConfigError,
 ) -> Exception:
-    """Return the error for a name that a table does not have; it lists all names and the closest one.
+    """Return an error about an unknown name, with all valid names and the closest one.
 
     >>> print(unknown("preset", "int8_sttic", ["int8_static", "fp16"]))
     unknown preset 'int8_sttic'; choose one of int8_static, fp16; did you mean 'int8_static'?
@@ -32,7 +32,7 @@ def unknown(
 
 
 def absent(owner: str, what: str, names: Iterable[str], valid: Iterable[str]) -> ConfigError:
-    """Return the error for arguments, fields, or options that `owner` does not have; it lists the valid ones.
+    """Return an error about arguments, fields, or options that `owner` does not have, with the valid names.
 
     >>> print(absent("pass 'Rotate'", "option", ["sead"], ["seed", "only"]))
     pass 'Rotate' has no option sead; it has seed, only; did you mean 'seed'?
@@ -43,7 +43,7 @@ def absent(owner: str, what: str, names: Iterable[str], valid: Iterable[str]) ->
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """Return a question for the name that was meant, or nothing.
+    """Return the question "did you mean ...?" with the most similar of `names`; empty if none is similar.
 
     >>> nearest("iteration", ["iterations", "seed"])
     "; did you mean 'iterations'?"
@@ -55,16 +55,17 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Stored:
-    """An entry of a stored model that nothing in this process registers: its name and options, kept as data.
+    """The name and options of a registry entry that a stored model contains, but that is not registered.
 
-    It stands in for a pass, an observer, or a target, so that the model loads and runs; using it raises `ConfigError`.
+    It replaces a pass, an observer, or a target, so that the model can be loaded and run. Using the entry itself raises
+    `ConfigError`.
 
     Attributes:
         what: Kind of entry, such as "observer".
-        name: Name it was registered under.
-        options: Options as plain data; `None` for entries that are values, which files write as a name.
-        answers: Attributes that can be read without the registered entry.
-        remedy: End of the error message.
+        name: Name under which the entry was registered.
+        options: Options as plain data; `None` for entries that are values, which files store as a name.
+        answers: Values of the attributes that can be read without the registered entry; keys are names of attributes.
+        remedy: Additional advice at the end of the error message.
     """
 
     what: str
@@ -81,15 +82,15 @@ class Stored:
 
     @property
     def plain(self) -> Any:
-        """The data of the stored model."""
+        """The entry as plain data, in the form in which models store it."""
         return self.name if self.options is None else {"name": self.name, **self.options}
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise `ConfigError`."""
+        """Raise `ConfigError`, because the entry is not registered."""
         raise self._error()
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # Python asks for these when it copies, pickles, or inspects a value
+        if attribute.startswith("_"):  # Python reads special attributes when it copies, pickles, or inspects a value
             raise AttributeError(attribute)
         if attribute in self.answers:
             return self.answers[attribute]
@@ -107,7 +108,11 @@ _READS_STORED = ContextVar("_READS_STORED", default=False)
 
 @contextmanager
 def keeping_stored(keep: bool = True) -> Iterator[None]:
-    """Keep unregistered passes, observers, and targets as `Stored` values instead of raising."""
+    """Make registries return `Stored` values for unregistered passes, observers, and targets instead of raising.
+
+    Args:
+        keep: Whether to do so.
+    """
     token = _READS_STORED.set(keep)
     try:
         yield
@@ -116,7 +121,7 @@ def keeping_stored(keep: bool = True) -> Iterator[None]:
 
 
 def keeps_stored() -> bool:
-    """Tell whether unregistered entries are kept."""
+    """Tell whether registries return `Stored` values for unregistered entries; see `keeping_stored`."""
     return _READS_STORED.get()
 
 

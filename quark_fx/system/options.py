@@ -1,8 +1,8 @@
-"""Checks of the types and ranges of options, before a dataclass is constructed.
+"""Checks of the types and ranges of options when a dataclass is constructed or a function is called.
 
 The checks follow the annotations of fields. `Annotated[float, Interval("(0, 1]")]` limits a number; `parsed` registers
 functions that convert text or plain data to a class. `graph_pass` and `observer` add the checks to passes and
-observers, also in other packages; `checked` adds them to other dataclasses.
+observers, including those in other packages; `checked` adds them to other dataclasses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Interval:
-    """Numbers between two bounds, in mathematical notation; `inf` itself never belongs.
+    """Interval of numbers, written in mathematical notation; an infinite number is never inside.
 
     >>> 1 in Interval("(0, 1]"), 0 in Interval("(0, 1]"), str(Interval("[1, inf)"))
     (True, False, 'of at least 1')
@@ -67,7 +67,12 @@ NonNegativeFloat = Annotated[float, Interval("[0, inf)")]
 
 
 class _Kind(NamedTuple):
-    """Values that a field accepts: a function that returns the field's value, or `_NO`, and words for messages."""
+    """Kind of values that a field accepts.
+
+    Attributes:
+        read: Function from an argument to the field's value, or to `_NO` if the field does not accept the argument.
+        words: Descriptions of the accepted values, for messages.
+    """
 
     read: Callable[[Any], Any]
     words: tuple[str, ...]
@@ -84,14 +89,14 @@ _WRITTEN: dict[type, Callable[[Any], Any]] = {}
 def parsed(
     cls: type, words: tuple[str, ...], plain: Any, parse: Callable[[Any], Any], write: Callable[[Any], Any]
 ) -> None:
-    """Let fields of type `cls` be read from plain data and written as plain data.
+    """Register how fields of type `cls` are read from plain data and written as plain data.
 
     Args:
-        cls: Type of the field.
-        words: Names of the values a field can have, for messages.
-        plain: Types of the data.
-        parse: Function from data to a value; raises `ConfigError`.
-        write: Inverse of `parse`.
+        cls: Type of the fields.
+        words: Descriptions of the accepted values, for messages.
+        plain: Type, or types, of the plain data.
+        parse: Function from plain data to a value; raises `ConfigError` for invalid data.
+        write: Function from a value to plain data, the inverse of `parse`.
     """
 
     def read(value: Any) -> Any:
@@ -104,9 +109,10 @@ def parsed(
 
 
 def plain(value: Any) -> Any:
-    """Return a value as data for JSON and YAML: lists, mappings, scalars, and the forms that `parsed` registers.
+    """Return a value as data for JSON and YAML.
 
-    A value of any other class is returned unchanged.
+    Containers and dataclasses become lists and mappings, enum members become text, and classes that `parsed` registers
+    are written by their functions. Any other value is returned unchanged.
     """
     if isinstance(value, Stored):
         return value.plain
@@ -124,11 +130,11 @@ def plain(value: Any) -> Any:
 
 
 def plain_fields(value: Any, default: Any = None) -> dict[str, Any]:
-    """Return the fields of a dataclass as plain data, without its state; for anything else, nothing.
+    """Return the fields of a dataclass instance, except its state, as plain data; empty if it is not an instance.
 
     Args:
-        value: Instance of a dataclass.
-        default: Instance whose equal fields are left out.
+        value: Instance of a dataclass, or any other value.
+        default: Instance to compare with; fields that are equal in both are left out.
     """
     if not is_dataclass(value):
         return {}
@@ -141,13 +147,13 @@ def plain_fields(value: Any, default: Any = None) -> dict[str, Any]:
 
 
 def checked(cls: C) -> C:
-    """Check the arguments of a dataclass whenever it is constructed, except fields that `state()` declares.
+    """Make a dataclass check its arguments whenever it is constructed, except fields that `state()` declares.
 
     Text becomes the member of an enum, a list becomes a tuple, and a numpy number becomes a Python number.
 
     Raises:
-        ConfigError: When an instance is constructed: for an unknown field (with the nearest name), or for a value that
-            the annotation does not allow (with the allowed ones).
+        ConfigError: When an instance is constructed with an unknown field (the message has the nearest name), or with a
+            value that the annotation does not allow (the message describes the allowed values).
     """
     if not is_dataclass(cls):
         return cls  # pyright: ignore[reportReturnType]
@@ -174,11 +180,13 @@ def checked(cls: C) -> C:
 
 
 def checked_call(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the arguments of a function like `checked` checks fields, except annotations only type checkers can read.
+    """Make a function check its arguments whenever it is called, like `checked` does for fields.
+
+    Arguments are not checked if only a type checker can resolve their annotations.
 
     Raises:
-        ConfigError: When the function is called: for an unknown argument (with the nearest name), or for a value that
-            the annotation does not allow.
+        ConfigError: When the function is called with an unknown argument (the message has the nearest name), or with a
+            value that the annotation does not allow.
     """
     signature = inspect.signature(function)
 
@@ -198,17 +206,17 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that checks the names and the number of a function's arguments.
+    """Return a decorator that makes a function check the names and the number of its arguments.
 
     Args:
-        elsewhere: Advice for arguments that belong to another call, by argument name.
+        elsewhere: Advice about arguments that belong to another call; keys are names of arguments.
     """
 
     def checking(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
         names = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"]
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return function  # the function that gets these keywords checks their names
+            return function  # a function with **keywords checks the names itself
         owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         placed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -239,13 +247,13 @@ def _too_many(
 
 
 def require_names(owner: str, given: Iterable[str], names: Collection[str], elsewhere: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for arguments that are not among `names`.
+    """Raise `ConfigError` if an argument is not in `names`.
 
     Args:
-        owner: Name of the call, for the message.
-        given: Names of the arguments.
-        names: Names that the call has.
-        elsewhere: Advice for arguments that belong to another call, by argument name.
+        owner: Name of the function or class, for the message.
+        given: Names of the arguments that were passed.
+        names: Names of the arguments that the function or class has.
+        elsewhere: Advice about arguments that belong to another call; keys are names of arguments.
     """
     if missing := sorted(set(given) - set(names)):
         if advice := [elsewhere[name] for name in missing if name in elsewhere]:
@@ -284,7 +292,10 @@ def _kinds(cls: type) -> dict[str, _Kind]:
 
 
 def _annotated(owner: Any, names: Set[str], namespace: dict[str, Any]) -> Iterator[tuple[str, _Kind]]:
-    """Yield the kinds that annotations of some names allow, without annotations that only a type checker can read."""
+    """Yield the name and the kind of each annotation of `owner` whose name is in `names`.
+
+    Annotations that only a type checker can resolve are left out.
+    """
     for name, annotation in inspect.get_annotations(owner).items():
         if name not in names:
             continue
@@ -308,7 +319,7 @@ def _kind(hint: Any) -> _Kind:
         return _Kind(lambda value: value if value in arguments else _NO, tuple(map(repr, arguments)))
     if hint is Path or origin is os.PathLike:
         return _instance(os.PathLike, "a path")
-    if origin is get_origin(Iterable[Any]):  # also an object with `__getitem__` alone, such as a data set
+    if origin is get_origin(Iterable[Any]):  # an object with only `__getitem__`, such as a data set, is iterable, too
         return _Kind(lambda value: value if _is_iterable(value) else _NO, ("an iterable",))
     if hint is Any:
         return _instance(object, "anything")
@@ -332,7 +343,7 @@ def _kind(hint: Any) -> _Kind:
 
 
 def _built(cls: type, value: Any) -> Any:
-    """Return an instance of a dataclass as it is, and build one from a mapping of its fields, the result of `plain`."""
+    """Return `value` if it is an instance of `cls`, an instance built from a mapping of fields, or else `_NO`."""
     if isinstance(value, cls):
         return value
     return cls(**_checked_fields(cls, known_fields(cls, value))) if isinstance(value, Mapping) else _NO
@@ -402,7 +413,7 @@ def _real(value: Any) -> Any:
         return _NO
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer that is too large for a float
         return _NO
     whole = _whole(value)
     return _NO if math.isnan(number) else number if whole is _NO else whole
@@ -418,7 +429,11 @@ _PLAIN = {
 
 
 def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `data`, whose keys must be fields of the dataclass `cls`; raises `ConfigError` with the nearest name."""
+    """Return `data` as a dictionary whose keys are all fields of the dataclass `cls`.
+
+    Raises:
+        ConfigError: If `data` is not a mapping, or a key is not a field; the message has the nearest name.
+    """
     names = [f.name for f in fields(cls) if f.init]
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
@@ -434,14 +449,18 @@ def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fixed_value(cls: type, name: str) -> float | None:
-    """Return the value of an option that a class has as a constant (`ClassVar`), or None if there is none."""
+    """Return the value of a numeric option that is a constant (`ClassVar`) of a class; `None` if there is none."""
     annotations = (inspect.get_annotations(base).get(name) for base in cls.__mro__)
     value = getattr(cls, name, None)
     return value if isinstance(value, int | float) and any("ClassVar" in str(a) for a in annotations) else None
 
 
 def enum_member(enum: type[StrEnum], value: str) -> Any:
-    """Return the member of `enum` with a value; raises `ConfigError` with the nearest value and all values."""
+    """Return the member of `enum` with this value.
+
+    Raises:
+        ConfigError: If `enum` does not have the value; the message lists all values and the nearest one.
+    """
     try:
         return enum(value)
     except ValueError:

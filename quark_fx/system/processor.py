@@ -1,4 +1,4 @@
-"""Name and instruction sets of the processor, read from Linux."""
+"""Name and instruction sets of the processor, from Linux's `/proc/cpuinfo`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def this_processor() -> tuple[str, frozenset[str]]:
-    """Return the processor's name and the names of its instruction sets; without Linux, the set of names is empty."""
+    """Return the processor's name and the names of its instruction sets; without Linux, the set is empty."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""`Registry`: names of passes, observers, targets, presets, and other entries of configurations and files.
+"""`Registry`, a dictionary of passes, observers, targets, presets, or other entries that configurations and files name.
 
-A registry is a dictionary that protects its names. A module can redefine its own entry, for example in a notebook cell
-that runs twice; an entry of another module, such as a built-in, is never replaced.
+A registry protects its names. A module can redefine its own entry, for example in a notebook cell that runs twice, but
+it cannot replace an entry of another module, such as a built-in.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ V = TypeVar("V")
 
 
 class Registry(dict[str, E], Generic[E, V]):
-    """Entries of one kind, with their names as keys.
+    """Dictionary of entries of one kind; keys are their names.
 
     `E` is the type of an entry, such as an observer class; `V` is the type of the values that configurations hold, such
-    as observers. Both are the same if entries are values (targets, presets, formats).
+    as observers. The types are equal if entries are values (targets, presets, formats).
 
     Args:
         what: Kind of entry for messages, such as "observer".
-        by_name: Whether entries are values, which files write as a name without options.
+        by_name: Whether entries are values, which files store as a name without options.
         spelled: Function from the Python name of an entry to its registered name.
-        error: Error class for names that are unknown or taken.
-        answers: Attributes that a `Stored` value of this kind has.
-        remedy: Advice for a `Stored` value besides importing its module.
+        error: Error class for names that are unknown or already used.
+        answers: Values of the attributes of a `Stored` value of this kind; keys are names of attributes.
+        remedy: Advice in errors about `Stored` values, in addition to importing the module that registers them.
     """
 
     every: ClassVar[list[Registry[Any, Any]]] = []
@@ -65,12 +65,16 @@ class Registry(dict[str, E], Generic[E, V]):
         """Register an entry.
 
         Args:
-            entry: Class, function, or value.
-            name: Name; default: the name of the class or function.
-            depth: Stack frames between this call and the module that owns a value.
+            entry: Class, function, or value to register.
+            name: Name of the entry; default: the name of the class or function.
+            depth: Number of stack frames between this call and the module that owns a value.
+
+        Returns:
+            The entry.
 
         Raises:
-            ConfigError: If another module or another definition has the name; `error`, if that is given.
+            ConfigError: If another module or another definition has registered the name. The class is the registry's
+                `error`, if it has one.
         """
         qualname = getattr(entry, "__qualname__", None)
         if qualname is not None:
@@ -90,33 +94,41 @@ class Registry(dict[str, E], Generic[E, V]):
         return entry
 
     def find(self, name: Any) -> E:
-        """Return the entry called `name`; raises `error` with all names and the closest one if there is none."""
+        """Return the entry called `name`.
+
+        Raises:
+            ConfigError: If `name` is not registered; the message lists all names and the closest one. The class is the
+                registry's `error`, if it has one.
+        """
         if not isinstance(name, str) or name not in self:
             raise self.unknown(name)
         return self[name]
 
     def attribute(self, name: str) -> E:
-        """Return the entry with a Python name: `__getattr__` of a module or class whose attributes are entries.
+        """Return the entry with a Python name; serves as `__getattr__` of a module or class with entries as attributes.
 
         Raises:
-            AttributeError: If there is none.
+            AttributeError: If the name is not registered.
         """
         if (key := self.spelled(name)) in self:
             return self[key]
         raise AttributeError(str(self.unknown(name)))
 
     def unknown(self, name: Any, also: str = "") -> Exception:
-        """Return the error for a name that is not registered."""
+        """Return the error for a name that is not registered; `also` is appended to the list of names."""
         return unknown(self.what, name, self, also=also, error=self.error)
 
     def make(self, data: Any) -> V:
-        """Return the value that plain data describe: a name, or a mapping of `name` and options.
+        """Return the value that plain data describe.
 
-        While a stored model is read (`keeping_stored`), an entry that nothing registers, or that does not have these
+        While a stored model is read (`keeping_stored`), an entry that is not registered, or that does not have these
         options, becomes a `Stored` value.
 
+        Args:
+            data: Name, or mapping with the key `name` and options.
+
         Raises:
-            ConfigError: For an unknown name or option, or data of another form.
+            ConfigError: If the name or an option is unknown, or the data are not a name or a mapping.
         """
         options = {"name": data} if isinstance(data, str) else dict(data) if isinstance(data, Mapping) else {}
         name = options.pop("name", None)
@@ -127,7 +139,7 @@ class Registry(dict[str, E], Generic[E, V]):
             )
         try:
             return self._made(name, options)
-        except Exception:  # a class of another version can raise anything about its options
+        except Exception:  # a class of another version may raise any error for its options
             if not keeps_stored():
                 raise
             return cast(V, Stored(self.what, name, None if self.by_name else options, self.answers, self.remedy))
@@ -138,7 +150,7 @@ class Registry(dict[str, E], Generic[E, V]):
         valid = [f.name for f in fields(entry) if not f.metadata.get("state")] if builds and is_dataclass(entry) else []
         missing = set(map(str, options)) - set(valid)
         constants = {option: fixed_value(entry, option) for option in missing} if builds else {}
-        # An earlier version wrote these options, whose values cannot be chosen now.
+        # Drop options of files from earlier versions that are constants now, if the values agree.
         options = {option: value for option, value in options.items() if constants.get(option) != value}
         if missing := {option for option in missing if constants.get(option) is None}:
             raise absent(f"{self.what} {name!r}", "option", missing, valid)
@@ -148,7 +160,7 @@ class Registry(dict[str, E], Generic[E, V]):
         """Return the name under which the class or function of a value was registered.
 
         Raises:
-            ConfigError: If its class or function is not registered, and another one has the name.
+            ConfigError: If the class or function is not registered, and another entry has its name.
         """
         if isinstance(value, Stored):
             return value.name
@@ -165,7 +177,7 @@ class Registry(dict[str, E], Generic[E, V]):
         return name
 
     def plain(self, value: Any) -> Any:
-        """Return a mapping of `name` and options: plain data for JSON and YAML, from which `make` returns the value."""
+        """Return a mapping with `name` and the options of a value: plain data for JSON and YAML that `make` reads."""
         return value.plain if isinstance(value, Stored) else {"name": self.name_of(value), **plain_fields(value)}
 
     def owner(self, name: str) -> str:
@@ -174,7 +186,10 @@ class Registry(dict[str, E], Generic[E, V]):
 
 
 def _definition(owner: tuple[str, str]) -> tuple[str, str]:
-    """Return the file and name of a definition: a file that runs as `__main__` and is imported too is one module."""
+    """Return the file and the qualified name of a definition.
+
+    The file replaces the name of the module, so that a file that runs as `__main__` and is also imported counts once.
+    """
     module, qualname = owner
     file = getattr(sys.modules.get(module), "__file__", None)
     return (os.path.realpath(file) if file else module, qualname)

@@ -1,4 +1,4 @@
-"""Read files from untrusted sources: regular files of limited size, with data of limited depth."""
+"""Readers of files from untrusted sources, which must be regular files of limited size and nesting depth."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import yaml
 
 MAX_DEPTH = 64
-"""Levels of nested lists and mappings that a file may have; the deepest file this package writes has 20."""
+"""Largest number of levels of nested lists and mappings in a file; the deepest file that this package writes has 20."""
 
 
 YAML_LIMIT = 1 << 18
-"""Characters of the longest YAML text that is read."""
+"""Largest length of a YAML text, in characters."""
 YAML_VALUES = 1 << 15
-"""Values of the largest YAML document that is read, with expanded aliases."""
+"""Largest number of values in a YAML document after aliases are expanded."""
 
 
 _MOST_BITS = 1 << 12
-"""Bits of the longest integer in YAML."""
+"""Largest number of bits of an integer in YAML."""
 
 
 def require_regular(path: Path) -> None:
-    """Raise `OSError` unless `path` is a regular file or a link to one: opening a pipe can block forever."""
+    """Raise `OSError` unless `path` is a regular file or a link to a regular file: opening a pipe can block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path.name} is not a regular file")
 
@@ -55,7 +55,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """Return the JSON in a regular file. Raises the errors of `read_bytes` and `parse_json`."""
+    """Return the value of the JSON in a regular file; arguments and errors are the same as for `read_bytes`.
+
+    Malformed or deeply nested JSON raises `ValueError`, like in `parse_json`.
+    """
     return parse_json(read_bytes(path, limit))
 
 
@@ -89,7 +92,7 @@ def _items(value: dict[Any, Any] | list[Any]) -> list[Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of YAML, which may hold plain types only.
+    """Return the value of a YAML text that contains only plain types.
 
     Raises:
         ValueError: If the text is malformed, has a key twice in one mapping, is longer than `YAML_LIMIT`, is nested
@@ -115,7 +118,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def _require_short_numbers(value: Any) -> None:
-    """Raise `ValueError` for an integer that Python cannot print: JSON refuses it, but YAML reads it in hexadecimal."""
+    """Raise `ValueError` if a value contains an integer of more than `_MOST_BITS` bits, which Python may not print.
+
+    JSON with such an integer is rejected, but YAML can contain it in hexadecimal.
+    """
     level, visited = [value], set[int]()
     while level:
         item = level.pop()
@@ -127,7 +133,7 @@ def _require_short_numbers(value: Any) -> None:
 
 
 def _require_small(node: Any) -> None:
-    """Raise `ValueError` if a YAML document with expanded aliases is too deep or too large, or contains itself."""
+    """Raise `ValueError` if a YAML document, with aliases expanded, is too deep or too large, or contains itself."""
     sizes: dict[int, int] = {}
     open_: set[int] = set()
 
@@ -148,7 +154,7 @@ def _require_small(node: Any) -> None:
 
 
 def _require_distinct_keys(document: Any) -> None:
-    """Raise `YAMLError` for a key that a mapping has twice; YAML's reader would keep the last value."""
+    """Raise `YAMLError` if a mapping contains a key twice; YAML's loader would silently keep the last value."""
     pending, visited = [document], set[int]()
     while pending:
         node = pending.pop()
@@ -168,7 +174,7 @@ def _require_distinct_keys(document: Any) -> None:
 
 
 class _Repr(reprlib.Repr):
-    """Short `repr` for messages; Python refuses to print integers of more than 4,300 digits."""
+    """Generator of short `repr` strings for messages, also for integers that are too long for Python to print."""
 
     def repr_int(self, x: int, level: int) -> str:
         return super().repr_int(x, level) if x.bit_length() < 1 << 12 else f"a number of {x.bit_length()} bits"
@@ -179,7 +185,7 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
 
 
 def brief(value: Any) -> str:
-    """Return `repr(value)`, shortened for messages; works for every value."""
+    """Return `repr(value)`, shortened for messages."""
     return _REPR.repr(value)
 
 

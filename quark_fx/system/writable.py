@@ -1,4 +1,4 @@
-"""Places that results are written to."""
+"""Functions that check output paths and write files and directories atomically."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _REMEDIES = {
 
 @contextmanager
 def writing(path: str | os.PathLike[str], error: type[QuarkError] = ExportError) -> Iterator[None]:
-    """Raise an `error` that names `path` and a remedy where the file system fails inside."""
+    """Turn file system errors in the block into an `error` that names `path` and a remedy."""
     try:
         yield
     except (OSError, SafetensorError, UnicodeError) as failure:
-        # safetensors reports the number of the system's error as text, and numpy only that a part was written.
+        # safetensors reports the system's error number as text; numpy only reports that a part was written.
         said = re.search(r"os error (\d+)|requested and \d+ written", str(failure))
         number = int(said[1] or errno.ENOSPC) if said else getattr(failure, "errno", None)
         remedy = _REMEDIES.get(number or 0, "")
@@ -43,17 +43,17 @@ def writing(path: str | os.PathLike[str], error: type[QuarkError] = ExportError)
 
 
 def require_possible(path: str | os.PathLike[str]) -> None:
-    """Raise `ExportError` for a path that no file can have, such as one with a name that is too long."""
+    """Raise `ExportError` if a path is invalid, for example because its name is too long."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        pass  # callers report missing directories and files in the way
+        pass  # callers report missing directories, and files where directories are expected
     except (OSError, ValueError, TypeError) as error:
         raise ExportError(f"{str(path)!r} cannot be written: {error}; choose another path") from error
 
 
 def require_writable(path: Path) -> None:
-    """Raise `ExportError` for a file or directory that could not be written once the work is done."""
+    """Raise `ExportError` if a file or directory is not writable, so that a call fails before it starts its work."""
     require_possible(path)
     # A file is written next to its path and then moved, so its directory must be writable, too.
     place = path if path.is_dir() else next(p for p in path.absolute().parents if p.exists())
@@ -65,7 +65,7 @@ def require_writable(path: Path) -> None:
 
 
 def require_file_place(path: Path) -> None:
-    """Raise `ExportError` if a file cannot be written to `path`: it is a directory, or its directory does not exist."""
+    """Raise `ExportError` if `path` is a directory, is not writable, or is in a directory that does not exist."""
     require_possible(path)
     if path.is_dir():
         raise ExportError(f"{path} is a directory, and the output a file; choose another name")
@@ -75,7 +75,7 @@ def require_file_place(path: Path) -> None:
 
 
 def replace_synced(new: Path, path: Path) -> None:
-    """Rename `new` to `path` once its bytes are on disk: a power failure leaves the old file or the whole new one."""
+    """Rename `new` to `path` after its bytes are on disk: a power failure leaves the complete old or new file."""
     with new.open("rb+") as file:
         os.fsync(file.fileno())
     os.replace(new, path)
@@ -83,7 +83,7 @@ def replace_synced(new: Path, path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames in a directory durable, if the system can."""
+    """Make renames in a directory durable, if the system supports it."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -94,9 +94,13 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def new_file(path: Path, prefix: str) -> Iterator[tuple[BinaryIO, Path]]:
-    """Yield a new file with a unique name in the folder of `path`; it is removed at the end unless it was renamed.
+    """Yield a new file and its unique path in the folder of `path`; at the end, the file is removed unless renamed.
 
     The file is locked while its writer is alive. Files that killed writers left in the folder are removed.
+
+    Args:
+        path: File that the new file will replace.
+        prefix: Start of the new file's name.
     """
     folder = path.parent
     prefix = _cut(prefix)
@@ -116,10 +120,10 @@ def new_file(path: Path, prefix: str) -> Iterator[tuple[BinaryIO, Path]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or replace it in one step.
+    """Write text to a file, in UTF-8; an existing file is replaced in one step.
 
     Raises:
-        ExportError: If the file cannot be written; an earlier one is then unchanged.
+        ExportError: If the file cannot be written; an existing file is then unchanged.
     """
     require_possible(path)
     with writing(path):
@@ -137,7 +141,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield an empty folder with a unique name; it is removed at the end with its contents.
+    """Yield an empty folder with a unique name, which is removed at the end with its contents.
 
     The folder is locked while its writer is alive. Folders that killed writers left in `parent` are removed.
     """
@@ -159,13 +163,18 @@ def new_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def _cut(prefix: str) -> str:
-    """Return as much of a prefix as leaves room for the rest of a name, which has at most 255 bytes."""
+    """Return a prefix cut to 200 bytes, because a whole name may have at most 255 bytes."""
     return os.fsencode(prefix)[:200].decode(errors="ignore")
 
 
 def abandoned(folder: Path, prefix: str) -> set[str]:
-    """Return the names in a locked folder that `new_file` or `new_folder` gave to writers that have ended."""
-    names = re.compile(re.escape(prefix) + r"([0-9a-f]{16}|[0-9a-z_]{8})")  # the latter by earlier versions
+    """Return the names of files and folders that `new_file` or `new_folder` created for writers that have ended.
+
+    Args:
+        folder: Folder, which the caller has locked.
+        prefix: Start of the names.
+    """
+    names = re.compile(re.escape(prefix) + r"([0-9a-f]{16}|[0-9a-z_]{8})")  # earlier versions used eight characters
     return {path.name for path in folder.iterdir() if names.fullmatch(path.name) and _is_unlocked(path)}
 
 
@@ -181,14 +190,14 @@ def _is_unlocked(path: Path) -> bool:
 
 def _open(path: Path) -> int | None:
     try:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its writer
-    except OSError:  # Windows opens no directories
+        return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for its writer
+    except OSError:  # Windows cannot open directories
         return None
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Exclude other processes and threads; writers stay correct on systems without such locks."""
+    """Lock a directory against other processes and threads; on systems without such locks, do nothing."""
     descriptor = _open(directory)
     if descriptor is None:
         yield
@@ -201,13 +210,18 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock a file until it is closed; return whether that succeeded."""
+    """Lock a file until it is closed, and return whether the lock was acquired.
+
+    Args:
+        descriptor: Descriptor of the open file.
+        wait: Whether to wait while another process or thread holds the lock.
+    """
     if importlib.util.find_spec("fcntl") is None:
         return False
     fcntl = importlib.import_module("fcntl")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # another has it, or the file system has no locks
+    except OSError:  # another process or thread holds the lock, or the file system does not support locks
         return False
     return True
 
@@ -216,14 +230,14 @@ def lock(descriptor: int, *, wait: bool) -> bool:
 def new_directory(directory: Path, *, replaces: Callable[[str], bool], last: str) -> Iterator[Path]:
     """Yield an empty folder that becomes `directory` in one step at the end, unless the block raises.
 
-    Other processes see the old contents or the new ones. When several write at once, the last one wins. A directory
-    that cannot be renamed (a mount, the working directory, a parent that is not writable) gets its new files one by
-    one; meanwhile it lacks the file `last`, without which readers refuse it.
+    Other processes see either the old or the new contents. If several processes write at once, the last one wins. If a
+    directory cannot be renamed (a mount, the working directory, a parent that is not writable), its new files are moved
+    one by one. Meanwhile, it lacks the file `last`, without which readers reject it.
 
     Args:
-        directory: Created with its parents if it does not exist.
-        replaces: Whether a file name belongs to the old contents; other files stay.
-        last: Name of the file that readers need first.
+        directory: Directory to write, created with its parents if needed.
+        replaces: Function that tells whether a file name belongs to the old contents; other files stay.
+        last: Name of the file that readers need first, which is therefore moved last.
 
     Raises:
         OSError: If the disk is full or another file is in the way; the directory is then unchanged.
@@ -241,7 +255,7 @@ def new_directory(directory: Path, *, replaces: Callable[[str], bool], last: str
                 _put_in_place(folder, directory, replaces, last)
     finally:
         for unused in created:
-            with suppress(OSError):  # it has files
+            with suppress(OSError):  # the directory is not empty
                 unused.rmdir()
 
 
@@ -272,7 +286,7 @@ def _put_in_place(folder: Path, directory: Path, replaces: Callable[[str], bool]
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two directories in one step, if the system can."""
+    """Exchange two directories in one step, and return whether the system supports it."""
     try:
         function = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
@@ -283,7 +297,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _link_tree(source: Path, place: Path) -> None:
-    """Give a file, or each file of a folder, a second name."""
+    """Create a hard link `place` to a file, or a folder `place` with hard links to the files of a folder."""
     if source.is_symlink():
         place.symlink_to(source.readlink())
     elif source.is_dir():
@@ -294,7 +308,7 @@ def _link_tree(source: Path, place: Path) -> None:
     elif source.is_file():
         try:
             place.hardlink_to(source)
-        except OSError:  # the file system has no links
+        except OSError:  # the file system does not support links
             shutil.copy2(source, place)
     else:
         raise OSError(f"{source} is a device or a pipe, which cannot be moved; choose another directory")
@@ -305,7 +319,7 @@ def _remove(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Write the files of a folder to the disk, so that a power failure finds them whole."""
+    """Flush the files of a folder to disk, so that they are complete even after a power failure."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             with path.open("rb+") as file:
