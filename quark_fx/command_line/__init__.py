@@ -1,1 +1,1 @@
-"""The command `quark-fx`, one file per command; typer and rich are imported when it runs."""
+"""The command `quark-fx`, with one module per subcommand; typer and rich are imported when the command runs."""

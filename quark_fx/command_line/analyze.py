@@ -1,4 +1,4 @@
-"""`quark-fx analyze`: find the operators that cause the error, before writing anything."""
+"""`quark-fx analyze`, which finds the operators that cause the error of a configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def analyze(
     html: Html = None,
     json: Json = False,
 ) -> None:
-    """Find the operators that cause the error of a configuration, and propose a configuration with less."""
+    """Find the operators that cause the error of a configuration, and propose a configuration with less error."""
     chosen = options.chosen()
     for place in filter(None, (html, output)):
         require_file_place(place)
@@ -44,7 +44,7 @@ def analyze(
     batches = calibration(reading, source, needed=True)
     named = None if options.exclude or options.changes else options.preset
     analysis = qfx.analyze(source.model, named or chosen, batches, metric=metric, top=top)
-    show(json, analysis.to_dict(), str(analysis))  # before a file that may fail to be written
+    show(json, analysis.to_dict(), str(analysis))  # print first, because writing a file may fail
     if html is not None:
         analysis.html(html)
     if output is not None:

@@ -1,4 +1,4 @@
-"""All commands, and the conversion of user errors into messages and exit codes."""
+"""The application with all commands, which turns user errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quark_fx.errors import QuarkError
 
 
 class Commands(TyperGroup):
-    """Command group that turns a user error into a message and exit code 1; other errors keep their traceback."""
+    """Command group that prints a user error as a message and exits with code 1; other errors keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the requested command."""

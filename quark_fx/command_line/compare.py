@@ -1,4 +1,4 @@
-"""`quark-fx compare`: compare two models on the same data."""
+"""`quark-fx compare`, which compares two models on the same data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quark-fx convert`: quantize a checkpoint file to file, without the code of its model."""
+"""`quark-fx convert`, which quantizes the files of a checkpoint without the code of its model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def convert(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Quantize a checkpoint file to file: tensor by tensor, resumable, without building the model."""
+    """Quantize the files of a checkpoint tensor by tensor, without building the model; an aborted call can continue."""
     conversion = qfx.convert(source, scheme, output, ignore=ignore or (), processes=processes, dry_run=dry_run)
     wrote = [] if dry_run else [f"wrote {output} (checkpoint, compressed-tensors)"]
     show(json, conversion.to_dict(), *[conversion.table()] * dry_run, *conversion.summary(), *wrote)

@@ -1,4 +1,4 @@
-"""`quark-fx doctor`: report the abilities of this machine and environment."""
+"""`quark-fx doctor`, which reports the features of this machine and environment."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _INT8 = {
     "asimddp": "exact 8-bit products, 4 in one step (ARM)",
     "i8mm": "exact 8-bit products of small matrices (ARM)",
 }
-"""Instructions for products of 8-bit integers, under their names in Linux, and their results."""
+"""Descriptions of the instructions for products of 8-bit integers; keys are their names in Linux."""
 
 
 def doctor(json: Json = False) -> None:
-    """Show the processor and its int8 instructions, versions, and the installed extras."""
+    """Show the processor and its int8 instructions, versions of packages, and the installed extras."""
     name, flags = this_processor()
     saturates = _saturates()
     instructions = {flag: meaning for flag, meaning in _INT8.items() if flag in flags}
@@ -97,7 +97,7 @@ _KERNELS = {
 
 
 def _saturates() -> bool | None:
-    """Tell whether ONNX Runtime's kernels saturate here; `None` if it is not installed."""
+    """Tell whether ONNX Runtime's int8 kernels saturate on this processor; `None` if ONNX Runtime is not installed."""
     if any(importlib.util.find_spec(package) is None for package in ("onnxruntime", "onnx_ir")):
         return None
     from quark_fx.export.runtime.session import adds_pairs_in_16_bits

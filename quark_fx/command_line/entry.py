@@ -1,4 +1,4 @@
-"""The entry point of `quark-fx`, which reports a missing package."""
+"""Entry point of `quark-fx`, which reports missing packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 def main() -> None:
     """Run the command line."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' progress bars for short reads
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # hide progress bars of short reads
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

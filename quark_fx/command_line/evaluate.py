@@ -1,4 +1,4 @@
-"""`quark-fx evaluate`: measure a model in any form."""
+"""`quark-fx evaluate`, which measures the quality of a model in any form."""
 
 from __future__ import annotations
 

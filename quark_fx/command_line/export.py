@@ -1,4 +1,4 @@
-"""`quark-fx export`: write a quantized model in other formats."""
+"""`quark-fx export`, which writes a quantized model in other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quark-fx inspect`: show the contents of any file."""
+"""`quark-fx inspect`, which shows the contents of a model's file or directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def inspect(
     every: Annotated[bool, typer.Option("--all", help="Show one operator per line.")] = False,
     json: Json = False,
 ) -> None:
-    """Show formats and sizes by operator, operators in float, and operators that ONNX Runtime runs in integers."""
+    """Show formats and sizes of operators, which stay in float, and which ONNX Runtime computes in integers."""
     inspection = qfx.inspect(path)
     show(
         json, inspection.to_dict(every=every), inspection.title, *inspection.tables(every=every), *inspection.summary()

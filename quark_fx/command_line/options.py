@@ -40,7 +40,7 @@ FloatModel = Annotated[
 
 
 def _completing(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a shell completion for the beginnings of names."""
+    """Return a function for shell completion: from the beginning of a name to the names that begin with it."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
@@ -66,7 +66,7 @@ Formats = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The data for calibration or evaluation, and the options to read it."""
+    """Options that select the data for calibration or evaluation and tell how to read it."""
 
     data: Annotated[
         Path | None,
@@ -103,7 +103,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions:
-    """A configuration: a preset or file, with changes from other options."""
+    """Options that select a configuration: a preset or a file, and changes."""
 
     preset: Annotated[
         str | None, typer.Option(help="One of `quark-fx presets`.", autocompletion=_completing(PRESETS))
@@ -124,7 +124,7 @@ class ConfigOptions:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The fields of the preset or file that options override, except `exclude`, which adds patterns."""
+        """The fields of the configuration that options override, and their values; `exclude` only adds patterns."""
         options = {"group_size": self.group_size, "target": self.target}
         return {name: value for name, value in options.items() if value is not None}
 
@@ -132,7 +132,7 @@ class ConfigOptions:
         """Return the configuration.
 
         Raises:
-            typer.BadParameter: If neither or both of a preset and a file are given.
+            typer.BadParameter: If both a preset and a file are given, or neither.
             ConfigError: If a preset is unknown, or a file cannot be read or contradicts itself.
         """
         if (self.preset is None) == (self.config is None):
@@ -146,7 +146,7 @@ _SHARED = (Reading, ConfigOptions)
 
 
 def shares_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Expand each `Reading` or `ConfigOptions` argument of a command into its options."""
+    """Return a command in which each `Reading` or `ConfigOptions` argument is replaced by the options of its fields."""
     hints = get_type_hints(command, include_extras=True)
     groups, parameters = dict[str, type[Any]](), list[inspect.Parameter]()
     for name, parameter in inspect.signature(command).parameters.items():

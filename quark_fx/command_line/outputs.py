@@ -25,7 +25,7 @@ _FORMATS = {
     "ONNX": tuple(FORMATS),
     "checkpoint": CHECKPOINTS,
 }
-"""Formats by kind of output."""
+"""Names of formats; keys are kinds of outputs."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Output:
 
     Attributes:
         path: Path of the file or directory.
-        kind: `"ONNX"`, `"GGUF"`, `"checkpoint"`, or `"saved"` (read by `quark_fx.load`).
-        format: Format; `None` for the target's default.
+        kind: One of `"ONNX"`, `"GGUF"`, `"checkpoint"`, and `"saved"` (for `quark_fx.load`).
+        format: Name of the format; `None` for the target's default.
     """
 
     path: Path
@@ -47,20 +47,25 @@ class Output:
 
     @property
     def checked(self) -> str | None:
-        """The name of the format in `quark_fx.check`; `None` if it supports every model."""
+        """The name of the format in `quark_fx.check`; `None` if the format supports every model."""
         return {"ONNX": self.format or "qdq", "GGUF": "gguf", "checkpoint": self.format}.get(self.kind)
 
     @property
     def can_be_verified(self) -> bool:
-        """Whether `quark_fx.verify` reads this output without extra packages of kernels, which GPTQ and AWQ need."""
+        """Whether `quark_fx.verify` can read this output; for GPTQ and AWQ, it would need packages of kernels."""
         return self.kind in ("ONNX", "GGUF") or self.format == "compressed-tensors"
 
 
 def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
     """Return the outputs to write.
 
+    Args:
+        paths: Paths of the outputs.
+        formats: Names of formats, at most one per kind of output.
+
     Raises:
-        typer.BadParameter: If a format does not exist, or does not apply to any output.
+        typer.BadParameter: If a format does not exist or does not apply to any output, two formats are of the same
+            kind, or a path is unsuitable or given twice.
     """
     chosen: dict[str, str] = {}
     format_names = [name for names in _FORMATS.values() for name in names]
@@ -81,11 +86,11 @@ def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
 
 
 def require_opset(opset: int | None, outputs: Sequence[Output], target: Target) -> None:
-    """Raise if no output has an opset, or the target does not support it.
+    """Raise an error if an opset is given and does not apply.
 
     Raises:
         typer.BadParameter: If no output is an ONNX file.
-        ExportError: If files cannot be written in it.
+        ExportError: If files for the target cannot have this opset.
     """
     if opset is None:
         return
@@ -103,7 +108,7 @@ _NOT_WRITTEN = frozenset(
         *(".tar", ".gz"),
     }
 )
-"""Suffixes of files that are not supported, and that a directory should not have."""
+"""Suffixes of unsupported files; a path with one of them is probably not meant to be a directory."""
 
 
 def _output(path: Path, chosen: dict[str, str]) -> Output:
@@ -118,7 +123,7 @@ def _output(path: Path, chosen: dict[str, str]) -> Output:
 
 
 def require_room_for(output: Output) -> None:
-    """Raise `ExportError` if a path is not suitable for an output, before the work starts."""
+    """Raise `ExportError`, before the work starts, if an output cannot be written to its path."""
     path, directory = output.path, output.kind in ("checkpoint", "saved")
     require_possible(path)
     if directory and path.exists() and not path.is_dir():
@@ -136,14 +141,14 @@ def require_room_for(output: Output) -> None:
 def write(
     qmodel: QuantizedModel, output: Output, *, tokenizer: Any = None, model: Any = None, opset: int | None = None
 ) -> Path:
-    """Write a model in one form; return its path.
+    """Write a model to an output, and return the path.
 
     Args:
         qmodel: Model to write.
         output: Path and format.
         tokenizer: Tokenizer to write into the same directory or file.
-        model: Float model of the same class, for checkpoints of a loaded model.
-        opset: Opset of an ONNX file.
+        model: Float model of the same class, for checkpoints and GGUF files of a loaded model.
+        opset: Opset of an ONNX file; `None` for the default.
     """
     if output.kind == "ONNX":
         return export.onnx(qmodel, output.path, format=output.format, opset=opset)

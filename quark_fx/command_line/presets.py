@@ -1,4 +1,4 @@
-"""`quark-fx presets`: list the presets."""
+"""`quark-fx presets`, which lists the presets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quark_fx.quantization import needs_data
 
 
 def presets(json: Json = False) -> None:
-    """List the presets: their number formats, passes that rescale, rotate, or learn, and operators in float."""
+    """List the presets with their number formats, their passes, and the operators that stay in float."""
     header = ("preset", "weights", "activations", "passes", "stays in float", "data", "target")
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Output of commands: tables for people, JSON for programs."""
+"""Output of commands: tables and text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ _PIPED = 200
 
 
 def show(as_json: bool, data: Any, *parts: Table[Any] | str) -> None:
-    """Print an answer on stdout: plain data as JSON, or its parts, one below the other."""
+    """Print a result on stdout.
+
+    Args:
+        as_json: Whether to print JSON instead of tables and text.
+        data: Result as plain data, for JSON.
+        parts: Result as tables and text, which are printed one below the other.
+    """
     if as_json:
         print(json.dumps(_finite(data), indent=2))
         return
@@ -28,7 +34,7 @@ def show(as_json: bool, data: Any, *parts: Table[Any] | str) -> None:
 
 
 def say(text: str) -> None:
-    """Print the progress of a command on stderr."""
+    """Print a message about the progress of a command on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -42,7 +48,7 @@ def _drawn(table: Table[Any]) -> RichTable:
 
 
 def _finite(data: Any) -> Any:
-    """Return data with `null` for numbers that JSON does not support."""
+    """Return plain data with `None` for numbers that are not finite, which JSON does not support."""
     if isinstance(data, dict):
         return {str(key): _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""`quark-fx quantize`: quantize a float model and write it to files."""
+"""`quark-fx quantize`, which quantizes a float model and writes it to files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def quantize(
     html: Html = None,
     json: Json = False,
 ) -> None:
-    """Quantize a model and write it: as an ONNX file, a checkpoint, or a directory that quark_fx loads again."""
+    """Quantize a model and write it as an ONNX file, a GGUF file, a checkpoint, or a directory for quark_fx."""
     chosen = options.chosen()
     outputs = outputs_of(output, format or [])
     if stream and [o.kind for o in outputs] != ["saved"]:
@@ -101,7 +101,7 @@ def quantize(
         plan = Plan(source, chosen, batches, outputs, dtype)
         opened = _opened(source, dtype, scratch)
         learns = any(map(learns_from_data, chosen.passes))
-        # Some models do not fit files of weights; ONNX files are quick to write after calibration.
+        # Checkpoints may not support a model; an ONNX export that fails after calibration costs little time.
         asked = [one for one in outputs if learns or dry_run or (one.kind != "ONNX" and needs_data(chosen))]
         _require_formats(opened, chosen, batches, asked)
         if dry_run:
@@ -134,7 +134,7 @@ def quantize(
 
 
 def _require_quantized(report: Report) -> None:
-    """Raise if no operator was quantized: a script would overlook the warning of `quantize`."""
+    """Raise `ConfigError` if no operator was quantized, because a script would overlook the warning of `quantize`."""
     if not report.totals["quantized"]:
         reasons = ", ".join(sorted({row.reason for row in report})[:3]) or "none of them has weights"
         raise ConfigError(
@@ -145,7 +145,15 @@ def _require_quantized(report: Report) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a call."""
+    """The plan of a call, which `--dry-run` prints.
+
+    Attributes:
+        source: Float model.
+        config: Configuration.
+        batches: Calibration data.
+        outputs: Files and directories to write.
+        dtype: Name of the dtype in which a checkpoint is read; `None` for its own dtype.
+    """
 
     source: Subject
     config: QuantConfig
@@ -181,7 +189,7 @@ class Plan:
 
 
 def _too_narrow(source: Subject, outputs: Iterable[Output]) -> bool:
-    """Tell whether a checkpoint is stored in a dtype in which ONNX Runtime's kernels do not compute."""
+    """Tell whether an output is an ONNX file and the source is in bfloat16, in which ONNX Runtime does not compute."""
     return source.dtype.endswith("bfloat16") and any(output.kind == "ONNX" for output in outputs)
 
 
@@ -194,7 +202,7 @@ def _opened(source: Subject, dtype: str | None, scratch: str) -> Any:
 
 
 def _require_formats(model: Any, config: QuantConfig, batches: list[Any], outputs: Iterable[Output]) -> None:
-    """Raise if a format does not support the result, before calibration."""
+    """Raise an error before calibration if the format of an output does not support the result."""
     for output in outputs:
         if output.checked is not None:
             say(f"checking that {output} can hold the result")
@@ -204,7 +212,7 @@ def _require_formats(model: Any, config: QuantConfig, batches: list[Any], output
 def _finished(
     qmodel: qfx.QuantizedModel, output: Output, tokenizer: Any, stream: bool, opset: int | None, batch: Any
 ) -> dict[str, Any]:
-    """Write an output; return its path, its size, and its difference from torch."""
+    """Write an output, and return its path, its size in bytes, and its difference from torch in quantization steps."""
     path = output.path
     if not stream:
         say(f"writing {output}")
@@ -224,13 +232,16 @@ def _finished(
 
 
 def _runtime(qmodel: qfx.QuantizedModel, output: Output) -> str | None:
-    """Return the runtime of an ONNX file if it is known and installed; `None` selects the default of `verify`."""
+    """Return the target's runtime for an ONNX file, if it is supported and installed; `None` selects the default."""
     runtime = qmodel.config.target.onnx.runtime
     return runtime if output.kind == "ONNX" and runtime in RUNNERS and find_spec(runtime) is not None else None
 
 
 def _has_a_reader(qmodel: qfx.QuantizedModel, output: Output) -> bool:
-    """Tell whether transformers can read an output: no rotations, and no float experts that are stored one by one."""
+    """Tell whether `verify` can read an output.
+
+    transformers reads neither checkpoints with rotations nor float experts that are stored one by one.
+    """
     if output.kind == "checkpoint" and is_rotated(read_configuration(output.path)):
         return False
     in_float = any(row.kind == "experts" and row.reason for row in qmodel.report())

@@ -1,4 +1,4 @@
-"""The batches that `--data` and its options select."""
+"""Readers of the batches that `--data` and its options select."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ def read_batches(reading: Reading, subject: Subject) -> list[Any]:
 
 
 def calibration(reading: Reading, subject: Subject, *, needed: bool) -> list[Any]:
-    """Return calibration data or, if values do not matter, a batch to capture the model with.
+    """Return calibration data; without `--data`, return the example batch of the model, or a generated batch.
+
+    Args:
+        reading: Options of the data.
+        subject: Float model.
+        needed: Whether the values of the batches matter, so that a generated batch is not enough.
 
     Raises:
         CalibrationError: If data is required and missing, or cannot be read (see `read_batches`).
@@ -53,7 +58,7 @@ def calibration(reading: Reading, subject: Subject, *, needed: bool) -> list[Any
 
 
 def read_labeled(reading: Reading, subject: Subject) -> list[tuple[Any, torch.Tensor]]:
-    """Return pairs of batches and labels: from images in one folder per class, or from arrays with one named `labels`.
+    """Return pairs of batches and labels, from images in one folder per class, or from arrays that include `labels`.
 
     Raises:
         CalibrationError: If labels are missing, or data cannot be read (see `read_batches`).
@@ -71,7 +76,7 @@ def read_labeled(reading: Reading, subject: Subject) -> list[tuple[Any, torch.Te
 
 
 def has_labels(reading: Reading) -> bool:
-    """Tell whether the data contains the class of each sample."""
+    """Tell whether the data contains labels."""
     path = _existing(reading)
     if path.is_dir():
         return any(file.parent != path for file in image_files(path))
@@ -87,10 +92,10 @@ def is_text(reading: Reading) -> bool:
 
 
 def find_tokenizer(reading: Reading, subject: Subject) -> Any:
-    """Return the tokenizer of the options, the model's folder, or the model's file; `None` if it is missing.
+    """Return the tokenizer from the folder in the options, the model's folder, or the model's file; `None` without one.
 
     Raises:
-        CalibrationError: If a tokenizer is requested and missing, or cannot be read.
+        CalibrationError: If `--tokenizer` names a folder without a tokenizer, or a tokenizer cannot be read.
     """
     folder = reading.tokenizer or subject.folder
     if folder is None or not has_tokenizer(folder):
@@ -103,7 +108,7 @@ def find_tokenizer(reading: Reading, subject: Subject) -> Any:
 
 
 def _apart(batch: Any) -> tuple[Any, torch.Tensor | None]:
-    """Split a batch of arrays into inputs and labels."""
+    """Return the inputs and the labels of a batch of arrays; labels are `None` if the batch does not contain them."""
     if not isinstance(batch, dict) or "labels" not in batch:
         return batch, None
     inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -123,11 +128,11 @@ def _existing(reading: Reading) -> Path:
 
 
 _OF_IMAGES, _OF_TEXT = ("image_size", "mean", "std"), ("lines",)
-"""Options that apply to one kind of data only."""
+"""Names of options that apply only to images, and only to text."""
 
 
 def _require_used(reading: Reading, path: Path) -> None:
-    """Raise `CalibrationError` for options that apply to another kind of data."""
+    """Raise `CalibrationError` if options are given that apply to another kind of data."""
     for what, names, fits in (
         ("a folder of images", _OF_IMAGES, path.is_dir()),
         ("text", _OF_TEXT, not path.is_dir() and path.suffix not in ARRAY_SUFFIXES),
@@ -172,7 +177,7 @@ def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
 
 
 def _images(reading: Reading, subject: Subject) -> dict[str, Any]:
-    """Return the options of `image_folder`; a checkpoint's own processor takes precedence."""
+    """Return the options of `image_folder`: a checkpoint's own image processor, unless options replace it."""
     folder = subject.folder
     asked = reading.image_size or reading.mean or reading.std
     if folder is not None and (folder / "preprocessor_config.json").is_file() and not asked:
@@ -202,7 +207,7 @@ def _pretrained(kind: str, folder: Path, **options: Any) -> Any:
     place = folder / options.get("gguf_file", "")
     try:
         return getattr(transformers, kind).from_pretrained(folder, **options)
-    except Exception as error:  # any error of transformers about its files
+    except Exception as error:  # transformers may raise any error for its files
         hint = "; give --tokenizer DIRECTORY" if kind == "AutoTokenizer" else ""
         raise CalibrationError(
             f"transformers cannot read the description of inputs in {place}: {error}{hint}"

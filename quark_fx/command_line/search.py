@@ -1,4 +1,4 @@
-"""`quark-fx search`: choose a format for each operator under a budget."""
+"""`quark-fx search`, which chooses a format for each operator under a budget."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def search(
     source = float_subject(model)
     batches = calibration(reading, source, needed=True)
     outcome = qfx.search(source.model, candidates, budget=budget, data=batches, metric=metric)
-    show(json, outcome.to_dict(), str(outcome))  # before a file that may fail to be written
+    show(json, outcome.to_dict(), str(outcome))  # print first, because writing a file may fail
     if html is not None:
         outcome.html(html)
     if output is not None:
@@ -62,7 +62,7 @@ def search(
 
 
 def _number(text: str | None) -> float | str | None:
-    """Return a share as a number, and a time as text."""
+    """Convert text such as "0.6", a fraction of the float model's time, to a number; leave times such as "12ms"."""
     try:
         return None if text is None else float(text)
     except ValueError:

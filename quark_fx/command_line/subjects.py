@@ -1,4 +1,4 @@
-"""A model on the command line: a path, or a function in a module that returns one."""
+"""Models on the command line, given as a path, or as a function in a module that returns a model."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Subject:
     """A model with the information needed to call it.
 
     Attributes:
-        name: Name on the command line.
-        model: Module, quantized model, or ONNX file; path of a checkpoint that is not opened yet.
-        folder: Folder that may contain its tokenizer.
-        gguf: File that may contain its tokenizer.
+        name: Argument of the command line.
+        model: Module, quantized model, or runner of an ONNX file; for a checkpoint that is not opened yet, its path.
+        folder: Folder that may contain the model's tokenizer.
+        gguf: GGUF file that may contain the model's tokenizer.
         config: Configuration of a checkpoint.
         inputs: Names of the inputs, if known.
         example: Batch that a factory returned with its model.
@@ -58,7 +58,7 @@ class Subject:
 
     @property
     def reads_lines(self) -> bool:
-        """Tell whether text samples are padded lines, the input of encoders."""
+        """Tell whether samples of text are padded lines, which encoders read, and not windows."""
         if self.config is not None:
             architecture = str(self.config["architectures"][0])
             return not architecture.endswith(("ForCausalLM", "LMHeadModel"))
@@ -66,16 +66,16 @@ class Subject:
 
     @property
     def longest(self) -> int | None:
-        """The largest number of tokens that it reads, if a checkpoint contains it."""
+        """The largest number of tokens that the model reads, if a checkpoint's configuration contains it."""
         return context_length(self.config or {})
 
     @property
     def dtype(self) -> str:
-        """The dtype of a checkpoint's weights; empty if it does not contain it."""
+        """The name of the dtype of a checkpoint's weights; empty if the configuration does not contain it."""
         return str((self.config or {}).get("dtype") or (self.config or {}).get("torch_dtype") or "")
 
     def completed_by(self, other: Subject | None) -> Subject:
-        """Return the subject with missing information from `other`: an exported file does not have a tokenizer."""
+        """Return the subject with missing information, such as the tokenizer of an exported file, from `other`."""
         if other is None:
             return self
         folder = self.folder if self.folder is not None and has_tokenizer(self.folder) else other.folder
@@ -83,7 +83,7 @@ class Subject:
         return replace(self, folder=folder, config=self.config or other.config, example=example)
 
     def made_up(self) -> dict[str, Tensor] | None:
-        """Return a generated batch of tokens for capture; `None` if it is not a text model."""
+        """Return a generated batch of tokens for capture, int64; `None` if the model is not a text model."""
         vocabulary = (self.config or {}).get("vocab_size")
         if not isinstance(vocabulary, int):
             return None
@@ -100,7 +100,7 @@ def float_subject(name: str) -> Subject:
     """Return the float model to quantize; a checkpoint is not opened yet.
 
     Raises:
-        QuarkError: If it is neither a checkpoint nor a factory, or already quantized.
+        QuarkError: If `name` is neither a checkpoint nor a factory, or the model is already quantized.
     """
     if _is_factory(name):
         return _made(name)
@@ -110,7 +110,7 @@ def float_subject(name: str) -> Subject:
             f"{name} is not a float model of PyTorch; give the directory of a checkpoint, or a function as "
             "package.module:name"
         )
-    if not os.path.exists(path):  # also for names that are too long, for which Path.exists raises
+    if not os.path.exists(path):  # Path.exists raises an error for names that are too long
         raise CheckpointError(
             f"{name} does not exist; give the directory of a checkpoint, or a function as package.module:name"
         )
@@ -122,7 +122,7 @@ def subject(name: str) -> Subject:
     """Return a model in any form, ready to run.
 
     Raises:
-        QuarkError: If it cannot be read or created.
+        QuarkError: If the model cannot be read or created.
     """
     if _is_factory(name):
         return _made(name)
@@ -144,7 +144,10 @@ def _is_factory(name: str) -> bool:
 
 
 def _made(name: str) -> Subject:
-    """Return the result of a factory: a model, with a batch of example inputs if it returns a pair."""
+    """Call a factory and return its model, with the batch of example inputs if the factory returns a pair.
+
+    A module that is not a function's result but an attribute itself is also accepted.
+    """
     module_name, _, path = name.partition(":")
     module = _imported(module_name)
     factory: Any = module
@@ -192,7 +195,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _described(error: BaseException) -> str:
-    """Return the description of an error with its source line."""
+    """Return the type, the message, and the source line of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -1,4 +1,4 @@
-"""`quark-fx verify`: compare an exported file or checkpoint with its model."""
+"""`quark-fx verify`, which compares an exported file or checkpoint with its model."""
 
 from __future__ import annotations
 
