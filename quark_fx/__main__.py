@@ -1,4 +1,4 @@
-"""`python -m quark_fx` is `quark-fx`."""
+"""Entry point of `python -m quark_fx`, which runs the command `quark-fx`."""
 
 from quark_fx.command_line.entry import main
 

@@ -1,4 +1,4 @@
-"""Errors of the package. Each message names the failure, its place, and the next step."""
+"""Errors of the package. Each message says what failed, where, and what to do next."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from __future__ import annotations
 class QuarkError(Exception):
     """Base class of every error that quark_fx raises about a model, its data, or a target.
 
-    A bad *argument* (an unknown preset, a contradictory option) is also a `ValueError`, as in any Python library:
-    `ConfigError` derives from both.
+    An error about an invalid *argument* (an unknown preset, a contradictory option) is also a `ValueError`, which is
+    usual in Python: `ConfigError` derives from both classes.
     """
 
 
 class ConfigError(QuarkError, ValueError):
-    """A configuration that contradicts itself or names something that does not exist."""
+    """Error about a configuration that contradicts itself or names something that does not exist."""
 
 
 class CaptureError(QuarkError):
-    """A model that could not be turned into one functional graph."""
+    """Error about a model that could not be captured as a single functional graph."""
 
 
 class CalibrationError(QuarkError):
-    """Calibration data that is empty, malformed or not finite."""
+    """Error about calibration data that is empty, malformed, or not finite."""
 
 
 class PassError(QuarkError):
-    """A pass that broke a promise: invalid graph, unmet condition, or a changed function."""
+    """Error about a pass that broke a promise: an invalid graph, an unmet condition, or a changed function."""
 
 
 class CheckpointError(QuarkError):
-    """A stored model that is damaged, incomplete, or mislabeled, or a disk without space for one."""
+    """Error about a stored model that is damaged, incomplete, or mislabeled, or about a disk that is full."""
 
 
 class Declined(Exception):  # noqa: N818
-    """A decision to leave something unchanged, with the reason: nothing failed, and the caller reports it.
+    """Signal that something was left unchanged for a reason, which the caller reports; it is not a failure.
 
-    A function returns its result or raises this. A rule of a user may raise it, too; no function of the API does.
+    Internal functions raise it instead of returning a result, and so may users' rules. Functions of the API do not.
     """
 
     @property
     def reason(self) -> str:
-        """The reason, as a part of a sentence about the thing that stays."""
+        """The reason, as a clause for a sentence about the thing that was left unchanged."""
         return str(self)
 
 
 class ExportError(QuarkError):
-    """A graph that the chosen target cannot express, or an artifact that failed its check."""
+    """Error about a graph that the chosen target or format does not support, or about a file that failed its check."""

@@ -1,4 +1,4 @@
-"""`QuarkFxConfig`: quantize a model while `from_pretrained` of transformers loads it.
+"""`QuarkFxConfig`, with which transformers' `from_pretrained` quantizes a model while it loads the model.
 
 `quark_fx` does not import this module, because it needs transformers.
 """
@@ -22,32 +22,32 @@ from quark_fx.quantization import needs_data, quantize, resolve
 from quark_fx.system.options import require_names
 
 _OPTIONS = ("resources", "dynamic_shapes", "verify", "progress")
-"""Arguments of `quantize` that are passed on."""
+"""Names of the options that are passed to `quantize`."""
 
 _RESOURCES = ("device", "cache", "checkpoint", "memory")
-"""Fields of `Resources` that apply: the model is loaded already, by one process."""
+"""Fields of `Resources` that apply; the others do not, because one process has already loaded the model."""
 
 
 class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Configuration with which `from_pretrained` of transformers quantizes a model: its `quantization_config`.
+    """Value of `quantization_config` with which transformers' `from_pretrained` quantizes a model.
 
     The loaded model has the class of the float model, like the result of `QuantizedModel.eager`. For the report,
     `quark_fx.export`, and `save`, use the quantized model `model.hf_quantizer.qmodel`. Float weights are also quantized
-    if their `config.json` contains the dictionary of a configuration, `{"quant_method": "quark_fx", "config":
-    "int8_dynamic"}`. transformers refuses checkpoints that are quantized already. For a model that does not fit into
-    memory, quantize its directory instead (`open_checkpoint`).
+    if their `config.json` contains such a configuration as a dictionary, for example `{"quant_method": "quark_fx",
+    "config": "int8_dynamic"}`. transformers rejects checkpoints that are already quantized. If a model does not fit
+    into memory, pass the directory of its checkpoint to `quantize` instead.
 
     Args:
         config: Name of a preset, a `QuantConfig`, or its `to_dict()`.
-        calibration_data: Batches, in the forms that `quantize` accepts. A configuration that learns nothing from data
-            needs none if the model reads tokens.
+        calibration_data: Batches, in the forms that `quantize` accepts. They are optional if the configuration learns
+            nothing from data and the model reads tokens.
         kernels: Whether to use the kernels of `compile()`, for inference on a CPU; see `QuantizedModel.eager`.
         options: Arguments of `quantize`: `resources` (its `device`, `cache`, `checkpoint`, and `memory`),
             `dynamic_shapes`, `verify`, and `progress`.
 
     Raises:
-        ConfigError: For an unknown preset or option.
-        CalibrationError: If the configuration needs calibration data and gets none.
+        ConfigError: If a preset or an option is unknown.
+        CalibrationError: If the configuration needs calibration data and does not get any.
     """
 
     quant_method: Any = METHOD
@@ -87,7 +87,7 @@ class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class Quantizer(HfQuantizer):  # type: ignore[misc]
-    """Quantizer that transformers calls after it loaded the weights.
+    """Quantizer that transformers calls after it has loaded the weights.
 
     Attributes:
         qmodel: Quantized model.
@@ -100,12 +100,12 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs | {"pre_quantized": False})
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Refuse a `device_map` that distributes the model over several devices.
+        """Check that `device_map` does not distribute the model over several devices.
 
         Raises:
-            ConfigError: For such a `device_map`.
+            ConfigError: If it does.
         """
-        if isinstance(device_map, Mapping):  # "auto" and other words are resolved later
+        if isinstance(device_map, Mapping):  # transformers resolves "auto" and other names later
             _require_one_device(device_map)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
@@ -113,12 +113,12 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         _require_one_device(getattr(model, "hf_device_map", {}))
         data = _example(model) if config.calibration_data is None else config.calibration_data
         self.qmodel = quantize(model, config.config, data, **config.options)
-        # The caller holds this object, so it gets all attributes of the result of `eager`.
+        # The caller has a reference to this object, so the object gets all attributes of the result of `eager`.
         vars(model).update(vars(self.qmodel.eager(kernels=config.kernels)) | {"hf_quantizer": self})
         return model
 
     def is_serializable(self) -> bool:
-        """Return False: `save_pretrained` cannot write the model. Its error names the methods that can."""
+        """Return False, because `save_pretrained` cannot write the model; its error names the methods that can."""
         return False
 
     @property
@@ -131,7 +131,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _require_one_device(places: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if modules are on several devices: transformers then moves tensors between them in hooks."""
+    """Raise `ConfigError` if modules are on several devices, between which transformers' hooks would move tensors."""
     if len({*places.values()}) > 1:
         devices = ", ".join(sorted({str(place) for place in places.values()}))
         raise ConfigError(
@@ -141,7 +141,7 @@ def _require_one_device(places: Mapping[str, Any]) -> None:
 
 
 def _example(model: PreTrainedModel) -> list[Any]:
-    """Return a batch to capture a model with, or raise `CalibrationError` if it reads more than tokens."""
+    """Return a list with one batch for capture; raise `CalibrationError` if the model reads more than tokens."""
     reads_tokens = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
     if not reads_tokens or getattr(model, "input_modalities", "text") not in ("text", ("text",), ["text"]):
         raise CalibrationError(
@@ -151,7 +151,7 @@ def _example(model: PreTrainedModel) -> list[Any]:
     return [dict(model.dummy_inputs)]
 
 
-# As decorators they would hide the types of the classes.
+# These functions are not used as decorators, because they would hide the types of the classes.
 register_quantization_config(METHOD)(QuarkFxConfig)
 register_quantizer(METHOD)(Quantizer)
 

@@ -1,4 +1,4 @@
-"""`quantize` and its companions `predict` and `check`: capture, rewrite, calibrate, convert."""
+"""`quantize`, which captures, rewrites, calibrates, and converts a model, and its companions `predict` and `check`."""
 
 from __future__ import annotations
 
@@ -74,28 +74,28 @@ def quantize(
 ) -> QuantizedModel:
     """Quantize any PyTorch model. The model itself is not changed.
 
-    Several threads may call this. Calls run one at a time, and each returns the same bits as without the others. The
-    caller's autocast, inference mode, and default device are off during the call; they still apply to a generator that
-    is passed as `calibration_data`.
+    Several threads may call this function. Calls run one at a time, and each returns the same bits as if it ran alone.
+    The caller's autocast, inference mode, and default device are off during the call; they still apply to a generator
+    that is passed as `calibration_data`.
 
     Args:
         model: Module in eval mode, Hugging Face model or the directory of its checkpoint, or `ExportedProgram`; or a
             `Session`, which holds such a model and its data for several configurations.
         config: Name of a preset, a `QuantConfig`, or its `to_dict()`.
-        calibration_data: Batches: tensors, tuples of positional inputs, or mappings of keywords. The model is captured
-            with the first one. A configuration that learns nothing from data needs only this batch; an
-            `ExportedProgram` then needs none.
+        calibration_data: Batches: tensors, tuples of positional inputs, or mappings of keyword arguments. The model is
+            captured with the first batch. If the configuration learns nothing from data, this batch is enough, and an
+            `ExportedProgram` does not need a batch.
         resources: Device that blocks run on, limits of memory and disk, and directories of files.
         dynamic_shapes: Argument of `torch.export.export`. Default: batch and sequence dimensions vary.
-        verify: Compare outputs on the first batch after every pass that promises to keep the function.
-        progress: Show a progress bar.
+        verify: Whether to compare outputs on the first batch after every pass that promises to keep the function.
+        progress: Whether to show a progress bar.
 
     Returns:
-        A model called like the original. With an output directory, its tensors are read from files when they are used.
+        Quantized model, which is called like the original. With an output directory, its tensors are read from files
+        when they are used.
 
     Raises:
-        ConfigError: For an unknown preset or option, a device or directory that cannot be used, or a limit that is too
-            small.
+        ConfigError: If a preset or an option is unknown, a device or directory cannot be used, or a limit is too small.
         QuarkError: If the model of a session was changed after the session began.
         CheckpointError: If the files of a checkpoint are invalid, or the disk is too full for the result.
         CaptureError: If the model cannot be captured.
@@ -129,7 +129,7 @@ def quantize(
             raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
         captured, model = session.captured, session.model
         sample = None if example is None else sample_of(captured.module, captured.signature, example)
-        inputs, example = example if verify else None, None  # a batch may be large
+        inputs, example = example if verify else None, None  # drop the batch, which may be large
         with session.run(config, shelf) as context:
             context.progress = progress
             gm, rows, records = _transformed(session, context, shelf, inputs, checkpoint, resources)
@@ -171,7 +171,7 @@ def _transformed(
 ) -> tuple[GraphModule, list[Row], list[PassRecord]]:
     """Run all passes in the order of their stages; return the graph, the rows of the report, and a record per pass.
 
-    Observer insertion, calibration, and conversion are passes, too: see `divided`.
+    Observer insertion, calibration, and conversion are also passes; see `divided`.
     """
     config, progress, ranks = context.config, context.progress, context.ranks
     memory, disk = resources.memory_bytes, resources.disk_bytes
@@ -224,12 +224,12 @@ def predict(
         dynamic_shapes: Same as in `quantize`.
 
     Returns:
-        Peaks of memory and disk, and a lower bound of the time. The peak of memory assumes a limit of memory or an
-        output directory, with which a run frees tensors as soon as it no longer needs them; other runs need up to half
-        more.
+        Peaks of memory and disk space, and a lower bound of the time. The peak of memory holds for runs with a memory
+        limit or an output directory, which free tensors as soon as they no longer need them; other runs need up to 50
+        percent more.
 
     Raises:
-        QuarkError: For errors of `quantize` that can be detected without a run.
+        QuarkError: If `quantize` would raise an error that can be detected without a run.
     """
     config = resolve(config)
     require_usable(resources, "predict", ("device", "memory", "disk", "checkpoint", "output_dir"))
@@ -250,7 +250,7 @@ def predict(
 
 
 def needs_data(config: QuantConfig) -> bool:
-    """Tell whether calibration data changes the result: activations have static ranges, or a pass learns from data.
+    """Tell whether calibration data affects the result, through static ranges of activations or passes that learn.
 
     >>> needs_data(preset("int8_static")), needs_data(preset("int8_dynamic"))
     (True, False)
@@ -272,25 +272,25 @@ def check(
     resources: Resources = Resources(),
     dynamic_shapes: Any = None,
 ) -> None:
-    """Raise an error if the result of `quantize` cannot be exported; takes as long as round-to-nearest on one batch.
+    """Raise an error if the result of `quantize` cannot be exported; takes as long as round-to-nearest with one batch.
 
-    The model is quantized without the passes that need data, and exported to a temporary directory. A layer that such
-    a pass would rewrite (`SmoothQuant(explicit=True)`) is therefore not checked.
+    The model is quantized without the passes that need data, and exported to a temporary directory. Rewrites of these
+    passes, such as the factors of `SmoothQuant(explicit=True)`, are therefore not checked.
 
     Args:
         model: Same as in `quantize`.
         config: Same as in `quantize`.
         calibration_data: Batches; only the first one is used.
-        export: Format: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"`, `"awq"`, or `"modelopt"`
+        export: Name of a format: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"`, `"awq"`, or `"modelopt"`
             (`quark_fx.export.huggingface`); `"gguf"`; a format of `quark_fx.export.onnx`, such as
             `"qdq"`; or `"pt2e"`.
         resources: Same as in `quantize`; only `device` and `cache` apply.
         dynamic_shapes: Same as in `quantize`.
 
     Raises:
-        ExportError: If the format cannot hold some layers; the message names each one, to be kept in float with
-            `exclude`.
-        QuarkError: For errors of `quantize` about the model, the configuration, or the batch.
+        ExportError: If the format does not support some layers; the message names each layer, so that `exclude` can
+            keep it in float.
+        QuarkError: If `quantize` raises an error about the model, the configuration, or the batch.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 4)).eval()
@@ -310,7 +310,7 @@ def check(
         )
     given = model.model if isinstance(model, Session) else model
     if export in _WITHOUT_BRANCHES and isinstance(given, nn.Module):
-        require_reader(unwrapped(given))  # before capture, which takes longer
+        require_reader(unwrapped(given))  # checked before capture, which takes longer
     config = config.replace(passes=tuple(p for p in config.passes if not needs_context(p)))
     first, _ = peek(calibration_data)
     with tempfile.TemporaryDirectory() as folder:
@@ -322,11 +322,11 @@ def check(
 
 
 _WITHOUT_BRANCHES = (*CHECKPOINTS, "gguf")
-"""Formats that hold only weights of layers, without float branches next to them."""
+"""Names of formats that do not support float branches next to layers."""
 
 
 def _exports() -> dict[str, Callable[..., Any]]:
-    """Return the functions that write a quantized model to a path, by format."""
+    """Return the functions that write a quantized model to a path; keys are names of formats."""
     return {
         **{name: partial(huggingface, format=name) for name in CHECKPOINTS},
         "gguf": gguf,
@@ -346,7 +346,13 @@ def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
 
 
 def _shared_checkpoint(directory: str | Path, fingerprint: Mapping[str, str], ranks: Ranks) -> Checkpoint:
-    """Return a checkpoint whose directory the first rank creates."""
+    """Return the checkpoint of a run for each rank; the first rank creates its directory.
+
+    Args:
+        directory: Directory for finished blocks.
+        fingerprint: Digests that identify the run.
+        ranks: Processes that share the run.
+    """
     output = kept_blocks(directory)
     ranks.first(lambda: Checkpoint(directory, fingerprint, output))
     return Checkpoint(directory, fingerprint, output)
@@ -355,13 +361,13 @@ def _shared_checkpoint(directory: str | Path, fingerprint: Mapping[str, str], ra
 def _source(model: nn.Module, gm: GraphModule, unchanged: Mapping[str, Tensor]) -> nn.Module | None:
     try:
         return shell_of(model, gm, unchanged)
-    except Exception as error:  # copying runs the model's own code, which may raise anything
+    except Exception as error:  # copying runs the model's own code, which may raise any error
         logger.debug("the model cannot be copied, so eager() will ask for one: %s", error)
         return None
 
 
 def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) -> list[Row]:
-    """Return the rows with the scales and the noise of the weights after the passes on the quantized graph."""
+    """Return the rows, with scales and noise of weights measured again after the passes on the quantized graph."""
     now: dict[tuple[str, str], Measured] = {}
     for weight in quantized_weights(gm, context.plan):
         real = tensor_of(context.float_graph, weight.weight).detach()
@@ -372,10 +378,10 @@ def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) ->
 
 
 def resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
-    """Return the configuration for a preset's name, a `QuantConfig`, or its `to_dict()`.
+    """Return the configuration that the name of a preset, a `QuantConfig`, or its `to_dict()` describes.
 
     Raises:
-        ConfigError: For an unknown preset or option.
+        ConfigError: If a preset or an option is unknown.
     """
     if isinstance(config, str):
         return preset(config)

@@ -1,4 +1,4 @@
-"""`Session`: capture a model and read its data once, for any number of configurations."""
+"""`Session`, which captures a model and reads its data once for any number of configurations."""
 
 from __future__ import annotations
 
@@ -62,15 +62,16 @@ from quark_fx.system.memory import occupied
 class Session:
     """A captured model and its calibration data, for `quantize`, `predict`, `check`, `analyze`, and `search`.
 
-    Runs on one session share the work that they have in common: capture, the passes that need no data, the forward pass
-    over the batches, and weights that are rounded the same way. Passes and observers that are defined outside of
-    quark_fx run every time, because the data that their code reads may have changed. Every result has the same bits as
-    without a session, and results share no memory. The first run that calibrates collects histograms; later runs
-    compute the results of their observers from these.
+    Runs on the same session share work: capture, the passes that need no data, the forward pass over the batches, and
+    weights that are rounded the same way. Passes and observers that are defined outside of quark_fx run every time,
+    because the data that their code reads may have changed. Every result has the same bits as without a session, and
+    results do not share memory. The first run that calibrates collects histograms, from which later runs compute the
+    results of their observers.
 
     A session keeps the batches, the last rewritten graph, and the last rounded weights. It does not copy the model's
-    weights: a run compares checksums, which takes about a second per gigabyte, and raises an error if the model was
-    changed. After a failed run the session can still be used. Several threads may use a session; their runs take turns.
+    weights: each run compares checksums, which takes about a second per gigabyte, and raises an error if the model was
+    changed. After a failed run, the session can still be used. Several threads may use a session; their runs take
+    turns.
 
     >>> model = nn.Sequential(nn.Linear(8, 4)).eval()
     >>> session = Session(model, [torch.randn(16, 8)])
@@ -96,14 +97,14 @@ class Session:
         Args:
             model: Same as in `quantize`.
             calibration_data: Same as in `quantize`; it may be a generator.
-            resources: Device that blocks run on, and limits of cached batches and activations (`device` and `cache`);
-                the other fields belong to one run of `quantize`.
+            resources: Device that blocks run on, and limits of cached batches and activations (`device` and `cache`).
+                The other fields apply only to a single run of `quantize`.
             dynamic_shapes: Same as in `quantize`.
 
         Raises:
-            ConfigError: For a device or a cache that cannot be used.
+            ConfigError: If a device or a cache cannot be used.
             CaptureError: If the model cannot be captured.
-            CalibrationError: If the data is unusable.
+            CalibrationError: If the data is missing or unusable.
         """
         require_usable(resources, "Session", OF_SESSION)
         self._share(model, *peek(calibration_data), dynamic_shapes, resources)
@@ -121,17 +122,17 @@ class Session:
         *,
         missing: str,
     ) -> Session:
-        """Return a session for the arguments of a call; `model` itself if it is a session.
+        """Return `model` if it is a session, or else a new session for the arguments of a call.
 
         Args:
             model: Same as in `quantize`.
             data: Calibration data.
             dynamic_shapes: Same as in `quantize`.
             resources: Resources of the call; only `device` and `cache` apply.
-            missing: Message of the error for missing data.
+            missing: Message of the error about missing data.
 
         Raises:
-            ConfigError: If data or shapes are given together with a session.
+            ConfigError: If data, shapes, or resources are given together with a session.
             CalibrationError: If data is missing.
         """
         if isinstance(model, Session):
@@ -158,7 +159,7 @@ class Session:
         shelf: Shelf | None = None,
         ranks: Ranks = ALONE,
     ) -> Session:
-        """Capture a model for a single run, which keeps the data only if it reads it more than once.
+        """Return a session for a single run, which stores the batches only if the run reads them more than once.
 
         Args:
             model: Same as in `quantize`.
@@ -167,7 +168,7 @@ class Session:
             batches: All batches.
             dynamic_shapes: Same as in `quantize`.
             resources: Resources of the run.
-            shelf: Storage for tensors of a run with an output directory.
+            shelf: Storage for tensors of a run with an output directory; `None` for other runs.
             ranks: Processes that share the data.
 
         Raises:
@@ -177,7 +178,7 @@ class Session:
         self = cls.__new__(cls)
         self._begin(model, first, batches, dynamic_shapes, resources, shelf, ranks)
         if (memory := resources.memory_bytes) is not None:
-            # Limit of the data until the needs of the passes are known.
+            # This limits the data until the needs of the passes are known.
             self.data.cache.limit_further(max(0, memory - occupied()) // 2)
         if reads_data_often(config, ranks, by_block=self.by_block or shelf is not None):
             self._keep()
@@ -235,10 +236,10 @@ class Session:
         self._place_on(shelf, self.data)
 
     def _place_on(self, shelf: Shelf | None, data: CalibrationData) -> None:
-        """Keep the files of a run on a shelf, unless the budget of the cache names another directory.
+        """Put the cache's files into the directory of a shelf, unless the cache's budget names another directory.
 
         Raises:
-            ConfigError: If the model is not on the CPU.
+            ConfigError: If there is a shelf and the model is not on the CPU.
         """
         if shelf is None:
             return
@@ -252,9 +253,9 @@ class Session:
             data.cache.budget = replace(data.cache.budget, directory=shelf.directory)
 
     def _keep(self) -> None:
-        """Keep the batches."""
+        """Store the batches in the cache."""
         try:
-            with accelerator.checked_together():  # no batch is read before all are kept
+            with accelerator.checked_together():  # check the batches after all of them are stored
                 self.data.keep_batches(flat_batches(self.captured, self.unread))
         except BaseException:
             self.data.cache.close()
@@ -265,11 +266,11 @@ class Session:
     def run(self, config: QuantConfig, shelf: Shelf | None = None) -> Iterator[Context]:
         """Yield the context of a run, and close its cache at the end.
 
-        After a failed run, results that runs share are dropped, because they may be incomplete.
+        After a failed run, the results that runs share are dropped, because they may be incomplete.
 
         Args:
             config: Configuration of the run.
-            shelf: Storage for tensors; a run with a shelf does not use results of other runs.
+            shelf: Storage for tensors, if any; a run with a shelf does not use results of other runs.
 
         Raises:
             QuarkError: If the model was changed after the session began; the message names the changed tensors.
@@ -284,7 +285,10 @@ class Session:
             context.cache.close()
 
     def context(self, config: QuantConfig, shelf: Shelf | None = None) -> Context:
-        """Return the context of a run; `run` closes its cache."""
+        """Return the context of a run; `run`, unlike this method, also closes the context's cache.
+
+        Arguments and errors are the same as for `run`.
+        """
         if self.shares:
             self._require_unchanged()
         data = self.data.for_another_run() if self.shares else self.data
@@ -314,9 +318,9 @@ class Session:
 
         Args:
             context: Context of the run.
-            shelf: Storage for tensors. With a shelf, no result of another run is used.
-            verify_inputs: Batch that exact passes are compared on, see `run_passes`. With it, no result of another run
-                is used.
+            shelf: Storage for tensors, if any. With a shelf, results of other runs are not used.
+            verify_inputs: Batch on which the outputs are compared after each exact pass, if any; see `run_passes`. With
+                a batch, results of other runs are not used.
         """
         rewrites, _ = divided(context.config.passes)
         keys = _keys(rewrites, context.config)
@@ -366,11 +370,14 @@ class Session:
 
 _QUANTIZED = "the model, or a part of it, is quantized already; quantize the float model it came from"
 _ON_CODES = re.compile(r"(quark_fx|quantized|quantized_decomposed)\.|torchao\.\w*(quant|qparams|bit|int)")
-"""Names of operators that compute with codes."""
+"""Pattern of the names of operators that compute with codes."""
 
 
 def _computes_with_codes(node: Node) -> bool:
-    """Return whether a node is an operator on codes. torchao has operators on floats, too; some names do not tell."""
+    """Tell whether a node is an operator on codes.
+
+    Operators of torchao also count if an operand holds codes, because some of their names do not reveal it.
+    """
     name = target_name(node)
     operands = [x for one in node.all_input_nodes if isinstance(x := one.meta.get("val"), Tensor)]
     holds_codes = any(not x.dtype.is_floating_point or x.element_size() == 1 for x in operands)
@@ -382,7 +389,7 @@ def _sum(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:
 
 
 def require_of_session(data: Any, dynamic_shapes: Any, resources: Resources) -> None:
-    """Raise `ConfigError` for arguments that a session already has, and for resources that it does not support."""
+    """Raise `ConfigError` if arguments are given that a session already has, or resources that it does not support."""
     arguments = {"calibration_data": data, "dynamic_shapes": dynamic_shapes}
     names = [name for name, value in arguments.items() if value is not None]
     if names := [*names, *resources.given((*OF_SESSION, "distributed"))]:
@@ -393,7 +400,7 @@ def require_of_session(data: Any, dynamic_shapes: Any, resources: Resources) -> 
 
 
 def _keys(passes: Sequence[GraphPass], config: QuantConfig) -> tuple[Hashable, ...] | None:
-    """Return one cache key per pass for the graph after it; `None` if the passes are not comparable.
+    """Return a key for each pass, so that equal sequences of keys mean equal graphs; `None` if that is impossible.
 
     Passes of this package depend only on their options, and on the configuration if they take the context. Other passes
     may read data that changes between runs.
@@ -409,7 +416,7 @@ def _keys(passes: Sequence[GraphPass], config: QuantConfig) -> tuple[Hashable, .
 
 
 def _float_graph_key(config: QuantConfig) -> Hashable:
-    """Return a cache key for the float graph of a configuration; `None` if the graph cannot be shared."""
+    """Return a cache key for the float graph of a configuration; `None` if runs cannot share the graph."""
     rewrites, later = divided(config.passes)
     ours = {Stage.PLANNED: insert_observers, Stage.OBSERVED: calibrate, Stage.SETTLED: convert}
     if any(pass_stage(p) is Stage.FLOAT or ours.get(pass_stage(p), p) is not p for p in later):
@@ -422,11 +429,11 @@ def _float_graph_key(config: QuantConfig) -> Hashable:
 
 
 _DEFAULTS = (insert_observers, calibrate, convert)
-"""Passes of the stages that have exactly one pass; a configuration can replace them."""
+"""Default passes of the stages that have exactly one pass; a configuration can replace them."""
 
 
 def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:
-    """Return all passes in the order of their stages, split in two before the first one that needs data."""
+    """Return all passes in the order of their stages, in two lists; the second begins at the first that needs data."""
     stages = {pass_stage(p) for p in passes}
     passes = [*passes, *(default for default in _DEFAULTS if pass_stage(default) not in stages)]
     ordered = sorted(passes, key=lambda p: list(Stage).index(pass_stage(p)))
@@ -435,21 +442,29 @@ def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPas
 
 
 def reads_data_often(config: QuantConfig, ranks: Ranks, *, by_block: bool) -> bool:
-    """Tell whether a run reads its data more than once, or in parts, so that it has to keep the data."""
+    """Tell whether a run reads its data more than once, or in parts, so that it has to store the data."""
     return by_block or not ranks.alone or any(map(needs_context, config.passes))
 
 
 def divisible(captured: Captured) -> bool:
-    """Tell whether dimension 0 of all tensor inputs is the same dynamic dimension, which then counts samples."""
+    """Tell whether dimension 0 of all tensor inputs is the same dynamic dimension, and thus the batch dimension."""
     values = [node.meta["val"] for node in placeholders(captured.module)]
     sizes = [value.shape[0] if value.dim() else 1 for value in values if isinstance(value, torch.Tensor)]
     alike = len({str(size) for size in sizes}) == 1 and all(static_size(size) is None for size in sizes)
-    # The captured path may not hold for the parts of a batch.
+    # If the model compares batch sizes, the captured path may not be valid for parts of a batch.
     return alike and not captured.signature.compares_batches
 
 
 def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
-    """Return the first batch (or `None`) and an iterable over all batches; error messages contain `purpose`."""
+    """Return the first batch, or `None` without batches, and an iterable over all batches.
+
+    Args:
+        data: Batches as the user passed them.
+        purpose: Purpose of the batches, for error messages.
+
+    Raises:
+        CalibrationError: If `data` is not an iterable of batches, or the first batch is `None`.
+    """
     if data is None:
         return None, ()
     several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # some datasets have only __getitem__
@@ -474,7 +489,7 @@ def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
 
 
 def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "calibration") -> Iterator[list[Any]]:
-    """Yield the flat inputs of every batch.
+    """Yield the flat inputs of each batch.
 
     Args:
         captured: Model that reads the batches.
@@ -521,9 +536,9 @@ def _out_of_range(name: str, ends: Tensor, rows: int) -> CalibrationError:
 
 
 def _rows_selected(gm: GraphModule) -> dict[int, int]:
-    """Return the number of rows of the table that each index input selects from, by position of the input.
+    """Return the number of rows of the embedding table that each input of indices selects from; keys are positions.
 
-    An input counts only if it reaches the table with its values unchanged.
+    An input counts only if it reaches the table with its values unchanged. For several tables, the smallest counts.
     """
     positions = {node: position for position, node in enumerate(placeholders(gm))}
     rows: dict[int, int] = {}
@@ -538,14 +553,14 @@ def _rows_selected(gm: GraphModule) -> dict[int, int]:
 
 
 def _holds_all_values(gm: GraphModule, node: Node) -> bool:
-    """Tell whether the result of a node holds the values of its first argument, and no others."""
+    """Tell whether the result of a node contains the values of its first argument and no other values."""
     if target_name(node) == CAST:
         return _holds_range(value_of(gm, node.all_input_nodes[0]).dtype, value_of(gm, node).dtype)
     return motion(node) in KEEPS_ORDER | {Motion.PERMUTE, Motion.EXPAND, Motion.REPEAT}
 
 
 def _holds_range(source: torch.dtype, target: torch.dtype) -> bool:
-    """Tell whether an integer type holds all values of another one; booleans have one value for many integers."""
+    """Tell whether the integer dtype `target` represents all values of the integer dtype `source`; booleans do not."""
     if any(dtype == torch.bool or dtype.is_floating_point or dtype.is_complex for dtype in (source, target)):
         return False
     a, b = torch.iinfo(source), torch.iinfo(target)
