@@ -169,7 +169,7 @@ W4A8 = _integers(4, W8A8_DYNAMIC.input)
 more accuracy, add the passes of `W4A16_GPTQ` or `W4A16_BEST`."""
 
 W4AFP8 = _integers(4, FP8_DYNAMIC.input)
-"""int4 weights in groups of 128, and E4M3 activations per token at run time, otherwise as `W4A8`."""
+"""int4 weights in groups of 128, and E4M3 activations per token at run time, otherwise like `W4A8`."""
 
 
 def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
@@ -193,16 +193,16 @@ MXFP8_E4M3 = _block(block_formats.MXFP8_E4M3)
 convolutions stay in float. Needs no data."""
 
 MXFP8_E5M2 = _block(block_formats.MXFP8_E5M2)
-"""Microscaling E5M2, otherwise as `MXFP8_E4M3`."""
+"""Microscaling E5M2, otherwise like `MXFP8_E4M3`."""
 
 MXFP6_E3M2 = _block(block_formats.MXFP6_E3M2)
-"""Microscaling 6-bit floats E3M2, otherwise as `MXFP8_E4M3`."""
+"""Microscaling 6-bit floats E3M2, otherwise like `MXFP8_E4M3`."""
 
 MXFP6_E2M3 = _block(block_formats.MXFP6_E2M3)
-"""Microscaling 6-bit floats E2M3, otherwise as `MXFP8_E4M3`."""
+"""Microscaling 6-bit floats E2M3, otherwise like `MXFP8_E4M3`."""
 
 MXFP4 = _block(block_formats.MXFP4)
-"""Microscaling 4-bit floats, otherwise as `MXFP8_E4M3`."""
+"""Microscaling 4-bit floats, otherwise like `MXFP8_E4M3`."""
 
 MXFP4_WEIGHT_ONLY = _block(block_formats.MXFP4, weight_only=True)
 """The weights of `MXFP4` with float activations."""
@@ -213,10 +213,10 @@ way between the quantized and the float model's activations. Rotations spread ou
 of all 32 values of a block."""
 
 MXINT8 = _block(block_formats.MXINT8)
-"""Microscaling 8-bit integers, otherwise as `MXFP8_E4M3`."""
+"""Microscaling 8-bit integers, otherwise like `MXFP8_E4M3`."""
 
 NVFP4 = _block(block_formats.NVFP4)
-"""4-bit floats in blocks of 16 with E4M3 scales and one float32 scale per tensor, otherwise as `MXFP8_E4M3`. The
+"""4-bit floats in blocks of 16 with E4M3 scales and one float32 scale per tensor, otherwise like `MXFP8_E4M3`. The
 float32 scale of activations is calibrated, because checkpoints store it; with `input.replace(scale="fp8_e4m3")`, it is
 measured at run time, which needs no data."""
 
@@ -228,16 +228,16 @@ NVFP4_BEST = NVFP4.replace(passes=(*_FUSE, SmoothQuant(rms=True), GPTQ(asymmetry
 quantized and the float model's activations. GPTQ chooses the scale of each group just before it rounds the group."""
 
 BFP16 = _block(block_formats.BFP16)
-"""8-bit mantissas in blocks of 8 that share an exponent, otherwise as `MXFP8_E4M3`."""
+"""8-bit mantissas in blocks of 8 that share an exponent, otherwise like `MXFP8_E4M3`."""
 
 MX9 = _block(block_formats.MX9)
-"""Shared microexponents, 9 bits per value, otherwise as `MXFP8_E4M3`."""
+"""Shared microexponents, 9 bits per value, otherwise like `MXFP8_E4M3`."""
 
 MX6 = _block(block_formats.MX6)
-"""Shared microexponents, 6 bits per value, otherwise as `MXFP8_E4M3`."""
+"""Shared microexponents, 6 bits per value, otherwise like `MXFP8_E4M3`."""
 
 MX4 = _block(block_formats.MX4)
-"""Shared microexponents, 4 bits per value, otherwise as `MXFP8_E4M3`."""
+"""Shared microexponents, 4 bits per value, otherwise like `MXFP8_E4M3`."""
 
 _TOKENS = {4: TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True), 8: W8A8_DYNAMIC.input, 16: None}
 

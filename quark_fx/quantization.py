@@ -181,7 +181,7 @@ def _transformed(
     if memory is not None or disk is not None or (learns and progress):
         expected = expect(gm, config, context, later, shelf=shelf is not None)
         if memory is not None or disk is not None:
-            expected = replace(expected, before=max(ranks.gather(expected.before)))  # same advice on all ranks
+            expected = replace(expected, before=max(ranks.gather(expected.before)))  # equal advice on all ranks
         require_room(expected, memory, disk)
         if memory is not None:
             context.cache.limit_further(expected.room_for_cache(memory))

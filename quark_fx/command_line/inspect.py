@@ -19,7 +19,7 @@ def inspect(
     every: Annotated[bool, typer.Option("--all", help="Show one operator per line.")] = False,
     json: Json = False,
 ) -> None:
-    """Show formats and sizes of operators, which stay in float, and which ONNX Runtime computes in integers."""
+    """Show formats and sizes by operator, the operators in float, and those that ONNX Runtime runs in integers."""
     inspection = qfx.inspect(path)
     show(
         json, inspection.to_dict(every=every), inspection.title, *inspection.tables(every=every), *inspection.summary()

@@ -81,7 +81,7 @@ def quantize(
     html: Html = None,
     json: Json = False,
 ) -> None:
-    """Quantize a model and write it as an ONNX file, a GGUF file, a checkpoint, or a directory for quark_fx."""
+    """Quantize a model and write it as an ONNX file, a GGUF file, a checkpoint, or a directory that quark_fx loads."""
     chosen = options.chosen()
     outputs = outputs_of(output, format or [])
     if stream and [o.kind for o in outputs] != ["saved"]:
@@ -101,7 +101,7 @@ def quantize(
         plan = Plan(source, chosen, batches, outputs, dtype)
         opened = _opened(source, dtype, scratch)
         learns = any(map(learns_from_data, chosen.passes))
-        # Checkpoints may not support a model; an ONNX export that fails after calibration costs little time.
+        # Check before a long run that formats support the result. ONNX files are quick to write after calibration.
         asked = [one for one in outputs if learns or dry_run or (one.kind != "ONNX" and needs_data(chosen))]
         _require_formats(opened, chosen, batches, asked)
         if dry_run:

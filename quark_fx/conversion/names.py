@@ -102,7 +102,7 @@ def transposed(shapes: Mapping[str, Sequence[int]], biases: Mapping[str, int]) -
 
 
 def experts(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Within]]:
-    """Return the matrices in each stack of experts; keys are names of stacks, and then names of matrices.
+    """Return the places of matrices in stacks of experts; keys are names of stacks, and within them, of matrices.
 
     The stacks of a module are `gate_up_proj`, with gate before up, and `down_proj`. Stacks are left out if their shapes
     leave the layout ambiguous, or if `gate_up_proj` has a bias, because such modules interleave gate and up.

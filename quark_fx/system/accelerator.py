@@ -24,7 +24,7 @@ _ALIGNED = 512
 
 
 _LEAVING = 2
-"""Largest number of unfinished copies to the host; before more begin, the device waits."""
+"""Largest number of unfinished copies to the host; beyond this number, the device waits."""
 
 
 Check = tuple[Tensor, Callable[[], Exception]]

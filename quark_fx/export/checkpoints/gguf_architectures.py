@@ -22,7 +22,7 @@ _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 
 _PAIRS, _EXPERTS = "LlamaTensorProcessor", "Qwen2MoeTensorProcessor"
-"""Classes of transformers' GGUF reader that reorder the rows of queries and keys, and that stack experts."""
+"""Classes of transformers' GGUF reader for the order of the rows of queries and keys, and for stacks of experts."""
 
 
 @dataclass(frozen=True)

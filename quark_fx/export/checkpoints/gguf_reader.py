@@ -187,7 +187,7 @@ class Reader:
 
     def _place(self, stem: str, shape: tuple[int, ...], parts: int) -> Place | None:
         """Return the place of one of the `parts` tensors that hold a tensor of the model; `None` if none fits."""
-        # A name without an ending (.weight or .bias) in the model has none in `names`, either; llama.cpp's name has.
+        # If a name in the model lacks an ending (.weight or .bias), so does the name in `names`, but not llama.cpp's.
         names = [stem] if stem.endswith((_WEIGHT, _BIAS)) else [f"{stem}{_WEIGHT}", stem]
         # First try rows of two elements, which quickly show where whole rows move. If this fails, track each element.
         widths = [shape[-1], 1] if len(shape) > 1 else [1]
@@ -273,7 +273,7 @@ class Reader:
 
 
 def _fields(package: Any) -> dict[str, str]:
-    """Return the configuration fields, by key of the file, for which llama.cpp and transformers assume other values."""
+    """Return the keys of configuration fields whose defaults differ between llama.cpp and transformers' reader."""
     keys = package.Keys
     named = {
         keys.Attention.KEY_LENGTH: "head_dim",

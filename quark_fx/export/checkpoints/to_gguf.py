@@ -1,4 +1,4 @@
-"""Write a quantized language model as a GGUF file for llama.cpp and transformers."""
+"""Export of quantized language models as GGUF files for llama.cpp and transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a quantized model as a checkpoint for Hugging Face transformers and LLM servers."""
+"""Export of quantized models as checkpoints for Hugging Face transformers and LLM servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a quantized language model as a folder for ONNX Runtime GenAI."""
+"""Export of quantized language models as folders for ONNX Runtime GenAI."""
 
 from __future__ import annotations
 
