@@ -1,4 +1,4 @@
-"""Errors of the package. Each message says what failed, where, and what to do next."""
+"""Errors of the package. Each message names the failure, its place, and the next step to take."""
 
 from __future__ import annotations
 
