@@ -285,7 +285,7 @@ def plan(
 _WEIGHT, _BIAS = ".weight", ".bias"
 
 _TIED_HEAD = r"(.*[.])?(\w*lm_head|embed_out|proj_out|decoder)$"
-"""Pattern of the names of heads that are tied to the embedding: the files lack them, but readers build linear layers."""
+"""Pattern of the names of heads that are tied to the embedding: files lack them, but readers build linear layers."""
 
 _TRANSPOSED = (
     "its matrix is stored as (inputs, outputs), as the biases of layers with this name show (Conv1D of GPT-2); servers "
