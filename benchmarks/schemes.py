@@ -233,9 +233,9 @@ def main(
     yield page(f"Written and read: {model}", f"{command}\n\n{table(header, list(lines.values()))}\n\n{_NOTES}")
 
 
-_DIVERGENCE = """SmolLM2-135M, whose weights are real: the mean KL divergence from the float model's predictions, in nats
-per token, of 1,022 predictions of held-out text. NVFP4 and FP8 calibrate on 4 windows of 512 tokens; the other schemes
-need no data. Groups of 128 are groups of 64 here. CPU seconds include the predictions.
+_DIVERGENCE = """SmolLM2-135M, whose weights are real: the mean KL divergence from the float model's predictions, in
+nats per token, of 1,022 predictions of held-out text. NVFP4 and FP8 calibrate on 4 windows of 512 tokens; the other
+schemes need no data. Groups of 128 are groups of 64 here. CPU seconds include the predictions.
 `python -m benchmarks.schemes --model smollm2 --divergence --write` measures this."""
 
 

@@ -124,7 +124,7 @@ class Samples:
         for value, samples in measured.items():
             # Sending a view sends its whole storage, which here is a slab.
             ours = samples if context.ranks.alone else samples.to("cpu", copy=True)
-            measured[value] = context.ranks.fold(ours, cls.merge).to(device_of(gm))
+            measured[value] = context.ranks.fold(ours, lambda a, b: a.merge(b)).to(device_of(gm))
         return measured
 
     @classmethod

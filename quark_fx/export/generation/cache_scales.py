@@ -80,7 +80,8 @@ class CacheScales:
         scales: dict[str, Tensor] = {}
         for path, module in model.named_modules():
             rounding = getattr(module, "round_attention", None)
-            entered = zip(getattr(rounding, "entering", None) or (), getattr(rounding, "sizes", ()), strict=False)
+            sizes: Any = getattr(rounding, "sizes", ())
+            entered = zip(getattr(rounding, "entering", None) or (), sizes, strict=False)
             for name, (entering, (_, channels)) in zip(("keys", "values"), entered, strict=False):
                 layer = getattr(module, "layer_idx", None)
                 if not _is_of_a_cache(entering):
