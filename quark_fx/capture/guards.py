@@ -51,12 +51,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
         for condition, place in getattr(env, "told_from_one", {}).items()
         if any(env.var_to_range[symbol].lower <= 2 for symbol in condition.free_symbols)  # otherwise the limit suffices
     ]
-    guards = [(guard.expr, _place_of(guard)) for guard in env.guards]
-    pieces = {
-        guard.expr.xreplace(numbers)
-        for guard in env.guards
-        if _is_of_pieces(guard) and _varies(guard, env.var_to_range)
-    }
+    guards = [(guard.expr, _place_of(guard) or _place_of_pieces(guard, env.var_to_range)) for guard in env.guards]
     conditions: dict[str, SizeCondition] = {}
     for guard, place in (*at_one, *guards):
         expr = guard.xreplace(numbers)
@@ -64,7 +59,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
             continue
         # Guards on strides count, too: torch does not record later comparisons in the model that follow from them.
         simple = _as_multiple(expr)
-        if place or simple is not None or expr in pieces:
+        if place or simple is not None:
             text = PythonPrinter().doprint((expr if simple is None else simple).xreplace(names))
             condition = SizeCondition(text, place)
             try:
@@ -95,14 +90,18 @@ def _is_of_pieces(guard: Any) -> bool:
     return getattr(guard.sloc.framework_loc, "name", "") == "split" and not _place_of(guard)
 
 
-def _varies(guard: Any, limits: Mapping[Any, Any]) -> bool:
-    """Tell whether a guard on a number of pieces may fail."""
-    if len(guard.expr.free_symbols) != 1:
-        return True
-    (symbol,) = guard.expr.free_symbols
-    first, last = limits[symbol].lower, limits[symbol].upper
-    # A number of pieces as in `chunk(4)` changes for the shortest inputs, if it changes at all.
-    return not all(_holds(guard.expr, {symbol: size}) for size in range(int(first), int(min(first + _SIZES, last)) + 1))
+def _place_of_pieces(guard: Any, limits: Mapping[Any, Any]) -> str:
+    """Return text that names `split` and `chunk`, if a guard is about their number of pieces and may fail."""
+    if not _is_of_pieces(guard):
+        return ""
+    if len(guard.expr.free_symbols) == 1:
+        (symbol,) = guard.expr.free_symbols
+        first, last = int(limits[symbol].lower), limits[symbol].upper
+        # The number of pieces of `chunk(4)` changes only for the shortest inputs, that of `split(4)` for all longer.
+        steps = (*range(_SIZES), *(1 << power for power in range(32)))
+        if all(_holds(guard.expr, {symbol: first + step}) for step in steps if first + step <= last):
+            return ""
+    return "a call of split() or chunk()"
 
 
 def place_in_model(file: str, line: int | None) -> str:

@@ -72,7 +72,7 @@ class SizeCondition:
     Attributes:
         text: Python expression of the comparison, such as `x.shape[2] > x.shape[3]`, with the names of inputs. It is
             interpreted, not executed, because it may come from a file.
-        place: File and line of the model's code, such as `model.py:12`.
+        place: File and line of the model's code, such as `model.py:12`, or the call that compares.
     """
 
     text: str

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 
 import quark_fx as qfx
 from quark_fx.capture.capture import Captured
+from quark_fx.capture.guards import _place_of_pieces
 
 
 class Computed(nn.Module):
@@ -159,6 +162,18 @@ class Compared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the function of the convolution and the images."""
         return self.function(self.conv(x), x)
+
+
+def test_a_number_of_pieces_that_changes_for_long_inputs_alone_is_a_condition() -> None:
+    size = sympy.Symbol("s", integer=True, positive=True)
+    frame = SimpleNamespace(name="split", filename=f"{Path(torch.__file__).parent}/_decomp/decompositions.py", lineno=1)
+    for pieces, last, place in (
+        (sympy.Eq((size - 1) // 160 + 1, 2), 1 << 40, "a call of split() or chunk()"),
+        (sympy.Eq((size - 1) // 160 + 1, 2), 320, ""),
+        (sympy.Eq((size + (size + 1) // 2 - 1) // ((size + 1) // 2), 2), 1 << 40, ""),  # chunk(2)
+    ):
+        guard = SimpleNamespace(expr=pieces, sloc=SimpleNamespace(framework_loc=frame))
+        assert _place_of_pieces(guard, {size: SimpleNamespace(lower=161, upper=last)}) == place
 
 
 def weighted(pieces: Sequence[Tensor]) -> Tensor:
