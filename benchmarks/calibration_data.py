@@ -18,12 +18,12 @@ from typing import Annotated, Any
 import torch
 
 import quark_fx as qfx
-from benchmarks.common import RESULTS, one_thread, table
+from benchmarks.common import one_thread, rows_of, table, text_of
 from benchmarks.experiment import Option, experiment
 from benchmarks.real import smollm2
 from quark_fx.data import generated_windows
 
-PAGE = RESULTS / "calibration_data.md"
+PAGE = "calibration_data.md"
 
 WINDOWS, LENGTH = 16, smollm2.WINDOW
 
@@ -79,9 +79,7 @@ def measured(name: str) -> tuple[str, ...]:
 
 def kept() -> dict[str, tuple[str, ...]]:
     """Return the rows of the page that there is, by what they were calibrated on."""
-    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")][2:]
-    return {row[0]: row for line in lines if (row := tuple(cell.strip() for cell in line))}
+    return {row[0]: tuple(row) for row in rows_of(text_of("calibration_data.md"))}
 
 
 def page(rows: dict[str, tuple[str, ...]]) -> str:
@@ -100,7 +98,7 @@ processor seconds on one thread. Reproduce with `python -m benchmarks.calibratio
 """
 
 
-@experiment(page=PAGE.name)
+@experiment(page=PAGE)
 def main(data: Annotated[Sequence[str], Option(choices=DATA)] = tuple(DATA), write: bool = False) -> Iterator[str]:
     """Measure, and yield the page as it grows."""
     rows = kept() if write else {}

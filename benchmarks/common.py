@@ -191,13 +191,18 @@ def _processor() -> str:
     return f"{name} ({', '.join(extensions)})"
 
 
+def text_of(page: str) -> str:
+    """Return the text of `benchmarks/results/<page>`, empty if there is no page."""
+    path = RESULTS / page
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
 def sections_of(page: str) -> dict[str, str]:
     """Return the sections of `benchmarks/results/<page>` by their titles, {} if there is no page.
 
     Each ends in the line of `environment` that it was measured in; one without has that at the end of the page.
     """
-    path = RESULTS / page
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = text_of(page)
     last = text.strip().rpartition("\n")[2]
     found = {part.partition("\n")[0]: f"## {part.strip()}\n" for part in text.split("\n## ")[1:]}
     return {

@@ -34,7 +34,7 @@ from typing import Annotated
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import RESULTS, environment, rows_of, table
+from benchmarks.common import environment, rows_of, table, text_of
 from benchmarks.experiment import experiment
 
 _WIDTH, _INNER = 4096, 14336
@@ -179,8 +179,7 @@ def main(
 
 def page(rows: Sequence[Sequence[str]]) -> str:
     """Return the page, with rows of other runs."""
-    file = RESULTS / "converted.md"
-    others = rows_of(file.read_text(encoding="utf-8")) if file.exists() else []
+    others = rows_of(text_of("converted.md"))
     rows = [*(row for row in others if all(row[:3] != list(new[:3]) for new in rows)), *rows]
     return f"""# Converted file to file
 

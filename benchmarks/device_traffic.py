@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 import quark_fx as qfx
-from benchmarks.common import ROOT, table
+from benchmarks.common import ROOT, rows_of, table
 from benchmarks.on_gpu import TINY
 from quark_fx import passes
 from quark_fx.presets import PRESETS
@@ -164,7 +164,7 @@ def main() -> None:
         count_all(options.only, lines=options.lines, accept=options.accept)
         return
     asked = [f"--{name}" for name in ("lines", "accept") if getattr(options, name)]
-    written = {} if options.accept or options.before != BEFORE else rows_of(PAGE)
+    written = {} if options.accept or options.before != BEFORE else counted_rows(PAGE)
     before = {name: written[name][: len(COUNTS)] for name in options.only if name in written}
     if missing := [name for name in options.only if name not in before]:
         with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +178,7 @@ def main() -> None:
     rows = {name: [*before.get(name, failed), *after.get(name, failed)] for name in options.only}
     print(text_of(rows))
     if options.write:
-        write(PAGE, text_of(rows_of(PAGE) | rows))
+        write(PAGE, text_of(counted_rows(PAGE) | rows))
 
 
 def text_of(rows: Mapping[str, Sequence[str]]) -> str:
@@ -187,12 +187,11 @@ def text_of(rows: Mapping[str, Sequence[str]]) -> str:
     return table(header, [(name, *cells) for name, cells in rows.items()])
 
 
-def rows_of(page: Path) -> dict[str, list[str]]:
+def counted_rows(page: Path) -> dict[str, list[str]]:
     """Return the rows of the table between the markers of the page, by algorithm."""
     match = MARKED.search(page.read_text(encoding="utf-8"))
     assert match is not None
-    lines = ([cell.strip() for cell in line.strip("| ").split("|")] for line in match[2].splitlines()[2:])
-    return {name: cells for name, *cells in lines}
+    return {name: cells for name, *cells in rows_of(match[2])}
 
 
 def write(page: Path, text: str) -> None:

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import RESULTS, environment, one_thread, peer_job, table
+from benchmarks.common import environment, one_thread, peer_job, rows_of, table, text_of
 from benchmarks.experiment import Option, experiment
 from benchmarks.real import smollm2
 from quark_fx.export.checkpoints.gguf_reader import Reader
@@ -256,11 +256,10 @@ def main(
 def kept(measured: Collection[str]) -> tuple[list[list[str]], dict[str, str]]:
     """Return the lines that the page has of other models than those measured, and the environment of each model."""
     others = [name for name in SUBJECTS if name not in measured]
-    text = (RESULTS / "llama_cpp.md").read_text(encoding="utf-8").splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text if line.startswith("|")]
-    lines = [row for row in rows if row[0] in others]
+    text = text_of("llama_cpp.md")
+    lines = [row for row in rows_of(text) if row[0] in others]
     environments: dict[str, str] = {}
-    for line in text:
+    for line in text.splitlines():
         if found := re.fullmatch(r"(?:(.+): )?(Python \d.*)", line):
             models = found[1].split(", ") if found[1] else {row[0] for row in lines}
             environments |= {name: found[2] for name in models if name in others}

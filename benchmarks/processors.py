@@ -41,7 +41,7 @@ import torchvision
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import RESULTS, environment, estimate_batch_norm, images, publish, sqnr, table
+from benchmarks.common import environment, estimate_batch_norm, images, publish, rows_of, sqnr, table, text_of
 from benchmarks.models import perturb
 from quark_fx.config.quant_config import QuantConfig, Target
 from quark_fx.export.runtime import verification
@@ -359,11 +359,9 @@ def child(rounds: str, inputs: str, *files: str) -> None:
 
 def with_rows_of_others(rows: list[list[object]], columns: int) -> list[list[object]]:
     """Return rows and those that the page has, in a table of that many columns, of what was not measured."""
-    measured, page = {(row[0], row[1]) for row in rows}, RESULTS / "processors.md"
-    lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
-    there = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
+    measured, earlier = {(row[0], row[1]) for row in rows}, rows_of(text_of("processors.md"))
     kept: list[list[object]] = [
-        [*row] for row in there if len(row) == columns and row[0] in MODELS and (row[0], row[1]) not in measured
+        [*row] for row in earlier if len(row) == columns and row[0] in MODELS and (row[0], row[1]) not in measured
     ]
     kinds = [*FILES, *WEIGHTS]
     return sorted([*kept, *rows], key=lambda row: (list(MODELS).index(str(row[0])), kinds.index(str(row[1]))))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import quark_fx as qfx
-from benchmarks.common import RESULTS, table
+from benchmarks.common import rows_of, table, text_of
 from benchmarks.experiment import Option, experiment
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.evaluation import Embedding
@@ -52,10 +52,7 @@ def sentence_similarity(preset: str, folder: Path) -> tuple[float, float]:
 
 def merged(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return the rows and, where they are of some presets only, those of the page for the others."""
-    page = RESULTS / "trained.md"
-    lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
-    table = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")]
-    known = {row[0]: row for row in table[2:]} | {row[0]: row for row in rows}
+    known = {row[0]: tuple(row) for row in rows_of(text_of("trained.md"))} | {row[0]: row for row in rows}
     return [known[name] for name in ("float", *CONFIGS) if name in known]
 
 

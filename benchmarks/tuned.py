@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, one_thread, sections_of, table
+from benchmarks.common import environment, one_thread, rows_of, sections_of, table
 from benchmarks.experiment import Option, experiment
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import quantized_weights
@@ -108,10 +108,9 @@ def main(
         for name in models:
             title = f"`{name}`: {SMALL if name != REAL else REAL_WEIGHTS}"
             (earlier,) = [text for of, text in sections.items() if of.startswith(f"`{name}`")] or [""]
-            lines, measured = earlier.splitlines(), list(map(str, bits))
-            cells = [tuple(map(str.strip, line.split("|")[1:-1])) for line in lines if line.startswith("|")]
-            made = {line.partition(" ")[0]: line for line in lines if " bits: Python " in line}
-            every: list[tuple[str, ...]] = [row for row in cells[2:] if row[0] not in measured]
+            measured = list(map(str, bits))
+            made = {line.partition(" ")[0]: line for line in earlier.splitlines() if " bits: Python " in line}
+            every: list[tuple[str, ...]] = [tuple(row) for row in rows_of(earlier) if row[0] not in measured]
             every += rows(name, bits, tuned=not untuned)
             made |= {one: f"{one} bits: {environment()}" for one in measured}
             sections = {of: text for of, text in sections.items() if text != earlier}
