@@ -109,7 +109,7 @@ class SampledScaling(ScalingSolver, ABC):
 
     def needs(self, sizes: Sizes) -> Need:
         """Return the needs of a run: the samples of all sites' inputs, and one forward pass."""
-        read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.coded if _CODED_INPUT.holds(op)}
+        read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.coded if self.condition.holds(op)}
         matrices, most = [m for m in read.values() if m], sum(POSITIONS)
         sample_bytes = int(sum(FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in matrices))
         # A trial holds the weight scaled, rounded, limited, and unscaled, its outputs, and the reference outputs.

@@ -126,7 +126,7 @@ def _is_rounded_late(spec: TensorSpec, operand: Operand) -> bool:
     return operand in (Operand.OUTPUT, Operand.BIAS)
 
 
-CACHES = {
+_CACHES = {
     "vLLM": ("fp8_e4m3 tensor", "fp8_e4m3 head", "fp4_e2m1 group 16 e4m3 dynamic"),
     "SGLang": ("fp8_e4m3 tensor",),
 }
@@ -136,7 +136,7 @@ FlashAttention 3 or 4 (compute capability 9.0), and NVFP4 from ModelOpt's layout
 
 def _caches_otherwise(server: str) -> Callable[[TensorSpec, Operand], bool]:
     """Return a function that returns True for a KV cache spec that the server does not support."""
-    return lambda spec, operand: operand is Operand.KV_CACHE and kind_of(spec) not in CACHES[server]
+    return lambda spec, operand: operand is Operand.KV_CACHE and kind_of(spec) not in _CACHES[server]
 
 
 def _lacks(server: str, operand: Operand) -> Callable[[TensorSpec, Operand], bool]:
@@ -174,7 +174,7 @@ def refusals(server: str, weights: str) -> tuple[Refusal, ...]:
         ),
         Refusal(
             _caches_otherwise(server),
-            f"{server} supports caches in {', '.join(CACHES[server])}, not {{spec}}; set "
+            f"{server} supports caches in {', '.join(_CACHES[server])}, not {{spec}}; set "
             "kv_cache=TensorSpec(format='fp8_e4m3')",
         ),
     )
@@ -243,4 +243,4 @@ def unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) ->
     return ""
 
 
-__all__ = ["CACHES", "PRODUCTS", "Product", "capability", "kind_of", "placement", "refusals", "unread"]
+__all__ = ["PRODUCTS", "Product", "capability", "kind_of", "placement", "refusals", "unread"]
