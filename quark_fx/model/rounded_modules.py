@@ -302,23 +302,22 @@ class _Places:
 
 
 def _not_of_a_module(reader: Node, activation: Activation) -> QuarkError:
-    path = module_path(reader)
     if activation.split is not None:
         return QuarkError(
-            f"{describe(reader)} reads a value that LowRank split, and that value is not the only input of its module "
-            f"({path or 'the model'}); call the quantized model itself, or exclude the layer from LowRank"
+            f"{describe(reader)} reads a value that LowRank split, and that value is not the only input of its module; "
+            "call the quantized model itself, or exclude the layer from LowRank"
         )
     if not activation.rounds:
         return QuarkError(
-            f"{describe(reader)} in {path or 'the model'} reads a value that a pass multiplies at run time. eager() "
-            "can multiply only the single input or the single output of a module, and this value is neither; call the "
-            f"quantized model itself, or {UNROTATED}, or quantize without explicit=True"
+            f"{describe(reader)} reads a value that a pass multiplies at run time. eager() can multiply only the "
+            "single input or the single output of a module, and this value is neither; call the quantized model "
+            f"itself, or {UNROTATED}, or quantize without explicit=True"
         )
-    alike = re.sub(r"\.\d+\.", ".*.", path)  # the same module in every layer
+    alike = re.sub(r"\.\d+\.", ".*.", module_path(reader))  # the same module in every layer
     return QuarkError(
-        f"{describe(reader)} in {path or 'the model'} reads a rounded activation. eager() can round only the single "
-        "input of a module, if all of its calls round it equally, or the single output of a module that is called "
-        "once, and this activation is neither; call the quantized model itself, or keep that activation in float with "
+        f"{describe(reader)} reads a rounded activation. eager() can round only the single input of a module, if all "
+        "of its calls round it equally, or the single output of a module that is called once, and this activation is "
+        "neither; call the quantized model itself, or keep that activation in float with "
         f"Override(pattern='{alike}*', input=None, output=None)"
     )
 

@@ -403,7 +403,7 @@ def _without_scales(attention: Attention, spec: TensorSpec) -> str:
         elif spec.granularity is Granularity.HEAD and cached.shares_channels:
             why = f"the heads of {cached.value.name} share channels, so a cache holds latents instead of heads"
         elif spec.granularity is Granularity.HEAD and len(cached.heads) != 1:
-            why = f"no dimension of {cached.value.name} counts heads, and only heads"
+            why = f"{cached.value.name} has no dimension for heads alone"
         elif spec.granularity is Granularity.HEAD and static_size(shape[cached.heads[0]]) is None:
             why = f"heads of {cached.value.name} vary in number"
         if why:

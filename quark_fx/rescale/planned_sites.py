@@ -103,7 +103,7 @@ class PlannedSite:
             Declined: If one of these weights has a single scale.
         """
         if any(weight.operator.weight.granularity is Granularity.TENSOR for weight in self.producers):
-            raise Declined("the weights that make it share one scale")
+            raise Declined("the weights that produce it share one scale")
 
 
 def planned_sites(

@@ -417,7 +417,7 @@ def test_a_recurrent_layer_is_refused_with_the_pattern_that_leaves_it_in_float(t
             return self.head(self.cells(x)[0])
 
     model, batches = seeded(Reads(transformers.PretrainedConfig())), [{"x": rand(2, 5, 8)}]
-    refusal = r"the parameter weight_ih_l0, .* of a LSTM(.|\n)*exclude, 'cells'\)\)"
+    refusal = r"the parameter weight_ih_l0, .* in LSTM(.|\n)*exclude, 'cells'\)\)"
     with pytest.raises(qfx.ExportError, match=refusal):
         qfx.export.huggingface(quantize(model, INT8_WEIGHT_ONLY, batches), tmp_path)
     qmodel = quantize(model, INT8_WEIGHT_ONLY.replace(exclude=("cells",)), batches)
@@ -1019,7 +1019,7 @@ def test_layers_with_another_number_of_heads_than_the_configuration_are_refused(
         layer_types=["sliding_attention", "full_attention"],
     )
     model = seeded(transformers.Gemma4ForCausalLM(settings))
-    with pytest.raises(qfx.ExportError, match=r"layers.1.self_attn: 1 heads, where readers expect .*=2 of") as caught:
+    with pytest.raises(qfx.ExportError, match=r"layers.1.self_attn: 1 heads, but readers expect .*=2 from") as caught:
         qfx.check(model, FP8_CACHE.replace(kv_cache=FP8_HEADS), [{"input_ids": IDS}])
     assert "layers.0" not in str(caught.value)
 

@@ -169,4 +169,4 @@ def test_weights_that_share_one_scale_are_not_divided() -> None:
     model = seeded(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)))
     config = QuantConfig(weight=TensorSpec(format=INT8), input=None, passes=(NormalizeColumns(),))
     record = record_of(quantize(model, config, [rand(16, 32)]), "NormalizeColumns")
-    assert "skipped: the weights that make it share one scale" in [change.what for change in record.changes]
+    assert "skipped: the weights that produce it share one scale" in [change.what for change in record.changes]

@@ -293,7 +293,7 @@ class Padded(nn.Module):
 )
 def test_without_a_dimension_of_heads_there_is_a_reason(model: Callable[[], nn.Module]) -> None:
     config = QuantConfig(kv_cache=SPECS["fp8 per head"])
-    why = "counts heads, and only heads" if model is Merged else "share channels, so a cache holds latents"
+    why = "has no dimension for heads alone" if model is Merged else "share channels, so a cache holds latents"
     with pytest.warns(UserWarning, match=why):
         rows = qfx.quantize(seeded(model()), config, [rand(2, 5, WIDTH)], progress=False).report()
     assert [why in row.reason for row in rows if row.kind == "attention"] == [True]

@@ -265,7 +265,7 @@ def _unheld(activation: Activation, size: Size, kind: str, kinds: Sequence[str],
         return f"heads of {channels} channels, which are not a multiple of 16; set format='fp8_e4m3' of kv_cache"
     if kind.endswith(" per head") and heads != stated:
         return (
-            f"{heads} heads, where readers expect num_key_value_heads={stated} of the model's configuration; set "
+            f"{heads} heads, but readers expect num_key_value_heads={stated} from the model's configuration; set "
             "granularity='tensor' of kv_cache"
         )
     return ""

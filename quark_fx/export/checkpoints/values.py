@@ -361,7 +361,7 @@ def _layers(model: nn.Module, correspondence: Correspondence, *, head: str, unro
             if leaf != "weight" or not simple:
                 raise ExportError(
                     "checkpoints hold only weights of nn.Linear and nn.Embedding with one input, and this is the "
-                    f"parameter {leaf}, shape {shape}, of a {type(module).__name__}; leave it in float"
+                    f"parameter {leaf}, shape {shape}, in {type(module).__name__}; leave it in float"
                 )
             matrix_of(constant)  # raises now if the weight is unsupported
             read = correspondence.rounding.inputs.get(path)
