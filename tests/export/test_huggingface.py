@@ -607,7 +607,7 @@ def test_an_eager_model_is_neither_saved_nor_quantized_again(tmp_path: Path) -> 
     eager: Any = quantized(INT4_WEIGHT_ONLY).eager()
     with pytest.raises(qfx.ExportError, match=r"quark_fx\.export\.huggingface"):
         eager.save_pretrained(tmp_path)
-    with pytest.raises(qfx.ConfigError, match=r"eager\(\) form of a quantized model"):
+    with pytest.raises(qfx.ConfigError, match=r"result of eager\(\) on a quantized model"):
         quantized(INT4_WEIGHT_ONLY, eager)
     assert not list(tmp_path.iterdir())
 
@@ -1096,7 +1096,9 @@ def test_a_full_disk_leaves_the_earlier_output_and_other_files(name: str, tmp_pa
         for output in (place, tmp_path / "other"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest, unlimited[1]))
             try:
-                with pytest.raises(qfx.QuarkError, match=rf"{output} cannot be written: .*; make room, or choose"):
+                with pytest.raises(
+                    qfx.QuarkError, match=rf"{output} cannot be written: .*; free disk space, or choose"
+                ):
                     WRITERS[name](qmodel, output)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
