@@ -290,7 +290,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "a list as scales": (lambda: scale_format(["x"]), r"its name, or the fields .* not \['x'\]"),  # type: ignore[arg-type]
     "earlier and new scales": (
         lambda: TensorSpec.from_dict({"format": "int8", "scale_type": "float16", "scale": "float32"}),
-        "give scale or scale_type, not both",
+        "pass either scale or scale_type, not both",
     ),
     "earlier groups of scales": (
         spec(format=INT4, granularity="group", group_size=64, sub_group_size=8),
@@ -338,14 +338,14 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "signs and magnitudes for onnx": (config(input=TensorSpec(format=SM8)), "sm8 has no ONNX type"),
     "output alone": (
         config(weight=PER_CHANNEL, output=ACTIVATION),
-        "`output` without `input`.*; set `input`, or output=None",
+        "`output` is set without `input`.*; set `input`, or output=None",
     ),
     "dynamic output": (config(weight=PER_CHANNEL, input=ACTIVATION, output=DYNAMIC), "set output=None"),
     "activations of 32 bits for onnx": (
         config(input=TensorSpec(format=INT32, symmetry=Symmetry.ASYMMETRIC)),
         "int32 has no ONNX type; .*target='torch'",
     ),
-    "bias without input": (config(bias=TensorSpec(format=INT32)), "set `input`, or bias=None"),
+    "bias without input": (config(bias=TensorSpec(format=INT32)), "set `input` to a static spec, or bias=None"),
     "bias with dynamic input": (config(input=DYNAMIC, bias=TensorSpec(format=INT32)), "bias=None"),
     "bias with cast input": (config(input=TensorSpec(format=FP16), bias=TensorSpec(format=INT32)), "bias=None"),
     "bias per channel": (config(input=ACTIVATION, bias=PER_CHANNEL), "per tensor"),
@@ -355,7 +355,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "override drops the input": (
         config(input=ACTIVATION, output=ACTIVATION, overrides=(Override(pattern="head", input=None),)),
-        r"`output` without `input`.*\(override 'head'\)",
+        r"`output` is set without `input`.*\(override 'head'\)",
     ),
     "float scales for a dpu": (
         lambda: XINT8.replace(weight=TensorSpec(format=INT8)),
@@ -454,7 +454,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "pass that is a number": (
         lambda: QuantConfig.from_dict({"passes": [3]}),
-        "a pass is a name, or a mapping .*, not 3",
+        "a pass must be a name, or a mapping .*, not 3",
     ),
     "equalization before folding": (
         config(passes=(CrossLayerEqualization(), fold_constants, fold_batch_norm)),
