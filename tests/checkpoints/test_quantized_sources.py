@@ -299,7 +299,7 @@ def test_a_model_that_transformers_loaded_from_codes_is_refused(method: str) -> 
     settings.quant_method = method
     for stored in (settings, {"quant_method": method}):
         model.config.quantization_config = stored
-        with pytest.raises(ConfigError, match=f"loaded from codes of {method}; pass the directory"):
+        with pytest.raises(ConfigError, match=f"loaded with weights quantized by {method}; pass the directory"):
             qfx.quantize(model, "int8_dynamic", [{"input_ids": IDS}], progress=False)
 
 

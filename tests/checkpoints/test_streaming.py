@@ -227,7 +227,7 @@ def test_an_interrupted_stream_is_continued(
         assert [file.name for file in out.iterdir()] == ["unfinished"], "nothing there looks finished"
         with pytest.raises(
             ConfigError,
-            match=r"output_dir .* holds blocks that another run finished, with other data.*remove .*unfinished,",
+            match=r"output_dir .* contains finished blocks of a run with different data.*delete .*unfinished,",
         ):
             quantize(tmp_path / "model", config, IDS[1:], resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
     else:
@@ -313,7 +313,7 @@ def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
 
 def test_an_output_directory_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "graph.json").write_text("mine")
-    with pytest.raises(ConfigError, match=r"output_dir .* holds graph.json already"):
+    with pytest.raises(ConfigError, match=r"output_dir .* already contains graph.json"):
         quantize(seeded(Patches()), INT8_STATIC, images(4), resources=qfx.Resources(output_dir=tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == ["graph.json"]
 
