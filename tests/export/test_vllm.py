@@ -113,8 +113,8 @@ def test_operators_that_vllm_fuses_are_named_where_they_differ(changes: dict[str
 def test_what_reads_one_value_in_another_module_or_decides_is_apart() -> None:
     quantize(block(), W4.replace(exclude=("attention.*",)))
     reasons = {row.name: row.reason for row in quantize(block(), W4.replace(exclude=("*.down",))).report()}
-    assert reasons["mlp.router"] == "target='vllm' has no router with weights in codes"
-    assert reasons["table"] == "target='vllm' has no embedding with weights in codes"
+    assert reasons["mlp.router"] == "target='vllm' does not support router with quantized weights"
+    assert reasons["table"] == "target='vllm' does not support embedding with quantized weights"
     assert reasons["mlp.down"] == "excluded by '*.down'"
     assert not reasons["mlp.gate"]
     assert not reasons["attention.q"]
@@ -523,6 +523,6 @@ def test_groups_of_int4_may_be_any() -> None:
 
 
 def test_a_stored_model_whose_target_nobody_registered_is_written_without_its_rules() -> None:
-    with pytest.raises(qfx.ConfigError, match="known from a stored model only"):
+    with pytest.raises(qfx.ConfigError, match="known only by its name, from a stored model"):
         _ = stored_target("nowhere").onnx
     assert stored_target("nowhere").checkpoints.stacks

@@ -188,14 +188,17 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failure", "remedy"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "make room, or choose another path"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free disk space, or choose another path"),
         (
             SafetensorError("Error while serializing: I/O error: Full (os error 28)"),
-            "make room, or choose another path",
+            "free disk space, or choose another path",
         ),
         (PermissionError(errno.EACCES, "Permission denied"), "make its directory writable, or choose another path"),
-        (IsADirectoryError(errno.EISDIR, "Is a directory"), "a directory is in the way, or choose another path"),
-        (OSError("1 requested and 0 written"), "make room, or choose another path"),
+        (
+            IsADirectoryError(errno.EISDIR, "Is a directory"),
+            "remove the directory that is in the way, or choose another path",
+        ),
+        (OSError("1 requested and 0 written"), "free disk space, or choose another path"),
         (OSError("odd"), "choose another path"),
     ],
 )
