@@ -58,7 +58,7 @@ def test_torch_cond_is_refused_by_name() -> None:
 
 
 def test_a_region_under_autocast_is_refused_by_name() -> None:
-    with pytest.raises(qfx.CaptureError, match=r"runs under torch\.autocast: remove it from forward"):
+    with pytest.raises(qfx.CaptureError, match=r"runs under torch\.autocast: remove that from forward"):
         quantize(Autocast().eval(), INT8, [rand(4, 8)])
 
 
@@ -248,8 +248,8 @@ X = torch.ones(4, 8)
         ([(X, X, X)], "too many positional arguments; if the loader yields"),
         ([X, X.numpy()], "batch 1 .* is a ndarray; .* convert it with torch.from_numpy"),
         ([X.numpy()], "is a ndarray; convert it with torch.from_numpy"),
-        (X.numpy(), "not one ndarray; wrap a single batch in a list"),
-        (lambda: [X], "not one function; call it and pass the result"),
+        (X.numpy(), "not a single ndarray; wrap a single batch in a list"),
+        (lambda: [X], "not a single function; call it and pass the result"),
         (iter([]), "missing or empty; .*a generator can be read only once; create a new one"),
         ([None], "calibration batch 0 is None"),
         ((X, torch.arange(4)), r"a tuple is read as several batches: one batch of several inputs is \[\(x, y\)\]"),

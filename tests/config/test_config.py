@@ -237,7 +237,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "sign-aware dynamic": (spec(format=INT8, symmetry=Symmetry.SIGN_AWARE, dynamic=True), "for weights in signed"),
     "sign-aware activation": (
         config(weight=PER_CHANNEL, input=TensorSpec(format=INT8, symmetry=Symmetry.SIGN_AWARE)),
-        "'sign_aware' is for weights; activations",
+        "'sign_aware' is only for weights, because",
     ),
     "cast per channel": (spec(format=FP16, granularity=Granularity.CHANNEL), "drop granularity and scale"),
     "cast with a scale": (spec(format=BF16, scale=FLOAT16), "drop granularity and scale"),
@@ -252,7 +252,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "dynamic channel": (spec(format=INT8, granularity=Granularity.CHANNEL, dynamic=True), "per tensor, token or group"),
     "dynamic power of two": (
         spec(format=INT8, dynamic=True, scale=POWER_OF_TWO),
-        "drop scale",
+        "drop `scale`",
     ),
     "sub-groups of another size": (lambda: TensorSpec.from_dict({**OLD_MX9, "sub_group_size": 3}), "=3 must divide "),
     "sub-groups alone": (

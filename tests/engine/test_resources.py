@@ -291,7 +291,7 @@ def test_a_device_without_a_name_is_refused_with_its_place(call: Any) -> None:
 
 def test_other_values_without_a_name_are_refused_with_the_names() -> None:
     with pytest.raises(
-        ConfigError, match=r"load takes 1 .* name, directory, and 2 were .* names of the others: device, namespaces$"
+        ConfigError, match=r"load takes 1 .* directory, but 2 were .* the others by name: device, namespaces$"
     ):
         qfx.load("model", "cpu")  # type: ignore[call-arg]
 

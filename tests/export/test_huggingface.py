@@ -862,7 +862,7 @@ def test_what_is_there_is_not_broken(tmp_path: Path) -> None:
     with pytest.raises(qfx.ExportError, match=r"holds a model that qmodel.save wrote"):
         qfx.export.huggingface(qmodel, tmp_path / "saved")
     qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
-    with pytest.raises(qfx.QuarkError, match="holds a checkpoint, whose tensors would be overwritten"):
+    with pytest.raises(qfx.QuarkError, match="contains a checkpoint, whose tensors would be overwritten"):
         qmodel.save(tmp_path / "checkpoint")
     qfx.export.huggingface(qmodel, tmp_path / "checkpoint")  # replaces an earlier one
     llama().save_pretrained(tmp_path / "float")

@@ -470,7 +470,7 @@ def test_latency_is_measured_only_where_the_target_runs_and_with_a_budget_of_it(
         ConfigError, match="cannot measure latency for target 'tensorrt' on this machine; use a budget of bits"
     ):
         run(model, [weight_only, FLOAT], batches, budget=Budget(latency=0.5))
-    with pytest.raises(ConfigError, match="timed_batch= applies only to a budget of latency"):
+    with pytest.raises(ConfigError, match="timed_batch= applies only to a latency budget"):
         run(model, [INT4, INT8], batches, budget=Budget(bits=6.0), timed_batch=batches[0])
 
 
@@ -795,7 +795,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
             validation_data=[1e6 * x for x in rows()],
         ),
         ConfigError,
-        "gives finite outputs on the validation data",
+        "has finite outputs on the validation data",
     ),
     "a derivative that is NaN": (
         lambda: run(seeded(Through(lambda x: (0 * x).sqrt() + x)), [INT4, INT8], rows(), budget=Budget(bits=20.0)),

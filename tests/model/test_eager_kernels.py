@@ -475,7 +475,7 @@ def test_it_is_for_inference() -> None:
         kernels(inputs_embeds=x)
     with torch.no_grad():
         kernels(inputs_embeds=x)
-    with pytest.raises(qfx.QuarkError, match=r"computes in torch\.float32, and its input is torch\.float64"):
+    with pytest.raises(qfx.QuarkError, match=r"computes in torch\.float32, but its input is torch\.float64"):
         kernels.lm_head(x.detach().double())
     with pytest.raises(qfx.QuarkError, match="reads rows of 64 values, but its input has rows of 1"):
         kernels.lm_head(x.detach()[..., :1])
@@ -529,7 +529,7 @@ def test_its_state_is_that_of_the_quantized_model(tmp_path: Path) -> None:
         pickle.dumps(kernels)
     with pytest.raises(qfx.QuarkError, match=r"export\.huggingface"):
         kernels.save_pretrained(tmp_path)
-    with pytest.raises(qfx.QuarkError, match="quantize the float model"):
+    with pytest.raises(qfx.QuarkError, match="quantize the original float model"):
         qfx.Session(kernels, [{"input_ids": torch.tensor([[5]])}])
 
 

@@ -317,8 +317,8 @@ def test_scales_per_head_are_for_caches(field: str) -> None:
         ({"format": INT8, "dynamic": True}, "granularity='token' on `kv_cache`"),
         ({"format": INT8, "granularity": "head", "dynamic": True}, "per tensor, token or group, not per head"),
         ({"format": INT4, "granularity": "group", "group_size": 4}, "measured at run time; set dynamic=True"),
-        ({"format": INT4, "symmetry": "sign_aware"}, "sign_aware' is for weights"),
-        ({"format": INT8, "reduce_range": True}, "reduce_range is for weights"),
+        ({"format": INT4, "symmetry": "sign_aware"}, "sign_aware' is only for weights"),
+        ({"format": INT8, "reduce_range": True}, "reduce_range is only for weights"),
         ({"format": INT8, "observer": Hqq()}, "works only for weights"),
     ],
 )

@@ -64,7 +64,7 @@ def test_other_observers_of_a_measured_range_are_refused_with_the_remedy() -> No
         ):
             measured(observer=observer)
     assert NVFP4.input is not None
-    with pytest.raises(ConfigError, match="uses the whole range at run time"):
+    with pytest.raises(ConfigError, match="always uses the full range at run time"):
         NVFP4.input.replace(observer=SHARE)
 
 

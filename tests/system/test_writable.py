@@ -230,7 +230,7 @@ def test_a_text_is_replaced_in_one_step_where_it_is_a_file(tmp_path: Path) -> No
     write_text(pipe, "third")
     assert os.read(reader, 9) == b"third"
     os.close(reader)
-    for place, remedy in (("nowhere/x", "create its directory"), ("real/x", "a file is in the way")):
+    for place, remedy in (("nowhere/x", "create its directory"), ("real/x", "remove the file that is in the way")):
         with pytest.raises(ExportError, match=f"{place} cannot be written: .*; {remedy}, or choose another path"):
             write_text(tmp_path / place, "")
     with pytest.raises(ExportError, match=r"real cannot be written: .*surrogates not allowed; choose another path"):
