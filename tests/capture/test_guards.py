@@ -270,7 +270,7 @@ def test_a_refusal_says_what_is_compared_and_where(tmp_path: Path) -> None:
         one(torch.randn(5, 3, 32, 48))
         with pytest.raises(qfx.QuarkError, match=rf"requires x.shape\[2\] != x.shape\[3\] at test_guards.py:{line};"):
             one(torch.randn(2, 3, 32, 32))
-    with pytest.warns(UserWarning, match=r"the file agrees with the model where x.shape\[2\] != x.shape\[3\]"):
+    with pytest.warns(UserWarning, match=r"the file agrees with the model only where x.shape\[2\] != x.shape\[3\]"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
 
 
@@ -352,7 +352,7 @@ def test_the_export_of_a_file_names_limits_that_the_code_has(tmp_path: Path) -> 
     qmodel = qfx.quantize(Long().eval(), "int8_dynamic", [torch.randn(4, 12, 4)], progress=False)
     with pytest.raises(qfx.QuarkError, match="the graph is valid from 1 to 16"):
         qmodel(torch.randn(2, 20, 4))
-    with pytest.warns(UserWarning, match=r"agrees with the model where x.shape\[1\] <= 16"):
+    with pytest.warns(UserWarning, match=r"agrees with the model only where x.shape\[1\] <= 16"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
 
 
