@@ -325,7 +325,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "activation per group": (config(weight=PER_CHANNEL, input=GROUPS), "set dynamic=True"),
     "scales of 8 bits per token for onnx": (
         config(input=MXINT8.replace(granularity="token", group_size=None, dynamic=True)),
-        "ONNX computes 8-bit scales at run time per group only; .*target='torch'",
+        "ONNX computes 8-bit scales at run time only per group; .*target='torch'",
     ),
     "zero points of groups for onnx": (
         config(weight=PER_CHANNEL, input=GROUPS.replace(dynamic=True, symmetry="asymmetric")),
@@ -359,16 +359,16 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "float scales for a dpu": (
         lambda: XINT8.replace(weight=TensorSpec(format=INT8)),
-        "a DPU multiplies by shifts: use symmetric integers with scale='power_of_two'",
+        "a DPU scales by bit shifts: use symmetric integers with scale='power_of_two'",
     ),
     "zero points for a dpu": (lambda: XINT8.replace(input=SHIFTED.replace(format=UINT8)), "symmetric integers"),
     "channels for a dpu": (lambda: XINT8.replace(weight=SHIFTED.replace(granularity="channel")), "per tensor"),
     "signed scales for a dpu": (lambda: XINT8.replace(weight=SHIFTED.replace(symmetry="sign_aware")), "symmetric"),
     "float scales of an override for a dpu": (
         lambda: XINT8.replace(overrides=(Override(pattern="head", weight=TensorSpec(format=INT8)),)),
-        r"a DPU multiplies by shifts.*\(override 'head'\)",
+        r"a DPU scales by bit shifts.*\(override 'head'\)",
     ),
-    "an int32 bias for a dpu": (lambda: XINT8.replace(bias=TensorSpec(format=INT32)), "`bias`: a DPU multiplies by"),
+    "an int32 bias for a dpu": (lambda: XINT8.replace(bias=TensorSpec(format=INT32)), "`bias`: a DPU scales by"),
     "shifts of another target": (
         lambda: XINT8.replace(target="onnx"),
         "pass AlignShifts is for target='dpu', not 'onnx'; set the target, or drop the pass",
@@ -379,7 +379,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "shifts of asymmetric scales": (
         lambda: INT8_STATIC.replace(passes=(AlignShifts(),), target="dpu"),
-        "a DPU multiplies by shifts",
+        "a DPU scales by bit shifts",
     ),
     "an unknown rule": (lambda: AlignShifts(rules=("concta",)), "unknown rule 'concta'; choose one of concat, pool"),
     "pools of nothing": (
