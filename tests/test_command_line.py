@@ -718,7 +718,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "its own weights": (
         lambda llm: ("quantize", llm, "--preset", "w4a16_rtn", "--format", "compressed-tensors", "-o", llm),
-        r"llm holds model.safetensors, which would be lost and which no config.json there marks as quantized",
+        r"llm holds model.safetensors, which would be lost, and no config.json there marks it as quantized",
     ),
     "a GGUF file as a model": (
         lambda _: ("quantize", written("llm.gguf", ""), "--preset", "fp16", "-o", "q"),
@@ -730,7 +730,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a quantized checkpoint": (
         lambda llm: ("quantize", quantized(llm), "--preset", "fp16", "-o", "q"),
-        r"quantized is quantized by .?bitsandbytes.* \(config.json says in quantization_config\)",
+        r"quantized is quantized by .?bitsandbytes.* \(quantization_config in config.json\)",
     ),
     "a format that cannot": (
         lambda llm: ("quantize", llm, "--preset", "int8_static", "--data", "text.txt", "--format", "gptq", "-o", "q"),
