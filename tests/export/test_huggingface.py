@@ -561,7 +561,7 @@ def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None
         with pytest.raises(qfx.ExportError, match=r"transformers reads experts in \S+ incorrectly") as refused:
             qfx.export.huggingface(quantized(config, captured_mixture("Mixtral")), tmp_path)
         assert str(refused.value).count("experts in") == 4  # a line for each stack, not for each expert
-    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: GPTQ holds .* no experts"):
+    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: GPTQ supports .* no experts"):
         qfx.export.huggingface(
             quantized(EXPERTS["int4 in groups"][0], captured_mixture("Mixtral")), tmp_path, format="gptq"
         )
