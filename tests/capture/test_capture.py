@@ -1012,7 +1012,7 @@ def test_modules_that_are_nested_too_deep_are_refused_with_a_way_out() -> None:
     try:
         sys.setrecursionlimit(1000)  # Python's own; a library that an earlier test imported may have raised it
         assert capture_graph(nested(20).eval(), rand(2, 4))
-        with pytest.raises(qfx.CaptureError, match=r"recursion limit of 1000 .*sys.setrecursionlimit\(20000\)"):
+        with pytest.raises(qfx.CaptureError, match=r"recursion limit of 1000: .*sys.setrecursionlimit\(20000\)"):
             capture_graph(nested(150).eval(), rand(2, 4))
         sys.setrecursionlimit(20_000)
         assert capture_graph(nested(150).eval(), rand(2, 4))

@@ -227,7 +227,7 @@ def test_an_interrupted_stream_is_continued(
         assert [file.name for file in out.iterdir()] == ["unfinished"], "nothing there looks finished"
         with pytest.raises(
             ConfigError,
-            match=r"output_dir .* contains finished blocks of a run with different data.*delete .*unfinished,",
+            match=r"output_dir .* contains finished blocks of a run with different data.*delete .*unfinished and",
         ):
             quantize(tmp_path / "model", config, IDS[1:], resources=qfx.Resources(output_dir=out))  # type: ignore[arg-type]
     else:
