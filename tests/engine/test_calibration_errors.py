@@ -122,7 +122,9 @@ def test_an_empty_batch_is_refused_wherever_it_comes() -> None:
 
 @pytest.mark.parametrize("data", [rand(5, 4), {"x": rand(5, 4)}, "text", 3], ids=["tensor", "dict", "str", "int"])
 def test_one_batch_in_place_of_many_is_refused_with_the_remedy(data: Any) -> None:
-    with pytest.raises(qfx.CalibrationError, match=f"not one {type(data).__name__}; wrap a single batch in a list"):
+    with pytest.raises(
+        qfx.CalibrationError, match=f"not a single {type(data).__name__}; wrap a single batch in a list"
+    ):
         quantize(model(), "int8_static", data)
 
 
@@ -331,7 +333,7 @@ def test_an_index_beyond_a_table_in_front_names_its_batch(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["int8_static", "w4a16_gptq"])
 def test_an_empty_batch_is_named_before_anything_is_learned(preset: str) -> None:
-    with pytest.raises(qfx.CalibrationError, match=r"batch 1: input ids is empty, shape \(0, 5\); leave it out"):
+    with pytest.raises(qfx.CalibrationError, match=r"batch 1: input ids is empty, shape \(0, 5\); omit this batch"):
         quantize(mlp(), preset, [tokens(4)[0], tokens(4)[0][:0]])
 
 
