@@ -69,10 +69,7 @@ def size_conditions(inputs: Sequence[Node]) -> tuple[SizeCondition, ...]:
             if holds:
                 conditions.setdefault(condition.text, condition)
             else:
-                warn(
-                    f"the model's code compares sizes at {place}: {text}; quark_fx does not check that later inputs "
-                    "satisfy this condition"
-                )
+                warn(f"the model's code compares sizes at {place}: {text}; inputs are not checked for that")
     return tuple(conditions.values())
 
 
