@@ -44,6 +44,9 @@ def test_a_value_computed_from_parameters_is_a_weight(name: str) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     gm, _ = run_passes(qfx.capture_graph(model, rand(4, 8)).module, [fold_constants])
     torch.testing.assert_close(gm(rand(4, 8))[0], model(rand(4, 8)))
+    named_after = {node.meta["parameter"] for node in gm.graph.nodes if "folded" in node.meta}
+    assert named_after
+    assert named_after <= before.keys()
     qmodel = quantize(model, INT8_STATIC, [rand(4, 8)])
     assert [row.reason for row in qmodel.report()] == ["", ""]
     assert all(row.computed_from.startswith(source) for row in qmodel.report())
