@@ -96,8 +96,9 @@ def _place_of_pieces(guard: Any, limits: Mapping[Any, Any]) -> str:
         return ""
     if len(guard.expr.free_symbols) == 1:
         (symbol,) = guard.expr.free_symbols
-        first, last = int(limits[symbol].lower), limits[symbol].upper
-        # The number of pieces of `chunk(4)` changes only for the shortest inputs, that of `split(4)` for all longer.
+        lower, last = limits[symbol].lower, limits[symbol].upper
+        first = int(lower) if lower > 2 else 1  # torch assumes at least 2, but the graph also takes 1
+        # `chunk(4)` returns another number of pieces only for the shortest inputs, `split(4)` for all longer inputs.
         steps = (*range(_SIZES), *(1 << power for power in range(32)))
         if all(_holds(guard.expr, {symbol: first + step}) for step in steps if first + step <= last):
             return ""

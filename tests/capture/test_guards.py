@@ -212,6 +212,7 @@ COMPARING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a sum with one sample": lambda y, x: y * 2 if x.shape[0] + x.shape[2] > 3 else y,
     "one sample or row": lambda y, x: y * 2 if 1 in (x.shape[0], x.shape[2]) else y,
     "pieces of a result": lambda y, x: weighted(y.chunk(5, 2)),
+    "two pieces": lambda y, x: weighted(x.chunk(2, 2)),
     "pieces of the images": lambda y, x: weighted(x.chunk(7, 3)),
     "pieces of equal sizes": lambda y, x: weighted(y.tensor_split(3, 2)),
     "pieces of a given length": lambda y, x: weighted(y.split(9, 2)),
