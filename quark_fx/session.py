@@ -518,7 +518,7 @@ def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "cal
                 )
         for position, count in rows.items():
             leaf = leaves[position]
-            if not isinstance(leaf, Tensor) or not leaf.numel():
+            if not isinstance(leaf, Tensor):
                 continue
             name = captured.signature.input_names[position]
             ends = torch.stack(leaf.aminmax())
