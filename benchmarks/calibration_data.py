@@ -79,7 +79,7 @@ def measured(name: str) -> tuple[str, ...]:
 
 def kept() -> dict[str, tuple[str, ...]]:
     """Return the rows of the page that there is, by what they were calibrated on."""
-    return {row[0]: tuple(row) for row in rows_of(text_of("calibration_data.md"))}
+    return {row[0]: tuple(row) for row in rows_of(text_of(PAGE))}
 
 
 def page(rows: dict[str, tuple[str, ...]]) -> str:

@@ -176,12 +176,12 @@ def main() -> None:
     after = counted_in(ROOT, options.only, *asked)
     failed = ["failed"] * len(COUNTS)
     rows = {name: [*before.get(name, failed), *after.get(name, failed)] for name in options.only}
-    print(text_of(rows))
+    print(table_of(rows))
     if options.write:
-        write(PAGE, text_of(counted_rows(PAGE) | rows))
+        write(PAGE, table_of(counted_rows(PAGE) | rows))
 
 
-def text_of(rows: Mapping[str, Sequence[str]]) -> str:
+def table_of(rows: Mapping[str, Sequence[str]]) -> str:
     """Return the table of counts, by algorithm."""
     header = ("algorithm", *(f"{when}, {count} batches" for when in ("before", "now") for count in COUNTS))
     return table(header, [(name, *cells) for name, cells in rows.items()])
